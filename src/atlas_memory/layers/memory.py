@@ -1,0 +1,125 @@
+"""The memory as a layer for any sequence model (ATLAS section 5.1; Titans section 4.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..memory import MemoryState, Rule, l2_normalise
+from .convolution import ShortConvolution
+from .gates import GateProjection
+from .omega import OmegaMemory
+from .padding import pack, unpack
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What ``NeuralMemory`` carries between calls: the memory, and the convolution's last inputs ``[batch, size - 1, 3 dim]``."""
+
+    memory: MemoryState
+    past: Tensor
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> LayerState:
+        """The state with ``fn`` applied to every tensor; all have the batch as first dimension."""
+        return LayerState(self.memory.map(fn), fn(self.past))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.memory.nbytes + self.past.numel() * self.past.element_size()
+
+
+class NeuralMemory(nn.Module):
+    """A layer that learns while it reads: ``y, state = memory(x)``, in place of an attention layer.
+
+    Projections to q, k, v; a depthwise convolution and SiLU on each; unit-length q and k a head; the memory of ``rule``
+    with gates computed from x; RMSNorm a head, an output gate and an output projection. No residual and no norm on x:
+    they belong to the block around it. The memory itself is computed in at least float32, whatever the dtype of x.
+
+    >>> memory = NeuralMemory(dim=64, heads=4, rule="atlas", window=4, chunk_size=16)
+    >>> x = torch.randn(2, 100, 64)
+    >>> y, state = memory(x)
+    >>> y_next, state = memory(x[:, :1], state)  # goes on, from any point
+
+    Args:
+        dim: width of x, a multiple of ``heads``.
+        heads: memory heads of width dim / heads.
+        rule: a name in ``RULES`` or a ``Rule``.
+        window: c of the Omega rule; None: the rule's.
+        chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's.
+        conv_size: taps of the convolution.
+
+    Attributes:
+        writes: set to False and the memory stays as it was learned, M_0: what remains is a model without test-time
+            memory, for comparison.
+
+    Raises:
+        ValueError: a width that is no multiple of ``heads``, an unknown rule, or a size below 1.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        rule: str | Rule = "atlas",
+        window: int | None = None,
+        chunk_size: int | None = None,
+        conv_size: int = 4,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or dim < 1 or dim % heads:
+            raise ValueError(f"dim must be a positive multiple of heads, got dim={dim} and heads={heads}")
+        self.heads = heads
+        self.memory = OmegaMemory(dim // heads, heads, rule, window, chunk_size, gates=False)
+        self.gates = GateProjection(dim, heads, self.rule)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.convolution = ShortConvolution(3 * dim, conv_size)
+        self.norm = nn.RMSNorm(dim // heads, eps=1e-6)
+        self.gate = nn.Linear(dim, dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.writes = True
+
+    @property
+    def rule(self) -> Rule:
+        """The rule, window and chunk included."""
+        return self.memory.rule
+
+    def forward(
+        self, x: Tensor, state: LayerState | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """Read x, learning from it.
+
+        Args:
+            x: ``[batch, time, dim]``.
+            state: where an earlier call stopped; None: fresh memories.
+            mask: ``[batch, time]``, nonzero at real tokens, in any pattern. Others are skipped as if absent; their
+                outputs are zero. None: all real.
+
+        Returns:
+            y ``[batch, time, dim]`` and the state.
+
+        Raises:
+            ValueError: x, state or mask of a shape that does not fit.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.qkv.in_features:
+            raise ValueError(f"x must be [batch, time, {self.qkv.in_features}], got {list(x.shape)}")
+        if mask is None:
+            return self._read(x, state, None)
+        packed, length, order = pack(x, mask)
+        y, state = self._read(packed, state, length)
+        return unpack(y, order, mask), state
+
+    def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
+        qkv, past = self.convolution(self.qkv(x), state.past if state else None, length)
+        kept = torch.promote_types(x.dtype, torch.float32)
+        q, k, v = F.silu(qkv).to(kept).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        gates = replace(self.gates(x), length=length)
+        if not self.writes:
+            gates = replace(gates, eta=torch.zeros_like(gates.eta), alpha=None)
+        y, memory = self.memory(l2_normalise(q), l2_normalise(k), v, gates, state.memory if state else None)
+        y = self.norm(y.to(x.dtype)).transpose(1, 2).flatten(2)
+        return self.out(y * F.silu(self.gate(x))), LayerState(memory, past)

@@ -1,0 +1,89 @@
+"""The bare memory, for people who computed q, k and v themselves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..memory import Gates, MemoryState, Params, Rule, chunkwise, incremental, resolve_rule
+from .gates import GateProjection
+
+INCREMENTAL_TOKENS = 2  # from a state, up to so many tokens are cheaper one by one than as a chunk
+
+
+class OmegaMemory(nn.Module):
+    """A memory over q, k, v: owns M_0, the feature coefficients and, unless told otherwise, gates that look at the keys.
+
+    >>> omega = OmegaMemory(dim=16, heads=2, rule="omeganet", window=4)
+    >>> q, k, v = torch.randn(3, 1, 2, 50, 16)
+    >>> y, state = omega(q, k, v)
+    >>> y_next, state = omega(q, k, v, state=state)  # reads on where it stopped
+
+    Queries and keys are used as they come; ``l2_normalise`` them unless you have a reason not to.
+
+    Args:
+        dim: width of a head.
+        heads: number of heads, each with its own memory.
+        rule: a name in ``RULES`` or a ``Rule``.
+        window: c of the Omega rule; None: the rule's.
+        chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's.
+        gates: whether to own a gate projection. Without, every call must bring ``gates``.
+
+    Raises:
+        ValueError: an unknown rule, or a size below 1.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        rule: str | Rule = "atlas",
+        window: int | None = None,
+        chunk_size: int | None = None,
+        gates: bool = True,
+    ) -> None:
+        super().__init__()
+        for name, value in (("dim", dim), ("heads", heads)):
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
+        self.dim, self.heads = dim, heads
+        self.rule = resolve_rule(rule, window, chunk_size)
+        self.initial = nn.ParameterList(torch.empty(heads, *shape) for shape in self.rule.shapes(dim))
+        sqrt_a = self.rule.features.initial_sqrt_a()
+        self.sqrt_a = None if sqrt_a is None else nn.Parameter(sqrt_a)
+        self.gates = GateProjection(dim * heads, heads, self.rule) if gates else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A fresh random M_0, the Taylor coefficients of exp, and fresh gates."""
+        with torch.no_grad():
+            for parameter, value in zip(self.initial, self.rule.initial_weights(self.heads, self.dim), strict=True):
+                parameter.copy_(value)
+            if self.sqrt_a is not None:
+                self.sqrt_a.copy_(self.rule.features.initial_sqrt_a())
+        if self.gates is not None:
+            self.gates.reset_parameters()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, state: MemoryState | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        """Read and write every token in turn.
+
+        Args:
+            q, k, v: ``[batch, heads, time, dim]``.
+            gates: your own; None: computed from the keys.
+            state: where an earlier call stopped; None: a fresh memory a row.
+
+        Returns:
+            y ``[batch, heads, time, dim]`` in q's dtype, y_t read after the write of token t; and the state.
+
+        Raises:
+            ValueError: shapes that do not fit, or neither ``gates`` given nor owned.
+        """
+        if gates is None:
+            if self.gates is None:
+                raise ValueError("this memory was made with gates=False: pass gates=Gates(eta=..., ...) with every call")
+            gates = self.gates(k.transpose(1, 2).flatten(2))
+        few = state is not None and k.shape[-2] <= INCREMENTAL_TOKENS
+        form = incremental if few else chunkwise
+        return form(self.rule, Params(tuple(self.initial), self.sqrt_a), q, k, v, gates, state)

@@ -1,0 +1,48 @@
+"""Padding of any pattern, turned into padding on the right and back.
+
+A recurrence over time must not see padding at all: a padded token would move the memory, shift the window and
+advance the position. So every layer moves the real tokens of each row to the front, in their order, works on
+that, and puts the results back.
+"""
+
+import torch
+from torch import Tensor
+
+
+def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Move the real tokens of each row to the front, keeping their order.
+
+    Args:
+        x: `[batch, time, ...]`, any dtype.
+        mask: `[batch, time]`, bool or numbers; nonzero marks a real token.
+
+    Returns:
+        The packed x, `[batch, time, ...]`, zero behind the real tokens; how many tokens are real, `[batch]`
+        int64; and the order `[batch, time]` int64 with `packed[i, j] = x[i, order[i, j]]`, for `unpack`.
+
+    Raises:
+        ValueError: mask is not of shape `[batch, time]`.
+    """
+    if mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"mask has shape {list(mask.shape)} but x has [batch, time] = {list(x.shape[:2])}; "
+            "give one mask entry for every token of this call"
+        )
+    real = mask.bool()
+    order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
+    lengths = real.sum(1)
+    behind = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+    packed = x.gather(1, _like(order, x).expand_as(x)).masked_fill(_like(behind, x), 0)
+    return packed, lengths, order
+
+
+def unpack(y: Tensor, order: Tensor, mask: Tensor) -> Tensor:
+    """Put packed outputs `[batch, time, ...]` back in their places; padded places are zero."""
+    # Inverting the permutation and gathering, rather than scattering, keeps the backward pass a gather's too.
+    inverse = torch.argsort(order, dim=1)
+    return y.gather(1, _like(inverse, y).expand_as(y)).masked_fill(_like(~mask.bool(), y), 0)
+
+
+def _like(index: Tensor, x: Tensor) -> Tensor:
+    """`[batch, time]` with as many trailing axes of size 1 as x has further axes."""
+    return index.reshape(*index.shape, *(1,) * (x.dim() - 2))

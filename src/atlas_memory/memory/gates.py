@@ -1,0 +1,56 @@
+"""The gates of the recurrence: one value per token and head, made by the outer model (ATLAS section 3.2, App. D)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Gates:
+    """What the outer model tells the inner problem.
+
+    Attributes:
+        eta: step size >= 0, ``[batch, heads, time]``.
+        alpha: retention in [0, 1], ``[batch, heads, time]``; multiplies the old memory. None: 1.
+        theta: momentum decay in [0, 1], ``[batch, heads, time]``. None: 0. Read by momentum and Muon.
+        gamma: window gates in [0, 1], ``[batch, heads, time, c]``; entry j of token t weighs token t - j. None: 1.
+        length: ``[batch]`` int64, how many tokens of each row are real; the rest is right padding, neither written nor
+            counted, its outputs undefined. None: all.
+    """
+
+    eta: Tensor
+    alpha: Tensor | None = None
+    theta: Tensor | None = None
+    gamma: Tensor | None = None
+    length: Tensor | None = None
+
+    def complete(self, q: Tensor, size: int) -> Gates:
+        """Check the shapes against q ``[batch, heads, time, dim]`` and a window of ``size``, and fill in what is None.
+
+        Raises:
+            ValueError: a gate of another shape.
+        """
+        shape = q.shape[:3]
+        ones = torch.ones_like(self.eta)
+        full = Gates(
+            eta=self.eta,
+            alpha=ones if self.alpha is None else self.alpha,
+            theta=torch.zeros_like(self.eta) if self.theta is None else self.theta,
+            gamma=ones[..., None].expand(*ones.shape, size) if self.gamma is None else self.gamma,
+            length=self.length,
+        )
+        for name, expected in (("eta", shape), ("alpha", shape), ("theta", shape), ("gamma", (*shape, size))):
+            gate = getattr(full, name)
+            if gate.shape != torch.Size(expected):
+                raise ValueError(f"gate {name} must have shape {list(expected)} to go with q, got {list(gate.shape)}")
+        if self.length is not None and self.length.shape != shape[:1]:
+            raise ValueError(f"gates.length must have shape [{shape[0]}], got {list(self.length.shape)}")
+        return full
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Gates:
+        """The gates with ``fn`` applied to every tensor."""
+        return Gates(**{f.name: None if (t := getattr(self, f.name)) is None else fn(t) for f in fields(self)})

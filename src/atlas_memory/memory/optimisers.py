@@ -1,0 +1,100 @@
+"""The inner optimiser: how a gradient of the window's loss becomes a step of the memory.
+
+All three are instances of one recurrence, per matrix, with g_t the gradient of the windowed bias at the frozen memory:
+
+    S_t = theta_t S_{t-1} + a_t g_t            W_t = alpha_t W_{t-1} - e_t O(S_t)
+
+    gradient descent   theta = 0, a = 1,   e = eta,  O = identity            (ATLAS Eq. 10, 19; DeltaNet)
+    momentum           theta,     a = eta, e = 1,    O = identity            (ATLAS Eqs. 12-13; Titans Eqs. 13-14)
+    Muon               theta,     a = 1,   e = eta,  O = Newton-Schulz       (ATLAS Eqs. 32-33)
+
+S accumulates plus the gradient and W subtracts: ATLAS's Table 1 prints an ascent. Letters: eta is the step size and
+theta the momentum decay, as in ATLAS; Titans swaps the two. Newton-Schulz is scale invariant, so eta must stand outside.
+
+**Bounded steps.** A deep memory under plain gradient descent explodes with the usual step sizes, the more so as b
+gradients are taken at one frozen memory. Gradient descent and momentum therefore use, unless ``bounded=False``,
+
+    eta~_t = eta_t / (1 + eta_t L_t),    L_t = b lambda_t [/ (1 - theta_t + 1/b) with momentum],
+
+where lambda_t bounds the largest eigenvalue of the Gauss-Newton Hessian of the window's loss at the frozen memory, so
+that eta~ * lambda < 1/b whatever the gates, keys and weights are (the form of the implicit step of Nested Learning,
+Eqs. 56-57). Muon's step has spectral norm about eta by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rates(NamedTuple):
+    """theta, a (write) and e (apply) of the recurrence above, each ``[batch, heads, time]``."""
+
+    theta: Tensor
+    write: Tensor
+    apply: Tensor
+
+
+@dataclass(frozen=True)
+class GradientDescent:
+    """W_t = alpha_t W_{t-1} - eta~_t g_t."""
+
+    bounded: bool = True
+
+    has_momentum = False
+    every = 1
+
+    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, chunk: int) -> Rates:
+        """``curvature`` is lambda_t ``[batch, heads, time]``, ``chunk`` is b."""
+        step = _implicit(eta, chunk * curvature) if self.bounded else eta
+        return Rates(torch.zeros_like(eta), torch.ones_like(eta), step)
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """S_t = theta_t S_{t-1} + eta~_t g_t;  W_t = alpha_t W_{t-1} - S_t."""
+
+    bounded: bool = True
+
+    has_momentum = True
+    every = 1
+
+    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, chunk: int) -> Rates:
+        """``curvature`` is lambda_t ``[batch, heads, time]``, ``chunk`` is b."""
+        step = _implicit(eta, chunk * curvature / (1.0 - theta + 1.0 / chunk)) if self.bounded else eta
+        return Rates(theta, step, torch.ones_like(eta))
+
+
+@dataclass(frozen=True)
+class Muon:
+    """S_t = theta_t S_{t-1} + g_t;  W_t = alpha_t W_{t-1} - eta_t NS_steps(S_t), a matrix at a time.
+
+    ``every = r`` applies the step only at tokens r - 1, 2r - 1, ... of the sequence; alpha and theta act at every token.
+    ``every = 1`` is the paper's Eq. 40, ``every = chunk`` is what LaCT does.
+    """
+
+    steps: int = 5
+    every: int = 1
+
+    has_momentum = True
+    bounded = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"Muon {name} must be an integer >= 1, got {value!r}")
+
+    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, chunk: int) -> Rates:
+        """``curvature`` and ``chunk`` play no part: the step's length is eta."""
+        return Rates(theta, torch.ones_like(eta), eta)
+
+
+def _implicit(eta: Tensor, stiffness: Tensor) -> Tensor:
+    return eta / (1.0 + eta * stiffness)
+
+
+Optimiser = GradientDescent | Momentum | Muon

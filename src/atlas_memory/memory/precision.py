@@ -1,0 +1,77 @@
+"""In which precision the inner problem is computed, and the checks every form makes of its inputs.
+
+Newton-Schulz multiplies small directions of S by up to 3.4445^5 = 485, rounding errors among them: worked in float32,
+two exact forms of Muon differ by 1e-5 to 1e-3 of their output. On a CPU, where it costs about a third more time, float32
+inputs of a rule with Muon are therefore worked in float64 within a call. Results and states come back in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .gates import Gates
+from .optimisers import Muon
+from .rules import Params, Rule
+from .state import MemoryState
+
+Form = Callable[[Rule, Params, Tensor, Tensor, Tensor, Gates, MemoryState | None], tuple[Tensor, MemoryState]]
+
+
+def working_dtype(rule: Rule, x: Tensor) -> torch.dtype:
+    """The dtype in which ``rule`` is computed for inputs like ``x``: at least float32, see above."""
+    if x.dtype == torch.float64:
+        return torch.float64
+    return torch.float64 if isinstance(rule.optimiser, Muon) and x.device.type == "cpu" else torch.float32
+
+
+def compute(
+    form: Form, rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None
+) -> tuple[Tensor, MemoryState]:
+    """Run ``form`` in the working precision. Returns y in the dtype of q and the state in float32 (or float64 for float64 q).
+
+    Raises:
+        ValueError: q, k and v not ``[batch, heads, time, dim]`` of one shape and one floating dtype; a state or initial
+            memory of another rule, head count or width.
+    """
+    check_inputs(rule, params, q, k, v, state)
+    work = working_dtype(rule, q)
+    kept = torch.float64 if q.dtype == torch.float64 else torch.float32
+
+    def to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return lambda t: t.to(dtype) if t.is_floating_point() else t
+
+    up = to(work)
+    params = Params(tuple(map(up, params.initial)), None if params.sqrt_a is None else up(params.sqrt_a))
+    with torch.autocast(q.device.type, enabled=False):
+        y, end = form(rule, params, up(q), up(k), up(v), gates.map(up), None if state is None else state.map(up))
+    return y.to(q.dtype), end.map(to(kept))
+
+
+def check_inputs(rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, state: MemoryState | None) -> None:
+    """Raise ValueError unless the arguments fit together; see ``compute``."""
+    if q.dim() != 4:
+        raise ValueError(f"q must be [batch, heads, time, dim], got shape {list(q.shape)}")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != q.shape:
+            raise ValueError(f"{name} must have the shape of q, {list(q.shape)}, got {list(x.shape)}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+    if not q.is_floating_point():
+        raise ValueError(f"q, k and v must be floating point, got {q.dtype}")
+    batch, heads, _, dim = q.shape
+    expected = [[heads, *shape] for shape in rule.shapes(dim)]
+    got = [list(m.shape) for m in params.initial]
+    if got != expected:
+        raise ValueError(f"params.initial must have shapes {expected} for this rule, heads and dim, got {got}")
+    if state is not None:
+        expected = [[batch, *shape] for shape in expected]
+        got = [list(m.shape) for m in state.weights]
+        if got != expected:
+            raise ValueError(f"state must hold memories of shapes {expected}, got {got}: it is of another rule, batch or width")
+        if bool(state.momentum) != rule.optimiser.has_momentum:
+            raise ValueError(f"state {'has' if state.momentum else 'lacks'} a momentum, unlike {rule.optimiser}: it is of another rule")
+        if state.k.shape[-2] != rule.window.size - 1:
+            raise ValueError(f"state carries {state.k.shape[-2]} window tokens, the rule's window needs {rule.window.size - 1}")

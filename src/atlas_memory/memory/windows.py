@@ -1,0 +1,77 @@
+"""The Omega window and the chunk schedule (ATLAS Eqs. 8-9 and 15-16).
+
+At token t the inner loss sums over the last c tokens, token i weighted by a gate gamma_i^(t). Its gradient is taken at
+the memory as it stood before the chunk of b tokens to which t belongs (the *frozen* memory); b = 1 is the exact
+recurrence. The window crosses chunk boundaries: the c - 1 tokens before a chunk are evaluated again at the new frozen
+memory. Chunks are counted from each sequence's first token, wherever calls or padding fall.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """``size`` = c tokens in the inner loss, ``chunk`` = b tokens between refreshes of the frozen memory."""
+
+    size: int = 1
+    chunk: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("size", "chunk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Window {name} must be an integer >= 1, got {value!r}")
+
+
+def band(gamma: Tensor, exists: Tensor | None = None) -> Tensor:
+    """Gamma[t, i] = gamma_i^(t): the gates as a banded matrix over the window tokens.
+
+    Args:
+        gamma: ``[..., b, c]``, entry j of row t weighs token t - j.
+        exists: ``[..., b + c - 1]`` bool, which window tokens there are (token i of column i + c - 1), or None for all.
+
+    Returns:
+        ``[..., b, b + c - 1]``; column t + c - 1 is token t itself.
+    """
+    b, c = gamma.shape[-2:]
+    # Row t holds its c gates, oldest first, starting at column t: pad rows to b + c, and let reshaping skew them.
+    skewed = F.pad(gamma.flip(-1), (0, b)).flatten(-2)[..., : b * (b + c - 1)].unflatten(-1, (b, b + c - 1))
+    return skewed if exists is None else torch.where(exists[..., None, :], skewed, 0.0)
+
+
+def decay_matrix(factor: Tensor) -> Tensor:
+    """D[t, n] = factor_{n+1} * ... * factor_t for n <= t, else 0: ``[..., b] -> [..., b, b]``.
+
+    A running product down each column: exact for any factor, zero included, where a ratio of cumulative products or a
+    logarithm is not.
+    """
+    b = factor.shape[-1]
+    below = torch.ones(b, b, dtype=torch.bool, device=factor.device).tril(-1)
+    return torch.where(below, factor[..., :, None], 1.0).cumprod(-2).tril()
+
+
+def shift_right(x: Tensor, by: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    """Place each row of ``x`` ``[batch, ..., time, dim]`` at offset ``by`` ``[batch]`` (None: 0) of a grid of ``length``.
+
+    Returns:
+        the grid ``[batch, ..., length, dim]`` and a bool ``[batch, length]`` (or ``[1, length]``): which slots come from ``x``.
+    """
+    time = x.shape[-2]
+    slots = torch.arange(length, device=x.device)
+    if by is None:
+        return F.pad(x, (0, 0, 0, length - time)), (slots < time)[None]
+    source = slots - by[:, None]
+    inside = (source >= 0) & (source < time)
+    return take(x, source.clamp(0, max(time - 1, 0))), inside
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Gather along time, a row's own indices for each row: ``[batch, ..., time, dim]``, ``[batch, n]`` -> ``[batch, ..., n, dim]``."""
+    shape = (index.shape[0],) + (1,) * (x.dim() - 3) + (index.shape[1], 1)
+    return x.gather(-2, index.view(shape).expand(*x.shape[:-2], -1, x.shape[-1]))
