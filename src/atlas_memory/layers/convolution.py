@@ -42,10 +42,18 @@ class ShortConvolution(nn.Module):
 
         Returns:
             y ``[batch, time, channels]`` and the new ``past``.
+
+        Raises:
+            ValueError: ``past`` of another shape, as from a state of another batch or layer.
         """
         batch, time, channels = x.shape
         if past is None:
             past = x.new_zeros(batch, self.size - 1, channels)
+        if past.shape != (batch, self.size - 1, channels):
+            expected = [batch, self.size - 1, channels]
+            raise ValueError(
+                f"state must carry past inputs of shape {expected}, got {list(past.shape)}: another batch or layer"
+            )
         inputs = torch.cat([past, x], 1)
         if time == 0:
             return x, past

@@ -1,11 +1,12 @@
-"""The gates alpha, eta, theta and gamma as functions of the token (ATLAS section 3.2, App. D; the papers leave the form open).
+"""The gates alpha, eta, theta and gamma as functions of the token (ATLAS section 3.2, App. D). Their form: ours.
 
 Each is a sigmoid of an affine map of x, one a head (and, for gamma, one a place in the window). Starting values:
 
 * alpha: heads forget at different rates, with half-lives spread evenly in logarithm from 16 to 1024 tokens;
 * theta: 0.8;
 * eta: for gradient descent and momentum in (0, 1), starting at 1/2, within their bounded step; for Muon at most
-  ``every / chunk``, so that the steps of one chunk add up to a spectral norm of about 1 at the most, starting at a quarter;
+  ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most about 1, starting at a
+  quarter of that;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 """
 
@@ -50,7 +51,7 @@ class GateProjection(nn.Module):
         nn.init.normal_(self.weight, std=0.1 * self.weight.shape[1] ** -0.5)
         groups = [torch.full((self.heads,), _logit(0.25 if self.is_muon else 0.5))]
         if self.has_alpha:
-            half_life = torch.logspace(*(math.log10(h) for h in HALF_LIVES), self.heads)
+            half_life = torch.logspace(math.log10(HALF_LIVES[0]), math.log10(HALF_LIVES[1]), self.heads)
             groups.append(torch.logit(0.5 ** (1.0 / half_life)))
         if self.has_theta:
             groups.append(torch.full((self.heads,), _logit(0.8)))
@@ -61,7 +62,7 @@ class GateProjection(nn.Module):
             self.bias.copy_(torch.cat(groups))
 
     def forward(self, x: Tensor) -> Gates:
-        """``[batch, time, dim]`` -> gates ``[batch, heads, time]`` (gamma ``[batch, heads, time, c]``), at least float32."""
+        """``[batch, time, dim]`` -> gates ``[batch, heads, time]`` (gamma ``[..., c]``), in at least float32."""
         logits = F.linear(x, self.weight, self.bias)
         logits = logits.to(torch.promote_types(x.dtype, torch.float32))
         groups = list(logits.sigmoid().unflatten(-1, (-1, self.heads)).permute(2, 0, 3, 1))  # each [batch, heads, time]

@@ -18,7 +18,7 @@ from .padding import pack, unpack
 
 @dataclass(frozen=True)
 class LayerState:
-    """What ``NeuralMemory`` carries between calls: the memory, and the convolution's last inputs ``[batch, size - 1, 3 dim]``."""
+    """What ``NeuralMemory`` carries: the memory, and the convolution's last inputs ``[batch, size - 1, 3 dim]``."""
 
     memory: MemoryState
     past: Tensor

@@ -12,7 +12,7 @@ INCREMENTAL_TOKENS = 2  # from a state, up to so many tokens are cheaper one by 
 
 
 class OmegaMemory(nn.Module):
-    """A memory over q, k, v: owns M_0, the feature coefficients and, unless told otherwise, gates that look at the keys.
+    """A memory over q, k, v: owns M_0, the feature coefficients and, unless told not to, gates that see the keys.
 
     >>> omega = OmegaMemory(dim=16, heads=2, rule="omeganet", window=4)
     >>> q, k, v = torch.randn(3, 1, 2, 50, 16)
@@ -50,7 +50,7 @@ class OmegaMemory(nn.Module):
         self.rule = resolve_rule(rule, window, chunk_size)
         self.initial = nn.ParameterList(torch.empty(heads, *shape) for shape in self.rule.shapes(dim))
         sqrt_a = self.rule.features.initial_sqrt_a()
-        self.sqrt_a = None if sqrt_a is None else nn.Parameter(sqrt_a)
+        self.sqrt_a = None if sqrt_a is None else nn.Parameter(sqrt_a.to(torch.get_default_dtype()))
         self.gates = GateProjection(dim * heads, heads, self.rule) if gates else None
         self.reset_parameters()
 
@@ -59,8 +59,9 @@ class OmegaMemory(nn.Module):
         with torch.no_grad():
             for parameter, value in zip(self.initial, self.rule.initial_weights(self.heads, self.dim), strict=True):
                 parameter.copy_(value)
-            if self.sqrt_a is not None:
-                self.sqrt_a.copy_(self.rule.features.initial_sqrt_a())
+            sqrt_a = self.rule.features.initial_sqrt_a()
+            if self.sqrt_a is not None and sqrt_a is not None:
+                self.sqrt_a.copy_(sqrt_a)
         if self.gates is not None:
             self.gates.reset_parameters()
 
@@ -82,7 +83,9 @@ class OmegaMemory(nn.Module):
         """
         if gates is None:
             if self.gates is None:
-                raise ValueError("this memory was made with gates=False: pass gates=Gates(eta=..., ...) with every call")
+                raise ValueError(
+                    "this memory was made with gates=False: pass gates=Gates(eta=..., ...) with every call"
+                )
             gates = self.gates(k.transpose(1, 2).flatten(2))
         few = state is not None and k.shape[-2] <= INCREMENTAL_TOKENS
         form = incremental if few else chunkwise

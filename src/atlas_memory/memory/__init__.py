@@ -11,7 +11,8 @@ newton_schulz.py   O in Muon                    fast_weight.py   its primitive: 
 windows.py         c, b, gamma's band
 
 Letters (ATLAS's): alpha retention (1 keeps), eta step size, theta momentum decay, gamma window gates, c window,
-b chunk, M_0 initial memory, S momentum. Titans calls the momentum decay eta and the step theta, and its alpha is 1 - ours.
+b chunk, M_0 initial memory, S momentum. Titans calls the momentum decay eta and the step
+theta, and its alpha is 1 - ours.
 """
 
 from .bias import L2, AttentionalBias, DotProduct

@@ -8,6 +8,7 @@ recurrence. Computes the same function as recurrent.py (ATLAS sections 3.3 and 5
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +21,22 @@ from .rules import Params, Rule
 from .state import MemoryState, initial_state
 from .windows import band, decay_matrix, shift_right, take
 
+Weights = tuple[Tensor, ...]
+
 
 def chunkwise(
-    rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None = None
+    rule: Rule,
+    params: Params,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState | None = None,
 ) -> tuple[Tensor, MemoryState]:
     """The outputs y_t = M_t(phi(q_t)) and the state after the last token; arguments as for ``recurrent``.
 
-    FLOPs a token and matrix (m x F), with N = b + c - 1: about 8 m F (reads and writes at the chunk's ends) + 4 N (m + d)
-    for gradient descent and momentum; Muon adds about 40 m^3 / every in output space.
+    FLOPs a token and matrix (m x F), N = b + c - 1: about 8 m F for reads and writes at the chunk's ends and
+    4 N (m + d) inside for gradient descent and momentum; Muon adds about 40 m^3 / every in output space.
     """
     return compute(_chunkwise, rule, params, q, k, v, gates, state)
 
@@ -36,8 +45,7 @@ def _chunkwise(
     rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None
 ) -> tuple[Tensor, MemoryState]:
     size, chunk = rule.window.size, rule.window.chunk
-    gates = gates.complete(q, size)
-    time, length = q.shape[-2], gates.length
+    time, length, gate = q.shape[-2], gates.length, gates.complete(q, size)
     phase = None if state is None else state.seen % chunk
     state = initial_state(params.initial, rule.optimiser.has_momentum, size, k) if state is None else state
     if time == 0:
@@ -56,33 +64,36 @@ def _chunkwise(
     first = state.seen if phase is None else state.seen - phase
     exists = exists & (first[:, None] + torch.arange(exists.shape[1], device=q.device) >= size - 1)
 
-    def on_grid(gate: Tensor, neutral: float) -> Tensor:
-        grid = shift_right(gate[..., None], phase, count * chunk)[0][..., 0]
+    def on_grid(values: Tensor, neutral: float) -> Tensor:
+        grid = shift_right(values[..., None], phase, count * chunk)[0][..., 0]
         return torch.where(inside[:, None], grid, neutral).unflatten(-1, (count, chunk))
 
-    alpha = on_grid(rule.retention.factor(gates.alpha), 1.0)
-    theta, eta = on_grid(gates.theta, 1.0), on_grid(gates.eta, 0.0)
-    gamma = torch.where(inside[:, None, :, None], shift_right(gates.gamma, phase, count * chunk)[0], 0.0)
+    alpha = on_grid(rule.retention.factor(gate.alpha), 1.0)
+    theta, eta = on_grid(gate.theta, 1.0), on_grid(gate.eta, 0.0)
+    gamma = torch.where(inside[:, None, :, None], shift_right(gate.gamma, phase, count * chunk)[0], 0.0)
     windows = band(gamma.unflatten(-2, (count, chunk)), exists.unfold(-1, chunk + size - 1, chunk)[:, None])
-    decays, retained = decay_matrix(alpha), alpha.cumprod(-1)
 
+    # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
+    per_chunk = zip(
+        q_grid.unflatten(-2, (count, chunk)).unbind(2),
+        k_grid.unfold(-2, chunk + size - 1, chunk).mT.unbind(2),
+        v_grid.unfold(-2, chunk + size - 1, chunk).mT.unbind(2),
+        *(x.unbind(2) for x in (windows, decay_matrix(alpha), alpha.cumprod(-1), theta, eta)),
+        inside.unflatten(-1, (count, chunk))[:, None].unbind(2),
+        strict=True,
+    )
     frozen, weights, momentum = state.frozen, state.weights, state.momentum
+    end = (time if length is None else length) + (0 if phase is None else phase)
     outputs = []
-    for j in range(count):
-        begin = j * chunk
-        chunk_k = k_grid[..., begin : begin + chunk + size - 1, :]
-        chunk_v = v_grid[..., begin : begin + chunk + size - 1, :]
-        y, weights, momentum = _chunk(
-            rule, params.sqrt_a, frozen, weights, momentum, q_grid[..., begin : begin + chunk, :], chunk_k, chunk_v,
-            windows[:, :, j], decays[:, :, j], retained[:, :, j], theta[:, :, j], eta[:, :, j],
-            inside[:, None, begin : begin + chunk], first + begin,
-        )  # fmt: skip
+    for j, inputs in enumerate(per_chunk):
+        position = first + j * chunk
+        y, weights, momentum = _read_chunk(rule, params.sqrt_a, frozen, weights, momentum, Chunk(*inputs), position)
         outputs.append(y)
-        if phase is None and length is None:
-            frozen = weights if begin + chunk <= time else frozen
-        else:
-            filled = (0 if phase is None else phase) + (time if length is None else length) >= begin + chunk
+        filled = (j + 1) * chunk <= end  # whether a row has read the chunk to its end
+        if isinstance(filled, Tensor):
             frozen = tuple(torch.where(filled[:, None, None, None], w, f) for w, f in zip(weights, frozen, strict=True))
+        elif filled:
+            frozen = weights
 
     y = torch.cat(outputs, -2)
     y = y[..., :time, :] if phase is None else take(y, phase[:, None] + torch.arange(time, device=q.device))
@@ -95,30 +106,37 @@ def _chunkwise(
     return y, MemoryState(frozen, weights, momentum, past_k, past_v, seen)
 
 
-def _chunk(
-    rule: Rule,
-    sqrt_a: Tensor | None,
-    frozen: tuple[Tensor, ...],
-    weights: tuple[Tensor, ...],
-    momentum: tuple[Tensor, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: Tensor,
-    decay: Tensor,
-    retained: Tensor,
-    theta: Tensor,
-    eta: Tensor,
-    inside: Tensor,
-    first: Tensor,
-) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """One chunk: ``q`` [..., b, d], ``k v`` [..., N, d], ``window`` Gamma [..., b, N], ``decay`` D_alpha [..., b, b],
-    ``retained``, ``theta``, ``eta`` [..., b], ``inside`` [batch, 1, b], which are tokens of this call; ``first`` [batch], the
-    position of the chunk's first token."""
+class Chunk(NamedTuple):
+    """One chunk of b tokens and its N = b + c - 1 window tokens; leading dimensions ``[batch, heads]``.
+
+    Attributes:
+        q: ``[..., b, dim]``; k, v: ``[..., N, dim]``.
+        window: Gamma ``[..., b, N]``.
+        decay, retained: D_alpha ``[..., b, b]`` and cA ``[..., b]``.
+        theta, eta: ``[..., b]``.
+        inside: which slots are tokens of this call, bool ``[batch or 1, 1, b]``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    window: Tensor
+    decay: Tensor
+    retained: Tensor
+    theta: Tensor
+    eta: Tensor
+    inside: Tensor
+
+
+def _read_chunk(
+    rule: Rule, sqrt_a: Tensor | None, frozen: Weights, weights: Weights, momentum: Weights, chunk: Chunk, first: Tensor
+) -> tuple[Tensor, Weights, Weights]:
+    """The outputs ``[..., b, dim]`` of one chunk, and W and S after it; ``first`` ``[batch]`` is where it starts."""
+    q, k, v, window, decay, retained, theta, eta, inside = chunk
     phi = partial(rule.features.expand, sqrt_a=sqrt_a)
     kernel = partial(rule.features.kernel, sqrt_a=sqrt_a)
     lifted = rule.network.lifted
-    phi_k, phi_q = phi(k), phi(q)
+    phi_k, phi_q = phi(torch.cat([k, q], -2)).split([k.shape[-2], q.shape[-2]], -2)
 
     trace = rule.network.trace(lambda i, u: (phi_k if lifted[i] else u) @ frozen[i].mT, k)
     deltas = rule.network.deltas(frozen, trace, rule.bias.derivative(trace.prediction, v))

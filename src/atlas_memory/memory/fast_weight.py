@@ -6,7 +6,7 @@ For a matrix W whose token gradients are delta_i f_i^T, with f_i = phi(x_i), and
     S_t = cT[t] S_0 + sum_i P[t, i] delta_i f_i^T,
     W_t = cA[t] W_0 - sum_{n <= t} D_alpha[t, n] e_n O(S_n)
 
-(optimisers.py has a, e, theta and O), the feature dimension enters only through phi W_0^T, phi S_0^T and the chunk's end;
+(optimisers.py has a, e, theta and O), the feature dimension enters only in phi W_0^T, phi S_0^T and the chunk's end;
 everything between goes through the kernel k(x, y) = phi(x) . phi(y):
 
 * O = identity: y = cA (phi_q W_0^T) - (D_alpha diag(e) cT) (phi_q S_0^T) - (R * K_qk) Delta with R = D_alpha diag(e) P,
@@ -50,7 +50,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The N window tokens as one matrix sees them: phi(x_i) ``[..., N, F]``, k(x_i, x_j) on demand, delta_i ``[..., N, m]``."""
+    """The window tokens as one matrix sees them: phi(x_i) ``[..., N, F]``, kernel on demand, delta_i ``[..., N, m]``."""
 
     features: Tensor
     kernel: Callable[[], Tensor]
@@ -85,8 +85,9 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
 
 def muon_steps(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> tuple[Read, Ends]:
     """Muon; arguments and result as for ``identity_steps``. Picks the cheaper of the two exact spaces."""
-    rows, columns = w.shape[-2:]
-    form = _output_space if prefers_output_space(rows, columns, *plan.weights.shape[-2:], plan.decay.shape[-2]) else _feature_space
+    (taken, window), chunk = plan.weights.shape[-2:], plan.decay.shape[-2]
+    in_output_space = prefers_output_space(w.shape[-2], w.shape[-1], taken, window, chunk)
+    form = _output_space if in_output_space else _feature_space
     return form(w, s, tokens, plan, steps)
 
 
@@ -117,7 +118,7 @@ def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: i
     past = tokens.features @ s.mT  # X
     carried = plan.carried_steps[..., None, None]
     # The two cross terms are one another's transpose: one is added twice, and gram_polynomial symmetrises.
-    gram = weighted.mT @ (tokens.kernel()[..., None, :, :] @ weighted + 2.0 * carried * past[..., None, :, :])
+    gram = weighted.mT @ (tokens.kernel()[..., None, :, :] @ weighted + (2.0 * carried) * past[..., None, :, :])
     q = gram_polynomial(gram + carried.square() * (s @ s.mT)[..., None, :, :], steps)  # [..., J, m, m]
 
     def read(features: Tensor, kernel: Tensor) -> Tensor:

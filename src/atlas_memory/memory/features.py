@@ -8,16 +8,18 @@ uses the kernel inside a chunk, so its cost there does not depend on the feature
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations_with_replacement
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(|x|^2 + eps^2) along the last axis; zero stays zero, with a finite gradient. Any shape and float dtype."""
+    """x / sqrt(|x|^2 + eps^2) along the last axis, of any shape; zero stays zero, with a finite gradient."""
     scale = x.detach().abs().amax(-1, keepdim=True).clamp_min(eps)  # squares of huge entries must not overflow
     unit = x / scale
     return unit * torch.rsqrt(unit.square().sum(-1, keepdim=True) + (eps / scale) ** 2)
@@ -68,17 +70,24 @@ class Polynomial:
         return math.comb(dim + self.degree, self.degree)
 
     def initial_sqrt_a(self) -> Tensor:
-        """sqrt(1/j!) for j = 0..degree: ``[degree + 1]``."""
-        return torch.tensor([math.factorial(j) ** -0.5 for j in range(self.degree + 1)])
+        """sqrt(1/j!) for j = 0..degree: ``[degree + 1]`` float64."""
+        return torch.tensor([math.factorial(j) ** -0.5 for j in range(self.degree + 1)], dtype=torch.float64)
 
     def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
         """phi(x): ``[..., dim] -> [..., C(dim + degree, degree)]``, ordered by degree."""
         a = self._coefficients(x, sqrt_a)
-        block = torch.ones_like(x[..., :1])
-        blocks = [a[0] * block]
-        for j, (parent, variable, weight) in enumerate(_monomials(x.shape[-1], self.degree), start=1):
-            block = block[..., parent.to(x.device)] * x[..., variable.to(x.device)]
-            blocks.append(block * (a[j] * weight.to(x)))
+        dim = x.shape[-1]
+        blocks = [a[0] * torch.ones_like(x[..., :1]), a[1] * x]
+        block = x
+        for j in range(2, self.degree + 1):
+            if j == 2:
+                # Products of 0/1 matrices pick the factors: unlike indexing, they have a fast backward pass.
+                block = (x @ _selection(dim, 0).to(x)) * (x @ _selection(dim, 1).to(x))
+            else:
+                # Lexicographic order: x_i times the monomials of degree j - 1 in x_i, x_{i+1}, ..., which are a suffix.
+                starts = (block.shape[-1] - math.comb(dim - i + j - 2, j - 1) for i in range(dim))
+                block = torch.cat([x[..., i, None] * block[..., s:] for i, s in enumerate(starts)], -1)
+            blocks.append(block * (a[j] * _weights(dim, j).to(x)))
         return torch.cat(blocks, -1)
 
     def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
@@ -100,7 +109,9 @@ class Polynomial:
         if sqrt_a is None:
             sqrt_a = self.initial_sqrt_a()
         if sqrt_a.shape != (self.degree + 1,):
-            raise ValueError(f"sqrt_a must have shape [{self.degree + 1}] (degrees 0..{self.degree}), got {list(sqrt_a.shape)}")
+            raise ValueError(
+                f"sqrt_a must have shape [{self.degree + 1}] (degrees 0..{self.degree}), got {list(sqrt_a.shape)}"
+            )
         return sqrt_a.to(like)
 
 
@@ -108,20 +119,19 @@ FeatureMap = Identity | Polynomial
 
 
 @lru_cache(maxsize=64)
-def _monomials(dim: int, degree: int) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
-    """For each degree j: (index of the parent monomial of degree j - 1, the variable it is multiplied by, sqrt of the
-    multinomial coefficient)."""
-    levels = []
-    previous: dict[tuple[int, ...], int] = {(): 0}
-    for j in range(1, degree + 1):
-        monomials = list(combinations_with_replacement(range(dim), j))
-        parent = torch.tensor([previous[m[:-1]] for m in monomials])
-        variable = torch.tensor([m[-1] for m in monomials])
-        counts = [math.prod(math.factorial(m.count(i)) for i in set(m)) for m in monomials]
-        weight = torch.tensor([math.sqrt(math.factorial(j) / n) for n in counts], dtype=torch.float64)
-        levels.append((parent, variable, weight))
-        previous = {m: i for i, m in enumerate(monomials)}
-    return tuple(levels)
+def _weights(dim: int, degree: int) -> Tensor:
+    """sqrt of the multinomial coefficient of every monomial of one degree, in lexicographic order: float64."""
+    monomials = combinations_with_replacement(range(dim), degree)
+    repeats = (math.prod(math.factorial(n) for n in Counter(m).values()) for m in monomials)
+    with torch.inference_mode(False):  # a cached inference tensor could never be trained through
+        return torch.tensor([math.sqrt(math.factorial(degree) / n) for n in repeats], dtype=torch.float64, device="cpu")
+
+
+@lru_cache(maxsize=64)
+def _selection(dim: int, factor: int) -> Tensor:
+    """0/1 matrix ``[dim, dim (dim + 1) / 2]`` picking the first (0) or second (1) factor of every pair i <= j."""
+    with torch.inference_mode(False):
+        return F.one_hot(torch.triu_indices(dim, dim, device="cpu")[factor], dim).mT.float()
 
 
 class PolynomialFeatures(nn.Module):
@@ -146,7 +156,7 @@ class PolynomialFeatures(nn.Module):
             raise ValueError(f"dim must be >= 1, got {dim}")
         self.dim = dim
         self.map = Polynomial(degree)
-        self.sqrt_a = nn.Parameter(self.map.initial_sqrt_a())
+        self.sqrt_a = nn.Parameter(self.map.initial_sqrt_a().to(torch.get_default_dtype()))
 
     @property
     def size(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Gates:
     gamma: Tensor | None = None
     length: Tensor | None = None
 
-    def complete(self, q: Tensor, size: int) -> Gates:
+    def complete(self, q: Tensor, size: int) -> CompleteGates:
         """Check the shapes against q ``[batch, heads, time, dim]`` and a window of ``size``, and fill in what is None.
 
         Raises:
@@ -36,15 +37,14 @@ class Gates:
         """
         shape = q.shape[:3]
         ones = torch.ones_like(self.eta)
-        full = Gates(
+        full = CompleteGates(
             eta=self.eta,
             alpha=ones if self.alpha is None else self.alpha,
             theta=torch.zeros_like(self.eta) if self.theta is None else self.theta,
             gamma=ones[..., None].expand(*ones.shape, size) if self.gamma is None else self.gamma,
-            length=self.length,
         )
-        for name, expected in (("eta", shape), ("alpha", shape), ("theta", shape), ("gamma", (*shape, size))):
-            gate = getattr(full, name)
+        for name, gate in full._asdict().items():
+            expected = (*shape, size) if name == "gamma" else shape
             if gate.shape != torch.Size(expected):
                 raise ValueError(f"gate {name} must have shape {list(expected)} to go with q, got {list(gate.shape)}")
         if self.length is not None and self.length.shape != shape[:1]:
@@ -53,4 +53,17 @@ class Gates:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Gates:
         """The gates with ``fn`` applied to every tensor."""
-        return Gates(**{f.name: None if (t := getattr(self, f.name)) is None else fn(t) for f in fields(self)})
+
+        def apply(gate: Tensor | None) -> Tensor | None:
+            return None if gate is None else fn(gate)
+
+        return Gates(fn(self.eta), *map(apply, (self.alpha, self.theta, self.gamma, self.length)))
+
+
+class CompleteGates(NamedTuple):
+    """Gates of known shapes, none missing."""
+
+    eta: Tensor
+    alpha: Tensor
+    theta: Tensor
+    gamma: Tensor

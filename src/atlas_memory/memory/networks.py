@@ -72,7 +72,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class MLP:
-    """M(x) = x + W_L gelu(... gelu(W_1 phi(x))), ``depth`` matrices, hidden width ``expansion * dim`` (ATLAS Eq. 42)."""
+    """M(x) = x + W_L gelu(... gelu(W_1 phi(x))): ``depth`` matrices of width ``expansion * dim`` (ATLAS Eq. 42)."""
 
     depth: int = 2
     expansion: int = 4
@@ -113,7 +113,10 @@ class MLP:
         return tuple(reversed(out))
 
     def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
-        """Bounds on |d prediction / d (W_l f_l)|^2, each ``[..., time]``: |J_l|^2 <= |W_{l+1} diag(slope_l)|_F^2 |J_{l+1}|^2."""
+        """Bounds on |J_l|^2 = |d prediction / d (W_l f_l)|^2, each ``[..., time]``.
+
+        |J_l|^2 <= |W_{l+1} diag(slope_l)|_F^2 |J_{l+1}|^2.
+        """
         out = [torch.ones_like(trace.prediction[..., 0])]
         for layer in range(self.depth - 1, 0, -1):
             columns = weights[layer].square().sum(-2)  # squared column norms: [..., width]

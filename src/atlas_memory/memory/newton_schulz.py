@@ -25,12 +25,13 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
     # After the scaling |x|_F >= 1 unless the matrix is zero; the clamp only keeps zero at zero.
     x = x * x.square().sum((-2, -1), keepdim=True).clamp_min(0.25).rsqrt()
     tall = x.shape[-2] > x.shape[-1]
-    if tall:
-        x = x.mT
+    x = x.mT if tall else x
+    x = x.reshape(-1, *x.shape[-2:])
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x.mT if tall else x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.mT if tall else x
+    return x.reshape(matrix.shape)
 
 
 def gram_polynomial(gram: Tensor, steps: int = 5) -> Tensor:
@@ -40,17 +41,19 @@ def gram_polynomial(gram: Tensor, steps: int = 5) -> Tensor:
     number, and Newton-Schulz amplifies small directions: give it float64 where the result must hold to float32.
     """
     a, b, c = COEFFICIENTS
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    diagonal = a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     tiny = torch.finfo(gram.dtype).tiny
-    power = 0.5 * (gram + gram.mT) * _reciprocal_or_zero(trace)
-    q = torch.where(trace > tiny, trace.clamp_min(tiny).rsqrt(), 0.0)
+    power = ((gram + gram.mT) * (0.5 * _reciprocal_or_zero(trace))).reshape(-1, *gram.shape[-2:])
+    scale = torch.where(trace > tiny, trace.clamp_min(tiny).rsqrt(), 0.0)
+    q = None
     for step in range(steps):
-        z = a * identity + b * power + c * (power @ power)
-        q = z @ q if step else z * q
+        z = torch.baddbmm(torch.add(diagonal, power, alpha=b), power, power, alpha=c)
+        q = z if q is None else z @ q
         if step + 1 < steps:
             power = z @ power @ z
-    return q
+    assert q is not None
+    return scale * q.view(gram.shape)
 
 
 def _reciprocal_or_zero(x: Tensor) -> Tensor:

@@ -1,9 +1,4 @@
-"""In which precision the inner problem is computed, and the checks every form makes of its inputs.
-
-Newton-Schulz multiplies small directions of S by up to 3.4445^5 = 485, rounding errors among them: worked in float32,
-two exact forms of Muon differ by 1e-5 to 1e-3 of their output. On a CPU, where it costs about a third more time, float32
-inputs of a rule with Muon are therefore worked in float64 within a call. Results and states come back in float32.
-"""
+"""In which precision the inner problem is computed, and the checks every form makes of its inputs."""
 
 from __future__ import annotations
 
@@ -21,16 +16,22 @@ Form = Callable[[Rule, Params, Tensor, Tensor, Tensor, Gates, MemoryState | None
 
 
 def working_dtype(rule: Rule, x: Tensor) -> torch.dtype:
-    """The dtype in which ``rule`` is computed for inputs like ``x``: at least float32, see above."""
-    if x.dtype == torch.float64:
-        return torch.float64
-    return torch.float64 if isinstance(rule.optimiser, Muon) and x.device.type == "cpu" else torch.float32
+    """The dtype in which ``rule`` is computed for inputs like ``x``: at least float32; see ``Muon.precise``."""
+    precise = isinstance(rule.optimiser, Muon) and rule.optimiser.precise
+    return torch.float64 if precise or x.dtype == torch.float64 else torch.float32
 
 
 def compute(
-    form: Form, rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None
+    form: Form,
+    rule: Rule,
+    params: Params,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState | None,
 ) -> tuple[Tensor, MemoryState]:
-    """Run ``form`` in the working precision. Returns y in the dtype of q and the state in float32 (or float64 for float64 q).
+    """Run ``form`` in the working precision. Returns y in q's dtype, and the state in float32 (float64 if q is).
 
     Raises:
         ValueError: q, k and v not ``[batch, heads, time, dim]`` of one shape and one floating dtype; a state or initial
@@ -70,8 +71,14 @@ def check_inputs(rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, st
         expected = [[batch, *shape] for shape in expected]
         got = [list(m.shape) for m in state.weights]
         if got != expected:
-            raise ValueError(f"state must hold memories of shapes {expected}, got {got}: it is of another rule, batch or width")
+            raise ValueError(
+                f"state must hold memories of shapes {expected}, got {got}: it is of another rule, batch or width"
+            )
         if bool(state.momentum) != rule.optimiser.has_momentum:
-            raise ValueError(f"state {'has' if state.momentum else 'lacks'} a momentum, unlike {rule.optimiser}: it is of another rule")
+            raise ValueError(
+                f"state {'has' if state.momentum else 'lacks'} a momentum, unlike {rule.optimiser}: another rule's"
+            )
         if state.k.shape[-2] != rule.window.size - 1:
-            raise ValueError(f"state carries {state.k.shape[-2]} window tokens, the rule's window needs {rule.window.size - 1}")
+            raise ValueError(
+                f"state carries {state.k.shape[-2]} window tokens, the rule's window needs {rule.window.size - 1}"
+            )

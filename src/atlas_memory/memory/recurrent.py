@@ -31,7 +31,13 @@ Gradient = Callable[[Rule, Params, Weights, Tensor, Tensor, Tensor], Weights]
 
 
 def recurrent(
-    rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None = None
+    rule: Rule,
+    params: Params,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState | None = None,
 ) -> tuple[Tensor, MemoryState]:
     """Read and write token by token, gradients by autograd of the printed objective. Slow, literal, any float dtype.
 
@@ -51,13 +57,21 @@ def recurrent(
     if not torch.is_inference_mode_enabled():
         return compute(_by_autograd, rule, params, q, k, v, gates, state)
     with torch.inference_mode(False), torch.no_grad():  # autograd cannot see inference tensors; copies it can
-        params = Params(tuple(m.clone() for m in params.initial), None if params.sqrt_a is None else params.sqrt_a.clone())
+        params = Params(
+            tuple(m.clone() for m in params.initial), None if params.sqrt_a is None else params.sqrt_a.clone()
+        )
         state = None if state is None else state.map(torch.clone)
         return compute(_by_autograd, rule, params, q.clone(), k.clone(), v.clone(), gates.map(torch.clone), state)
 
 
 def incremental(
-    rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None = None
+    rule: Rule,
+    params: Params,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState | None = None,
 ) -> tuple[Tensor, MemoryState]:
     """As ``recurrent``, with closed-form gradients: the form for one or a few tokens from a state. Its work a token
     depends on the window c but neither on the chunk b nor on how much was read."""
@@ -75,17 +89,20 @@ def _loop(
     state: MemoryState | None,
 ) -> tuple[Tensor, MemoryState]:
     size, chunk, optimiser = rule.window.size, rule.window.chunk, rule.optimiser
-    gates = gates.complete(q, size)
+    length, gate = gates.length, gates.complete(q, size)
     state = initial_state(params.initial, optimiser.has_momentum, size, k) if state is None else state
     frozen, weights, momentum, seen = state.frozen, state.weights, state.momentum, state.seen
     past_k, past_v = state.k, state.v
     age = torch.arange(size - 1, -1, -1, device=q.device)  # of the window tokens, oldest first
-    alphas = rule.retention.factor(gates.alpha)
+    alphas = rule.retention.factor(gate.alpha)
     outputs = []
     for t in range(q.shape[-2]):
-        real = torch.ones_like(seen, dtype=torch.bool) if gates.length is None else t < gates.length
-        k_window, v_window = torch.cat([past_k, k[..., t : t + 1, :]], -2), torch.cat([past_v, v[..., t : t + 1, :]], -2)
-        gamma = gates.gamma[:, :, t].flip(-1)  # type: ignore[index]
+        real = torch.ones_like(seen, dtype=torch.bool) if length is None else t < length
+        k_window, v_window = (
+            torch.cat([past_k, k[..., t : t + 1, :]], -2),
+            torch.cat([past_v, v[..., t : t + 1, :]], -2),
+        )
+        gamma = gate.gamma[:, :, t].flip(-1)
         gamma = torch.where((age <= seen[:, None])[:, None], gamma, 0.0)
         g = gradient(rule, params, frozen, k_window, v_window, gamma)
 
@@ -93,7 +110,7 @@ def _loop(
         if optimiser.bounded:
             trace = rule.network.trace(_applier(rule, params, frozen), k_window)
             curvature = (gamma * rule.token_curvature(frozen, trace, params.sqrt_a)).sum(-1)
-        rates = optimiser.rates(gates.theta[..., t], gates.eta[..., t], curvature, chunk)  # type: ignore[index]
+        rates = optimiser.rates(gate.theta[..., t], gate.eta[..., t], curvature, chunk)
         if optimiser.has_momentum:
             g = tuple(_at(rates.theta) * s + _at(rates.write) * d for s, d in zip(momentum, g, strict=True))
             momentum = _choose(real, g, momentum)
@@ -115,7 +132,7 @@ def _loop(
 
 
 def _autograd_gradient(rule: Rule, params: Params, frozen: Weights, k: Tensor, v: Tensor, gamma: Tensor) -> Weights:
-    """grad of sum_i gamma_i bias(M(phi(k_i)), v_i); summing over batch and heads keeps them apart, each has its weights."""
+    """grad of sum_i gamma_i bias(M(phi(k_i)), v_i), summed over batch and heads: each has its own weights."""
     track = torch.is_grad_enabled()
     with torch.enable_grad():
         at = tuple(w if w.requires_grad else w.detach().requires_grad_() for w in frozen)

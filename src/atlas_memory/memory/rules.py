@@ -23,7 +23,7 @@ from .windows import Window
 
 @dataclass(frozen=True)
 class Rule:
-    """One memory: how keys are lifted, what learns, what it minimises, what it keeps, how it steps, over which window."""
+    """How keys are lifted, what learns, what it minimises, what it keeps, how it steps, and over which window."""
 
     features: FeatureMap = field(default_factory=Polynomial)
     network: Network = field(default_factory=MLP)

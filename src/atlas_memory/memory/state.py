@@ -14,7 +14,7 @@ class MemoryState:
     """Every tensor has the batch as its first dimension, so that rows can be selected, repeated and reordered.
 
     Attributes:
-        frozen: the matrices before the current chunk, at which gradients are taken, each ``[batch, heads, rows, columns]``.
+        frozen: the matrices before the current chunk, where gradients are taken; ``[batch, heads, rows, columns]``.
         weights: the matrices now, W_t.
         momentum: S_t of each matrix; empty for an optimiser without momentum.
         k, v: the last c - 1 keys and values, ``[batch, heads, c - 1, dim]``, zero where the sequence is younger.

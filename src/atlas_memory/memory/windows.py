@@ -57,10 +57,10 @@ def decay_matrix(factor: Tensor) -> Tensor:
 
 
 def shift_right(x: Tensor, by: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-    """Place each row of ``x`` ``[batch, ..., time, dim]`` at offset ``by`` ``[batch]`` (None: 0) of a grid of ``length``.
+    """Place each row of ``x`` ``[batch, ..., time, dim]`` at its offset ``by`` ``[batch]`` in a grid of ``length``.
 
     Returns:
-        the grid ``[batch, ..., length, dim]`` and a bool ``[batch, length]`` (or ``[1, length]``): which slots come from ``x``.
+        the grid ``[batch, ..., length, dim]`` and which slots come from ``x``, bool ``[batch or 1, length]``.
     """
     time = x.shape[-2]
     slots = torch.arange(length, device=x.device)
@@ -72,6 +72,6 @@ def shift_right(x: Tensor, by: Tensor | None, length: int) -> tuple[Tensor, Tens
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Gather along time, a row's own indices for each row: ``[batch, ..., time, dim]``, ``[batch, n]`` -> ``[batch, ..., n, dim]``."""
+    """Gather along time by indices a row ``[batch, n]``: ``[batch, ..., time, dim] -> [batch, ..., n, dim]``."""
     shape = (index.shape[0],) + (1,) * (x.dim() - 3) + (index.shape[1], 1)
     return x.gather(-2, index.view(shape).expand(*x.shape[:-2], -1, x.shape[-1]))

@@ -1,0 +1,29 @@
+# make demo: train, evaluate and report the small default (about ten minutes on two cores); make test: every check.
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= runs/demo
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test clean
+
+demo: $(STAMP)
+	$(BIN)/atlas train --config examples/demo.yaml output_dir=$(OUT) $(if $(wildcard $(OUT)/run.yaml),--resume)
+	$(BIN)/atlas report $(OUT)
+	$(BIN)/atlas generate $(OUT) --prompt "def "
+
+# Two processes of tests: one thread of arithmetic each.
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy src
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

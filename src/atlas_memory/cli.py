@@ -1,0 +1,197 @@
+"""The command: `atlas train | generate | evaluate | report | rules`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers.utils import logging as transformers_logging
+
+# Training and pictures take a second to import: the commands import what they need, `--help` does not wait.
+
+app = typer.Typer(
+    help="Language models with ATLAS memories: they learn while they read.",
+    epilog="Errors are one line; ATLAS_TRACEBACK=1 shows where they come from.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")]
+
+
+class Writes(str, Enum):
+    """Which memories `evaluate` reads with."""
+
+    on = "on"
+    off = "off"
+    both = "both"
+
+
+def _quiet() -> None:
+    """Silence what third parties say about themselves; errors and our own warnings stay."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.basicConfig(format="atlas: %(message)s", level=logging.WARNING)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|accelerate)\.")
+
+
+@app.command()
+def train(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.steps=500 data.path=book.txt"),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file; overrides are put on top.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in output_dir.")] = False,
+) -> None:
+    """Train a model on text: your own, or the Python standard library's source."""
+    from atlas_memory.training.config import load_config
+    from atlas_memory.training.trainer import train as run
+
+    settings = load_config(config, overrides or [])
+    if resume and config is None and (saved := Path(settings.output_dir) / "run.yaml").is_file():
+        settings = load_config(saved, overrides or [])
+    outcome = run(settings, resume)
+    done = f"{outcome.folder}: step {outcome.steps}, loss {outcome.loss:.3f}, {outcome.seconds:.0f} s"
+    if outcome.interrupted:
+        print(
+            f"atlas: interrupted; {done}; continue with: atlas train --resume output_dir={outcome.folder}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(130)
+    print(done)
+
+
+@app.command()
+def generate(
+    run: RunFolder,
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
+    temperature: Annotated[float, typer.Option(min=1e-6)] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1)] = 40,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Write text with a trained model."""
+    from atlas_memory.evaluation.report import sample
+    from atlas_memory.training.runs import load_run
+
+    print(sample(load_run(run), prompt, max_new_tokens, temperature, top_k, seed, greedy))
+
+
+@app.command()
+def evaluate(
+    run: RunFolder,
+    data: Annotated[Path | None, typer.Option(help="Score all of this text, not the run's own held-out part.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens a stream; default 8 times the training length.")] = None,
+    streams: Annotated[int | None, typer.Option(help="Read at most so many streams; default all.")] = None,
+    writes: Annotated[Writes, typer.Option(help="Memory on, its writes off, or both.")] = Writes.both,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Bits per byte of held-out text, overall and by position."""
+    from atlas_memory.data.text import Corpus
+    from atlas_memory.evaluation.perplexity import bits_per_byte
+    from atlas_memory.evaluation.report import BEYOND
+    from atlas_memory.training.config import RunConfig
+    from atlas_memory.training.runs import load_run
+
+    loaded = load_run(run)
+    if data is None and loaded.config is None:
+        raise ValueError(f"{str(run)!r} has no run.yaml to name its held-out text: give --data")
+    trained = (loaded.config or RunConfig()).data
+    corpus = Corpus.load(trained.path if data is None else data)
+    documents = corpus.held_out if data is None else corpus.train + corpus.held_out
+    length = BEYOND * trained.seq_len if length is None else length
+    scores = {
+        name: bits_per_byte(loaded.model, loaded.tokenizer, documents, length, enabled, streams)
+        for name, enabled in (("memory_on", True), ("writes_off", False))
+        if writes is not (Writes.off if enabled else Writes.on)
+    }
+    margin = scores["memory_on"].margin(scores["writes_off"]) if writes is Writes.both else None
+    if as_json:
+        found: dict[str, Any] = {name: score.to_dict() for name, score in scores.items()}
+        if margin is not None:
+            found["margin"] = {"bits_per_byte": margin[0], "standard_error": margin[1]}
+        print(json.dumps(found, indent=2))
+        return
+    first = next(iter(scores.values()))
+    table = Table("tokens", *(name.replace("_", " ") for name in scores), title="Bits per byte by position")
+    for j, (start, stop) in enumerate(zip(first.edges, first.edges[1:], strict=False)):
+        table.add_row(f"{start:,}-{stop:,}", *(f"{score.by_position[j]:.4f}" for score in scores.values()))
+    table.add_section()
+    table.add_row("all", *(f"{score.overall:.4f}" for score in scores.values()))
+    Console().print(table)
+    if margin is not None:
+        count = len(first.bits)
+        print(f"the memory's writes save {margin[0]:.4f} ± {margin[1]:.4f} bits per byte ({count} streams)")
+
+
+@app.command()
+def report(run: RunFolder) -> None:
+    """Evaluate a run and write RUN/report/: a page, pictures and numbers."""
+    from atlas_memory.evaluation.report import write_report
+
+    numbers = write_report(run)
+    margin = numbers["margin"]
+    print(
+        f"held-out bits per byte: {numbers['memory_on']['bits_per_byte']:.4f} with the memory on, "
+        f"{numbers['writes_off']['bits_per_byte']:.4f} with its writes off "
+        f"(saved: {margin['bits_per_byte']:.4f} ± {margin['standard_error']:.4f})"
+    )
+    print(f"report: {run / 'report' / 'report.html'}")
+
+
+@app.command()
+def rules() -> None:
+    """The rules: what each memory is made of."""
+    from atlas_memory.memory import RULES
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    table = Table("rule", "features", "network", "bias", "retention", "optimiser", "window")
+    for name, rule in RULES.items():
+        parts = (rule.features, rule.network, rule.bias, rule.retention, rule.optimiser)
+        table.add_row(
+            name,
+            *(str(part).removesuffix("()") for part in parts),
+            f"c={rule.window.size}, b={rule.window.chunk}",
+        )
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command (None: of `sys.argv`) and return its exit code.
+
+    An expected error is one line: 2 for a wrong command line or config, 1 for anything else, 130 after
+    Ctrl-C.
+    """
+    usage_error = cast(type[Exception], typer.BadParameter.__base__)  # click's, wherever this typer keeps it
+    _quiet()
+    try:
+        return app(None if arguments is None else list(arguments), standalone_mode=False) or 0
+    except usage_error as error:
+        message, code = cast(Any, error).format_message(), 2
+    except (ValueError, OSError) as error:
+        if os.environ.get("ATLAS_TRACEBACK"):
+            raise
+        from atlas_memory.training.config import ConfigError
+
+        message, code = str(error), 2 if isinstance(error, ConfigError) else 1
+    except (KeyboardInterrupt, typer.Abort):
+        message, code = "interrupted", 130
+    if message:  # none after a bare `atlas`, which has shown its help
+        print(f"atlas: {' '.join(message.split())}", file=sys.stderr)
+    return code

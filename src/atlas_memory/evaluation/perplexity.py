@@ -1,0 +1,169 @@
+"""Bits per byte of held-out text, by position in the stream, with the memory's writes on or off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from atlas_memory.data.text import Document
+from atlas_memory.data.tokens import bytes_per_token, encode
+from atlas_memory.layers.memory import NeuralMemory
+
+SEGMENT = 256  # tokens given to the model in one call
+ROWS = 8  # streams read side by side
+
+
+@dataclass(frozen=True)
+class Score:
+    """Bits and bytes of every stream in every bucket of positions.
+
+    edges: bucket j holds positions edges[j] <= t < edges[j + 1] of a stream, counted in tokens.
+    bits, bytes: float64 `[streams, buckets]`.
+    """
+
+    edges: tuple[int, ...]
+    bits: np.ndarray
+    bytes: np.ndarray
+
+    @property
+    def overall(self) -> float:
+        """Bits per byte over everything that was read."""
+        return float(self.bits.sum() / self.bytes.sum())
+
+    @property
+    def by_position(self) -> np.ndarray:
+        """Bits per byte in each bucket, `[buckets]`."""
+        return self.bits.sum(0) / self.bytes.sum(0)
+
+    def margin(self, other: Score) -> tuple[float, float]:
+        """How many bits per byte `other` needs more on the same streams, and the standard error over
+        streams."""
+        value, error = _paired((other.bits - self.bits).sum(1), self.bytes.sum(1))
+        return float(value), float(error)
+
+    def margin_by_position(self, other: Score) -> np.ndarray:
+        """`margin` in each bucket, `[buckets, 2]`: value and standard error."""
+        return np.stack(_paired(other.bits - self.bits, self.bytes), 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        buckets = zip(self.edges, self.edges[1:], self.by_position, self.bytes.sum(0), strict=False)
+        return {
+            "bits_per_byte": self.overall,
+            "bytes": int(self.bytes.sum()),
+            "streams": len(self.bits),
+            "by_position": [
+                {"from": start, "to": stop, "bits_per_byte": float(bits), "bytes": int(count)}
+                for start, stop, bits, count in buckets
+            ],
+        }
+
+
+def _paired(gaps: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ratio sum(gaps) / sum(sizes) over streams (the first axis) and its standard error, 0 for one
+    stream."""
+    ratio = gaps.sum(0) / sizes.sum(0)
+    n = len(gaps)
+    rest = gaps - ratio * sizes
+    error = np.sqrt((rest**2).sum(0) * n / max(n - 1, 1)) / sizes.sum(0) if n > 1 else np.zeros_like(ratio)
+    return ratio, error
+
+
+@contextmanager
+def memory_writes(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """Inside, every `NeuralMemory` of `model` writes or stays at its learned M_0; restored afterwards."""
+    layers = [module for module in model.modules() if isinstance(module, NeuralMemory)]
+    before = [layer.writes for layer in layers]
+    try:
+        for layer in layers:
+            layer.writes = enabled
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer.writes = value
+
+
+def bits_per_byte(
+    model: Any,
+    tokenizer: Any,
+    documents: Sequence[Document],
+    length: int,
+    writes: bool = True,
+    streams: int | None = None,
+) -> Score:
+    """Read the documents as streams of at most `length` tokens, in segments, carrying the state between them.
+
+    Each document is cut into streams that start with the end-of-text token and an empty memory; every byte is
+    predicted once. Memory use does not depend on `length`. `streams` limits how many are read: the longest
+    ones, taken in turn from the documents at random places, so that with enough text all have the full length
+    and every position is measured on the same streams. ValueError if there is no text or an argument is below
+    1.
+    """
+    if length < 1:
+        raise ValueError(f"length={length} must be at least 1")
+    if streams is not None and streams < 1:
+        raise ValueError(f"streams={streams} must be at least 1")
+    cut = _cut(tokenizer, documents, length, streams)
+    if not cut:
+        raise ValueError("no text to evaluate: the documents are empty")
+    edges = _edges(max(len(ids) for ids, _ in cut))
+    bits, counts = np.zeros((len(cut), len(edges) - 1)), np.zeros((len(cut), len(edges) - 1))
+    with memory_writes(model, writes), torch.inference_mode():
+        for first in range(0, len(cut), ROWS):
+            rows = cut[first : first + ROWS]
+            for row, nats in enumerate(_nats(model, tokenizer.eos_token_id, [ids for ids, _ in rows])):
+                bucket = np.searchsorted(edges, np.arange(len(nats)), side="right") - 1
+                np.add.at(bits[first + row], bucket, nats / math.log(2))
+                np.add.at(counts[first + row], bucket, rows[row][1])
+    return Score(edges, bits, counts)
+
+
+def _cut(
+    tokenizer: Any, documents: Sequence[Document], length: int, limit: int | None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(ids, bytes per token) of the streams, longest first, and of equally long ones one from each document
+    before a second from any."""
+    found, random = [], np.random.default_rng(0)
+    for index, document in enumerate(documents):
+        ids, sizes = encode(tokenizer, document.text), bytes_per_token(tokenizer, document.text)
+        starts = range(0, len(ids), length)
+        # Not in the order of the text: the beginnings of files are unlike the rest, which would look like an
+        # effect of position.
+        for turn, start in zip(random.permutation(len(starts)).tolist(), starts, strict=True):
+            piece = slice(start, start + length)
+            found.append((-len(ids[piece]), turn, index, ids[piece], sizes[piece]))
+    found.sort(key=lambda stream: stream[:3])
+    return [(ids, sizes) for *_, ids, sizes in found[:limit]]
+
+
+def _edges(longest: int) -> tuple[int, ...]:
+    """0, 64, 128, 256, ... up to the longest stream."""
+    edges = [0]
+    while edges[-1] < longest:
+        edges.append(min(longest, max(64, 2 * edges[-1])))
+    return tuple(edges)
+
+
+def _nats(model: Any, start: int, rows: list[np.ndarray]) -> list[np.ndarray]:
+    """The negative log-likelihood of every token of every row, float64 `[tokens of the row]`."""
+    longest = max(len(row) for row in rows)
+    tokens = torch.full((len(rows), longest + 1), start, dtype=torch.long)  # padding on the right changes nothing
+    for i, row in enumerate(rows):
+        tokens[i, 1 : len(row) + 1] = torch.from_numpy(row.astype(np.int64))
+    tokens = tokens.to(model.device)
+    cache, found = None, []
+    for begin in range(0, longest, SEGMENT):
+        inputs = tokens[:, begin : min(begin + SEGMENT, longest)]
+        targets = tokens[:, begin + 1 : begin + 1 + inputs.shape[1]]
+        out = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits = out.logits.float()
+        found.append(nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").cpu())
+    nats = torch.cat(found, 1).double().numpy()
+    return [nats[i, : len(row)] for i, row in enumerate(rows)]

@@ -1,0 +1,157 @@
+"""The configuration of an Atlas model."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+from ..layers.blocks import BLOCKS
+from ..memory import RULES, Rule, resolve_rule
+from .presets import PRESETS
+
+logger = logging.get_logger(__name__)
+
+# Keyword arguments that transformers itself understands although they are no fields.
+_HANDLED_BY_TRANSFORMERS = {
+    "torch_dtype",
+    "num_labels",
+    "name_or_path",
+    "output_attentions",
+    "attn_implementation",
+    "experts_implementation",
+    "model_type",
+    "use_return_dict",
+}
+
+
+class AtlasConfig(PreTrainedConfig):
+    """Sizes and choices of an `AtlasModel`.
+
+    Args:
+        vocab_size: Number of tokens of the vocabulary.
+        hidden_size: Width of the model; a multiple of `num_attention_heads`.
+        num_hidden_layers: Number of blocks.
+        num_attention_heads: Heads of every memory, and of the attention in "mag" blocks.
+        intermediate_size: Channels of the MLPs; None takes 8/3 of `hidden_size`, rounded up to 64s.
+        rule: Name of the memory's learning rule, a key of `RULES`.
+        rule_options: Changes to that rule, as `Rule.vary` takes them: `{"optimiser": {"every": 16}}`.
+        block: What mixes over time: "lmm", the memory alone, or "mag", sliding-window attention gated by it.
+        window: Tokens that a write of the memory optimises over (c of the Omega rule); None keeps the rule's.
+        chunk_size: Tokens whose gradients are taken at one state of the memory (b); None keeps the rule's.
+        attention_window: Tokens that the attention of "mag" sees; None takes 64. No use in "lmm".
+        conv_size: Length of the memory's short convolution.
+        rms_norm_eps: Epsilon of the norms.
+        initializer_range: Standard deviation of the initial linear and embedding weights.
+        max_position_embeddings: Nothing is limited by it; evaluation programs read the usable length here.
+        tie_word_embeddings: Use the embedding as the output head.
+        bos_token_id, eos_token_id, pad_token_id: Special tokens of the tokenizer.
+        use_cache: Return the state by default, outside training.
+
+    Raises:
+        ValueError: A bad value or an unknown argument; the message names it.
+    """
+
+    model_type = "atlas_memory"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    vocab_size: int = 258
+    hidden_size: int = 128
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 8
+    intermediate_size: int | None = None
+    rule: str = "atlas"
+    rule_options: dict[str, dict[str, Any]] | None = None
+    block: str = "lmm"
+    window: int | None = None
+    chunk_size: int | None = None
+    attention_window: int | None = None
+    conv_size: int = 4
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 1_048_576
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._check_unknown(kwargs)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "conv_size"):
+            _positive(name, getattr(self, name))
+        for name in ("intermediate_size", "window", "chunk_size", "attention_window"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} does not divide into num_attention_heads="
+                f"{self.num_attention_heads}; make it a multiple of it"
+            )
+        for name in ("rms_norm_eps", "initializer_range"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} must be a number above 0, got {value!r}")
+        for name in ("tie_word_embeddings", "use_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.block, str) or self.block not in BLOCKS:
+            raise ValueError(f"block={self.block!r} is unknown; choose one of {', '.join(BLOCKS)}")
+        if self.block == "lmm" and self.attention_window is not None:
+            raise ValueError(
+                f"attention_window={self.attention_window} has no use in block='lmm'; drop it or take 'mag'"
+            )
+        if self.block == "mag":
+            self.attention_window = self.attention_window or 64
+            if self.hidden_size // self.num_attention_heads % 2:
+                raise ValueError(
+                    f"block='mag' needs heads of an even width, but hidden_size={self.hidden_size} over "
+                    f"num_attention_heads={self.num_attention_heads} is odd"
+                )
+        if self.intermediate_size is None:
+            self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
+        self.memory_rule()
+        super().__post_init__(**kwargs)
+
+    def memory_rule(self) -> Rule:
+        """The rule of every memory: `rule` with `rule_options`, `window` and `chunk_size` applied.
+
+        Raises:
+            ValueError: The rule or one of its options is unknown.
+        """
+        if not isinstance(self.rule, str) or self.rule not in RULES:
+            raise ValueError(f"rule={self.rule!r} is unknown; choose one of {', '.join(RULES)}")
+        options = self.rule_options or {}
+        if not isinstance(options, dict) or not all(isinstance(part, dict) for part in options.values()):
+            raise ValueError(
+                f"rule_options must map parts of a rule to changes, as {{'optimiser': {{'every': 16}}}}; "
+                f"got {options!r}"
+            )
+        return resolve_rule(RULES[self.rule].vary(**options), self.window, self.chunk_size)
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> "AtlasConfig":
+        """The configuration of a named size from `PRESETS`, with some arguments changed.
+
+        Raises:
+            ValueError: No such preset, or a bad override.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
+        return cls(**(PRESETS[name].config | overrides))
+
+    def _check_unknown(self, kwargs: dict[str, Any]) -> None:
+        """Refuse unknown arguments, which transformers would keep as attributes that nothing reads."""
+        unknown = [k for k in kwargs if k not in _HANDLED_BY_TRANSFORMERS and not k.startswith("_")]
+        if not unknown:
+            return
+        if self.transformers_version is None:
+            raise ValueError(
+                f"AtlasConfig has no argument {', '.join(unknown)}; it has {', '.join(AtlasConfig.__annotations__)}"
+            )
+        # A saved file may hold entries of another version of transformers: it must stay readable.
+        logger.warning_once(f"the saved configuration has entries that AtlasConfig does not use: {', '.join(unknown)}")
+
+
+def _positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")

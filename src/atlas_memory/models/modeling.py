@@ -1,0 +1,216 @@
+"""Atlas language models for transformers: embeddings, memory blocks, a head."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from ..layers.blocks import BLOCKS, MemoryBlock
+from .cache import AtlasCache, check_cache
+from .configuration import AtlasConfig
+
+
+class AtlasBlock(GradientCheckpointingLayer, MemoryBlock):
+    """A `MemoryBlock` made from a configuration, whose activations transformers can recompute."""
+
+    def __init__(self, config: AtlasConfig) -> None:
+        mixer = BLOCKS[config.block](
+            config.hidden_size,
+            config.num_attention_heads,
+            attention_window=config.attention_window,
+            eps=config.rms_norm_eps,
+            rule=config.memory_rule(),
+            conv_size=config.conv_size,
+        )
+        super().__init__(config.hidden_size, mixer, cast(int, config.intermediate_size), config.rms_norm_eps)
+
+
+class AtlasPreTrainedModel(PreTrainedModel):
+    """What both models share: how weights begin and what transformers may do with them."""
+
+    config_class = AtlasConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["AtlasBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    # A memory cannot be rewound, so assisted decoding is refused.
+    _is_stateful = True
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # For code outside transformers it skips modules whose own weights were all read from a checkpoint,
+        # without a look into their parameter lists, where M_0 may be missing. `_init_weights` does look.
+        super()._initialize_weights(module, False)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if not _initialises_itself(module):
+            super()._init_weights(module)
+            return
+        # While a checkpoint is read, this is called for what it lacks: what it had must survive.
+        parameters = list(module.parameters())
+        loaded = {p: p.clone() for p in parameters if getattr(p, "_is_hf_initialized", False)}
+        if len(loaded) < len(parameters):
+            module.reset_parameters()  # type: ignore[operator]
+            for parameter, value in loaded.items():
+                parameter.copy_(value)
+
+
+def _initialises_itself(module: nn.Module) -> bool:
+    """Whether it is one of the memory's modules, which know how their weights begin."""
+    return type(module).__module__.startswith("atlas_memory.") and hasattr(module, "reset_parameters")
+
+
+class AtlasModel(AtlasPreTrainedModel):
+    """The model without a head: tokens to hidden states.
+
+    Args:
+        config: Its configuration.
+    """
+
+    def __init__(self, config: AtlasConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([AtlasBlock(config) for _ in range(config.num_hidden_layers)])
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        past_key_values: AtlasCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Read tokens.
+
+        Args:
+            input_ids: `[batch, time]` int64; or give `inputs_embeds` `[batch, time, hidden_size]`.
+            attention_mask: `[batch, past + time]`, nonzero for real tokens; the part about the past is not
+                read again. A dict of such masks is accepted, as `generate` makes for some caches.
+            past_key_values: The state to continue from; it is updated.
+            use_cache: Return the state. By default as the configuration says, and not in training.
+            output_hidden_states: Also return the embeddings and each block's output, the last one normed.
+            kwargs: What transformers passes to every model, positions for instance; not used.
+
+        Raises:
+            ValueError: Not exactly one kind of input; a mask that does not fit; a cache that is not ours.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and past_key_values is None:
+            past_key_values = AtlasCache(len(self.layers))
+        caches = None if past_key_values is None else check_cache(past_key_values, len(self.layers))
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        mask = _mask_of_call(attention_mask, x.shape[1])
+
+        hidden_states = [x]
+        for i, layer in enumerate(self.layers):
+            x, state = layer(x, caches[i].state if caches else None, mask)
+            if caches:
+                caches[i].write(state, x.shape[1])
+            hidden_states.append(x)
+        x = hidden_states[-1] = self.norm(x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+        )
+
+
+class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
+    """The language model: `AtlasModel` and a head over the vocabulary.
+
+    Args:
+        config: Its configuration.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: AtlasConfig) -> None:
+        super().__init__(config)
+        self.model = AtlasModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        past_key_values: AtlasCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Predict next tokens; arguments as for `AtlasModel.forward`, and these.
+
+        Args:
+            labels: `[batch, time]` int64, the inputs themselves (they are shifted here); -100 does not count.
+            logits_to_keep: Compute logits of the last so many positions (0: of all), or of these positions.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Give `generate` our cache where it would make one for keys and values."""
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} is for keys and values; "
+                "an Atlas model keeps a memory of fixed size, leave cache_implementation out"
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = AtlasCache(self.config.num_hidden_layers)
+
+
+def _mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, time: int) -> Tensor | None:
+    """The part of an attention mask about this call's tokens, bool `[batch, time]`; None if all are real."""
+    if isinstance(mask, dict):
+        mask = next((m for m in mask.values() if m is not None), None)
+    if mask is None:
+        return None
+    if mask.dim() != 2 or mask.shape[1] < time:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}; give [batch, time] with an entry for each of the "
+            f"{time} tokens of this call (entries for earlier tokens may stand before them)"
+        )
+    mask = mask[:, mask.shape[1] - time :].bool()
+    # Most masks mask nothing; layers are faster without one. A compiled graph must not branch on data.
+    return None if not torch.compiler.is_compiling() and mask.all() else mask

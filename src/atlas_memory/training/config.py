@@ -1,0 +1,150 @@
+"""The one description of a run: what a YAML file may say, what the command line may override, what is
+saved."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+
+class ConfigError(ValueError):
+    """A run description that cannot be used; the message is one line."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class ModelSection(_Section):
+    """A preset's name, and any field of `AtlasConfig` that is to differ from it (checked when the model is
+    made)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    preset: str = "tiny"
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class DataSection(_Section):
+    """Which text, cut how. `path` None: the standard library's source. `tokenizer`: "bytes", a name or a
+    folder."""
+
+    path: str | None = None
+    tokenizer: str = "bytes"
+    seq_len: int = Field(default=256, ge=2)
+
+
+class TrainSection(_Section):
+    """How to train. The learning rate follows a cosine over the steps or over `max_minutes`, whichever ends
+    first."""
+
+    steps: int = Field(default=1000, ge=1)
+    max_minutes: float | None = Field(default=None, gt=0)
+    batch_size: int = Field(default=16, ge=1)
+    learning_rate: float | None = Field(default=None, gt=0)  # None: the preset's
+    warmup_steps: int = Field(default=50, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    save_every: int = Field(default=200, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    gradient_checkpointing: bool = False
+    seed: int = Field(default=0, ge=0)
+    threads: int | None = Field(default=None, ge=1)  # None: PyTorch's default
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    bf16: bool | None = None  # None: on a CUDA device that has it
+
+
+class RunConfig(_Section):
+    """Everything that a run depends on."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    output_dir: str = Field(default="runs/atlas", min_length=1)
+
+    def save(self, path: Path) -> None:
+        path.write_text(yaml.safe_dump(self.model_dump(), sort_keys=False), encoding="utf-8")
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The file's values (None: the defaults) with `overrides` such as `"train.steps=500"` put on top.
+
+    Values are read as YAML. ConfigError (a ValueError of one line) names the key, the value and the remedy.
+    """
+    tree = _read_yaml(Path(path)) if path is not None else {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {text!r} is not of the form key=value, such as train.steps=500")
+        try:
+            _set(tree, key, yaml.safe_load(value))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {text!r}: the value is not YAML") from error
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise ConfigError(f"config {str(path)!r} is not a YAML file{where}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config {str(path)!r} must hold keys and values, not a {type(tree).__name__}")
+    return tree
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for name in parents:
+        branch = tree.get(name)
+        if branch is None:
+            branch = tree[name] = {}
+        if not isinstance(branch, dict):
+            raise ConfigError(f"{key}: {name} is a value ({branch!r}), not a section")
+        tree = branch
+    tree[last] = value
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key} (={first['input']!r}){nearest(key, _keys(RunConfig))}"
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return f"{key}={first['input']!r}: {message}"
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """A remedy to append to "unknown name": the closest known name, or all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    if not close:  # a key of another section, perhaps
+        last = name.rpartition(".")[2]
+        close = [k for k in known if k.rpartition(".")[2] == last][:1]
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name

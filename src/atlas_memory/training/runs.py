@@ -1,0 +1,162 @@
+"""A run's folder: making its model, loading it back, finding its checkpoints, reading its log.
+
+run.yaml  config.json  model.safetensors  tokenizer.json ...   the run and its last model
+checkpoint-N/                                                  what `--resume` continues from
+log.jsonl                                                      one line a step
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoTokenizer
+
+from atlas_memory.models import AtlasConfig, AtlasForCausalLM
+from atlas_memory.training.config import ConfigError, RunConfig, load_config, nearest
+
+logger = logging.getLogger(__name__)
+WEIGHTS = "model.safetensors"
+
+
+def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
+    """The run's `AtlasConfig`; vocabulary and special tokens are the tokenizer's unless set. ConfigError if
+    wrong."""
+    known = {f"model.{name}" for name in ("preset", *AtlasConfig.__annotations__)}
+    for name, value in config.model.overrides.items():
+        if f"model.{name}" not in known:
+            raise ConfigError(f"unknown key model.{name} (={value!r}){nearest(f'model.{name}', known)}")
+    fields = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **config.model.overrides,
+    }
+    if fields["vocab_size"] < len(tokenizer):
+        raise ConfigError(
+            f"model.vocab_size={fields['vocab_size']} is smaller than the tokenizer's {len(tokenizer)}; leave it out"
+        )
+    try:
+        return AtlasConfig.preset(config.model.preset, **fields)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model: {' '.join(str(error).split())}") from error
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained model (in eval mode), its tokenizer, its folder and, if the folder has one, its
+    configuration."""
+
+    model: Any
+    tokenizer: Any
+    folder: Path
+    config: RunConfig | None
+
+
+def load_run(folder: str | Path) -> Run:
+    """Load what `atlas train` (or `save_pretrained`) left in `folder`, onto the GPU if there is one.
+
+    A run that was stopped before it saved its model is read from its newest intact checkpoint. ValueError for
+    a missing or empty folder, a damaged file, or weights that do not fit `config.json`.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"no run at {str(folder)!r}: the folder does not exist")
+    source = folder
+    if not (folder / WEIGHTS).is_file():
+        checkpoint = newest_checkpoint(folder)
+        if checkpoint is None:
+            raise ValueError(f"no run at {str(folder)!r}: it holds neither {WEIGHTS} nor an intact checkpoint")
+        source = checkpoint
+    model = _load_model(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # the loader raises a dozen different types
+        raise ValueError(f"the tokenizer in {str(source)!r} is missing or damaged") from error
+    config = load_config(folder / "run.yaml") if (folder / "run.yaml").is_file() else None
+    return Run(model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, folder, config)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The intact `checkpoint-N` with the largest N; broken ones are named in a warning and left alone."""
+    found = [p for p in folder.glob("checkpoint-*") if p.name.partition("-")[2].isdigit()]
+    for path in sorted(found, key=lambda p: int(p.name.partition("-")[2]), reverse=True):
+        reason = _broken(path)
+        if reason is None:
+            return path
+        logger.warning("skipping %s: %s", path, reason)
+    return None
+
+
+def read_log(folder: Path) -> list[dict[str, float]]:
+    """The lines of `log.jsonl` by step; a step that was done again after a resume counts once, as last
+    done."""
+    path = folder / "log.jsonl"
+    if not path.is_file():
+        return []
+    steps: dict[int, dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # cut off when the process was killed
+            continue
+        steps[entry["step"]] = entry
+    return [steps[step] for step in sorted(steps)]
+
+
+def _broken(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be continued from, or None."""
+    try:
+        _shapes(checkpoint / WEIGHTS)
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            with (checkpoint / name).open("rb") as file:
+                torch.PyTorchFileReader(file)  # reads the directory at the end of the file, not the tensors
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, RuntimeError, OSError) as error:
+        return f"a file is damaged ({str(error).splitlines()[0]})"
+    return None
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a safetensors file; ValueError if it is not whole."""
+    if not path.is_file():
+        raise FileNotFoundError(2, "no such file", str(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    except SafetensorError as error:
+        raise ValueError(f"{str(path)!r} is damaged or cut short ({error})") from error
+
+
+def _load_model(folder: Path) -> Any:
+    try:
+        config = AtlasConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{str(folder / 'config.json')!r} is missing or damaged") from error
+    if config.model_type != AtlasConfig.model_type:
+        raise ValueError(f"{str(folder)!r} holds a {config.model_type!r} model, not an Atlas model")
+    stored = _shapes(folder / WEIGHTS)
+    with torch.device("meta"):
+        expected = AtlasForCausalLM(config)
+    wanted = {name: tuple(tensor.shape) for name, tensor in expected.state_dict().items()}
+    tied = set(expected._tied_weights_keys or ()) if config.tie_word_embeddings else set()
+    for name in sorted(stored.keys() | wanted.keys() - tied):
+        if stored.get(name) != wanted.get(name):
+            raise ValueError(
+                f"the weights in {str(folder)!r} do not fit its config.json: {name} is "
+                f"{_show(stored.get(name))} in the file and {_show(wanted.get(name))} in the model"
+            )
+    return AtlasForCausalLM.from_pretrained(folder)
+
+
+def _show(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))

@@ -1,0 +1,229 @@
+"""One training run, on transformers' Trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from filelock import FileLock, Timeout
+from rich.console import Console
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import Dataset, Sampler, SequentialSampler
+from transformers import Trainer, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from atlas_memory.data import Corpus, RandomCrops, load_tokenizer
+from atlas_memory.data.crops import join
+from atlas_memory.models import AtlasForCausalLM
+from atlas_memory.models.presets import PRESETS
+from atlas_memory.training.callbacks import Clock, JsonLog, ProgressBar, StopOnInterrupt
+from atlas_memory.training.config import ConfigError, RunConfig, load_config
+from atlas_memory.training.runs import model_config, newest_checkpoint, read_log
+
+# What may differ between a run and its resumption: everything else would make it another run.
+_MAY_CHANGE = frozenset({"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device"})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call to `train` did: the step reached, the last loss (nats a token) and the seconds in all."""
+
+    folder: Path
+    steps: int
+    loss: float
+    seconds: float
+    interrupted: bool
+
+
+def train(config: RunConfig, resume: bool = False, console: Console | None = None) -> Outcome:
+    """Train as `config` says and leave model, tokenizer, `run.yaml`, `log.jsonl` and checkpoints in
+    `output_dir`.
+
+    A folder that holds anything is refused unless `resume`, which continues its newest intact checkpoint
+    (from the beginning if there is none). Everything that can be wrong is checked before a file is written:
+    ValueError.
+    """
+    console = console or Console(stderr=True)
+    folder = Path(config.output_dir)
+    _check_folder(folder, config, resume)
+    _check_device(config)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    set_seed(config.train.seed)
+
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    architecture = model_config(config, tokenizer)
+    corpus = Corpus.load(config.data.path)
+    examples = RandomCrops(
+        join(tokenizer, corpus.train),
+        config.data.seq_len,
+        config.train.steps * config.train.batch_size,
+        config.train.seed,
+    )
+    model = AtlasForCausalLM(architecture)
+    if config.train.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    console.print(f"{corpus}", highlight=False, soft_wrap=True)
+    console.print(f"model: {config.model.preset}, {model.num_parameters():,} parameters", highlight=False)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with _only_process(folder):
+        config.save(folder / "run.yaml")
+        return _run(config, folder, model, tokenizer, examples, resume, console)
+
+
+def _run(
+    config: RunConfig,
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    examples: RandomCrops,
+    resume: bool,
+    console: Console,
+) -> Outcome:
+    checkpoint = newest_checkpoint(folder) if resume else None
+    done = 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
+    history = {int(entry["step"]): entry for entry in read_log(folder)} if done else {}
+    elapsed = history[done]["elapsed"] if done in history else 0.0
+    clock = Clock(config.train.steps, config.train.max_minutes, elapsed)
+    if done and clock.share(done) >= 1:
+        console.print(f"nothing to do: {folder} is finished (step {done}); raise train.steps or train.max_minutes")
+        return Outcome(folder, done, history.get(done, {}).get("loss", math.nan), elapsed, False)
+    if resume:
+        console.print(f"resuming at step {done}", highlight=False)
+
+    log = JsonLog(folder / "log.jsonl", clock)
+    bar = ProgressBar(clock, log, console)
+    interrupt = StopOnInterrupt()
+    trainer = _Trainer(
+        config,
+        clock,
+        model,
+        examples,
+        args=_arguments(config, folder),
+        processing_class=tokenizer,
+        callbacks=[clock, interrupt, log, bar],
+    )
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    try:
+        with interrupt:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        bar.close()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
+    return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
+
+
+class _Trainer(Trainer):
+    """The Trainer with our order of examples, our parameter groups and a schedule that knows the clock."""
+
+    def __init__(self, run: RunConfig, clock: Clock, model: nn.Module, examples: RandomCrops, **kwargs: Any) -> None:
+        self.run, self.clock, self.network, self.examples = run.train, clock, model, examples
+        self.peak = run.train.learning_rate or PRESETS[run.model.preset].learning_rate
+        super().__init__(model=model, train_dataset=examples, **kwargs)
+
+    def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
+        return SequentialSampler(self.examples)  # the crops are random already
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        # Only matrices of linear layers decay: not embeddings, norms, biases, nor a memory's M_0 and a_i.
+        network = self.network if model is None else model
+        modules = list(network.modules())
+        linear = {id(m.weight) for m in modules if isinstance(m, nn.Linear)}
+        linear -= {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}  # a tied head
+        parameters = [p for p in network.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if id(p) in linear], "weight_decay": self.run.weight_decay},
+            {"params": [p for p in parameters if id(p) not in linear], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.peak, betas=(0.9, 0.95), fused=True)
+        self.optimizer = optimizer
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        def factor(step: int) -> float:
+            warm = min(1.0, (step + 1) / (self.run.warmup_steps + 1))
+            return warm * 0.5 * (1 + math.cos(math.pi * self.clock.share(step)))
+
+        scheduler = LambdaLR(cast(torch.optim.Optimizer, optimizer or self.optimizer), factor)
+        self.lr_scheduler = scheduler
+        self._created_lr_scheduler = True
+        return scheduler
+
+
+def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
+    run = config.train
+    cuda = run.device != "cpu" and torch.cuda.is_available()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=run.steps,
+        per_device_train_batch_size=run.batch_size,
+        max_grad_norm=run.grad_clip,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=run.save_every,
+        save_total_limit=run.keep_checkpoints,
+        seed=run.seed,
+        use_cpu=run.device == "cpu",
+        bf16=_has_bf16(config) if run.bf16 is None else run.bf16,
+        dataloader_pin_memory=cuda,
+        remove_unused_columns=False,
+        report_to="none",
+    )
+    if arguments.n_gpu > 1:  # several GPUs mean several processes here, never nn.DataParallel
+        arguments._n_gpu = 1
+    return arguments
+
+
+def _has_bf16(config: RunConfig) -> bool:
+    return config.train.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
+def _check_device(config: RunConfig) -> None:
+    if config.train.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device='cuda', but PyTorch sees no CUDA device: use auto or cpu")
+    if config.train.bf16 and not _has_bf16(config):
+        raise ConfigError("train.bf16=True needs a CUDA device that computes in bfloat16: leave it out")
+
+
+def _check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir={str(folder)!r} is a file")
+    if not resume:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(
+                f"output_dir={str(folder)!r} is not empty: choose another, or continue the run in it with --resume"
+            )
+        return
+    if not (folder / "run.yaml").is_file():
+        raise ConfigError(f"nothing to resume: {str(folder)!r} holds no run.yaml")
+    before, now = load_config(folder / "run.yaml").model_dump(), config.model_dump()
+    for section in ("model", "data", "train"):
+        for key in sorted(before[section].keys() | now[section].keys()):
+            old, new = before[section].get(key), now[section].get(key)
+            if old != new and not (section == "train" and key in _MAY_CHANGE):
+                raise ConfigError(f"{section}.{key} is {new!r}, but the run to resume has {old!r}")
+
+
+@contextmanager
+def _only_process(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, so that two processes never write one run."""
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise ConfigError(f"output_dir={str(folder)!r} is in use by another process") from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,228 @@
+"""Three forms, one function: chunkwise and incremental against the recurrence, forward, state and every gradient."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atlas_memory.memory import (
+    L2,
+    MLP,
+    RULES,
+    Decay,
+    DotProduct,
+    GatedMLP,
+    Gates,
+    GradientDescent,
+    Identity,
+    Keep,
+    Linear,
+    Momentum,
+    Muon,
+    Polynomial,
+    Rule,
+    Window,
+    chunkwise,
+    incremental,
+    recurrent,
+)
+
+from .problems import Problem, error, everything, random_problem, worst
+
+FORMS = {"chunkwise": chunkwise, "incremental": incremental}
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
+
+rules = st.builds(
+    Rule,
+    features=st.one_of(st.just(Identity()), st.builds(Polynomial, st.integers(1, 3))),
+    network=st.one_of(
+        st.just(Linear()),
+        st.builds(MLP, depth=st.integers(1, 3), expansion=st.integers(1, 3), residual=st.booleans()),
+        st.builds(GatedMLP, expansion=st.integers(1, 2)),
+    ),
+    bias=st.one_of(st.just(L2()), st.just(L2(0.5)), st.just(DotProduct())),
+    retention=st.sampled_from([Decay(), Keep()]),
+    optimiser=st.one_of(
+        st.builds(GradientDescent, st.just(True)),
+        st.builds(Momentum, st.just(True)),
+        st.builds(Muon, steps=st.integers(1, 5), every=st.integers(1, 7)),
+    ),
+    window=st.builds(Window, size=st.integers(1, 9), chunk=st.integers(1, 8)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rule=rules,
+    seed=st.integers(0, 10_000),
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 2),
+    time=st.integers(0, 19),
+    dim=st.integers(1, 5),
+)
+def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim):
+    problem = random_problem(rule, seed, batch, heads, time, dim)
+    oracle = everything(recurrent, problem)
+    for name, form in FORMS.items():
+        gap, where = worst(everything(form, problem), oracle)
+        assert gap < 1e-8, f"{name}: {where} is off by {gap:.1e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", RULES)
+def test_forms_agree_on_the_named_rules(name, form, dtype):
+    for seed, (time, dim, size, chunk) in enumerate(
+        [(1, 4, 3, 4), (3, 5, 6, 4), (19, 4, 2, 8), (33, 3, 9, 5), (24, 8, 1, 1)]
+    ):
+        rule = RULES[name].vary(window={"size": size, "chunk": chunk})
+        problem = random_problem(rule, seed, time=time, dim=dim, dtype=dtype)
+        gap, where = worst(everything(FORMS[form], problem), everything(recurrent, problem))
+        assert gap < TOLERANCE[dtype], f"{where} is off by {gap:.1e} at time={time} dim={dim} c={size} b={chunk}"
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 8, 16])
+def test_muon_every_r_tokens(every):
+    """r that divides the chunk, that does not, and that exceeds it."""
+    rule = RULES["atlas"].vary(optimiser={"every": every}, window={"size": 3, "chunk": 8})
+    problem = random_problem(rule, 3, time=21)
+    gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
+    assert gap < 1e-8, where
+
+
+@pytest.mark.parametrize("dim,degree", [(2, 1), (8, 2), (6, 3)])
+def test_both_spaces_of_newton_schulz_are_used_and_right(dim, degree):
+    """Few features: feature space. Many: output space. The cost model must reach both in this test."""
+    from atlas_memory.memory.fast_weight import prefers_output_space
+
+    rule = replace(RULES["atlas-linear"], features=Polynomial(degree)).vary(window={"size": 2, "chunk": 4})
+    rows, columns = rule.shapes(dim)[0]
+    assert prefers_output_space(rows, columns, 4, 5, 4) == (degree > 1)
+    problem = random_problem(rule, 1, time=11, dim=dim)
+    gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
+    assert gap < 1e-8, where
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_any_split_into_calls_gives_the_whole(name):
+    rule = RULES[name].vary(window={"size": 4, "chunk": 5})
+    problem = random_problem(rule, 0, time=23)
+    whole, end = recurrent(*problem.arguments())
+    for cuts in ([5], [10, 15], [1, 2, 3], [7], [22], [0, 23]):
+        for form in (recurrent, chunkwise, incremental):
+            state, pieces = None, []
+            for start, stop in zip([0, *cuts], [*cuts, 23], strict=True):
+                y, state = form(*problem.between(start, stop).arguments(), state)
+                pieces.append(y)
+            assert error(torch.cat(pieces, 2), whole) < 1e-10
+            assert max(error(a, b) for a, b in zip(state.tensors(), end.tensors(), strict=True)) < 1e-10
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_gradients_flow_through_a_carried_state(name):
+    rule = RULES[name].vary(window={"size": 3, "chunk": 4})
+    problem = random_problem(rule, 5, time=11)
+    grads = []
+    for form in (recurrent, chunkwise):
+        _, state = form(*problem.between(0, 6).arguments())
+        y, _ = form(*problem.between(6, 11).arguments(), state)
+        grads.append(torch.autograd.grad(y.square().sum(), problem.leaves, allow_unused=True, materialize_grads=True))
+    assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-8
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rows_of_different_length_and_phase(name):
+    """A ragged batch, then a second ragged call from rows at different phases, equals every row alone."""
+    rule = RULES[name].vary(window={"size": 3, "chunk": 4})
+    first, second = random_problem(rule, 1, batch=3, time=9), random_problem(rule, 2, batch=3, time=7)
+    lengths = torch.tensor([9, 3, 0]), torch.tensor([2, 7, 5])
+    for form in (recurrent, chunkwise, incremental):
+        state, outputs = None, []
+        for problem, length in zip((first, second), lengths, strict=True):
+            gates = replace(problem.gates, length=length)
+            y, state = form(rule, first.params, problem.q, problem.k, problem.v, gates, state)
+            outputs.append(y)
+        for row in range(3):
+            alone = None
+            for problem, length, y in zip((first, second), lengths, outputs, strict=True):
+                n = int(length[row])
+                piece = Problem(rule, first.params, problem.q, problem.k, problem.v, problem.gates).between(0, n)
+                q, k, v = (x[row : row + 1] for x in (piece.q, piece.k, piece.v))
+                y_row, alone = recurrent(
+                    rule, first.params, q, k, v, piece.gates.map(lambda g, r=row: g[r : r + 1]), alone
+                )
+                assert error(y[row : row + 1, :, :n], y_row) < 1e-10
+            for a, b in zip(state.tensors(), alone.tensors(), strict=True):
+                assert error(a[row : row + 1], b) < 1e-10
+
+
+@pytest.mark.parametrize("form", [recurrent, chunkwise, incremental])
+def test_inference_mode_gives_the_same_numbers(form):
+    problem = random_problem(RULES["atlas"].vary(window={"size": 2, "chunk": 4}), 0, time=9)
+    y, end = form(*problem.arguments())
+    with torch.inference_mode():
+        y2, end2 = form(*problem.arguments())
+        y3, _ = form(*problem.between(0, 5).arguments(), end2)
+    assert torch.equal(y, y2) and all(torch.equal(a, b) for a, b in zip(end.tensors(), end2.tensors(), strict=True))
+    assert y3.isfinite().all()
+
+
+@pytest.mark.parametrize("form", [recurrent, chunkwise, incremental])
+def test_closed_gates_and_gates_left_out(form):
+    """alpha = theta = 0 and hard gamma are exact, with gradients; gates that are None mean 1, 0 and 1."""
+    rule = RULES["atlas"].vary(window={"size": 2, "chunk": 4})
+    problem = random_problem(rule, 0, time=9)
+    zero = torch.zeros_like(problem.gates.alpha).requires_grad_()
+    hard = problem.gates.gamma.detach().round().requires_grad_()
+    closed = replace(problem, gates=Gates(problem.gates.eta, zero, zero.clone(), hard))
+    gap, where = worst(everything(form, closed), everything(recurrent, closed))
+    assert gap < 1e-8, where
+    ones = torch.ones_like(zero)
+    y, _ = form(*replace(problem, gates=Gates(problem.gates.eta)).arguments())
+    y2, _ = form(*replace(problem, gates=Gates(problem.gates.eta, ones, zero, torch.ones_like(hard))).arguments())
+    assert torch.equal(y, y2)
+
+
+@pytest.mark.parametrize("form", [recurrent, chunkwise])
+def test_gradcheck(form):
+    rule = RULES["atlas"].vary(window={"size": 2, "chunk": 3}, network={"expansion": 1})
+    problem = random_problem(rule, 0, batch=1, heads=1, time=5, dim=2)
+
+    def outputs(q, k, v, eta, alpha, theta, gamma, *rest):
+        y, end = form(
+            rule,
+            replace(problem.params, initial=rest[:-1], sqrt_a=rest[-1]),
+            q,
+            k,
+            v,
+            Gates(eta, alpha, theta, gamma),
+        )
+        return y, *end.weights
+
+    assert torch.autograd.gradcheck(outputs, tuple(problem.leaves), atol=1e-5, rtol=1e-4)
+
+
+def test_wrong_shapes_are_named():
+    problem = random_problem(RULES["omeganet"], 0)
+    rule, params, q, k, v, gates = problem.arguments()
+    with pytest.raises(ValueError, match="k must have the shape of q"):
+        chunkwise(rule, params, q, k[..., :2], v, gates)
+    with pytest.raises(ValueError, match=r"q must be \[batch, heads, time, dim\]"):
+        chunkwise(rule, params, q[0], k[0], v[0], gates)
+    with pytest.raises(ValueError, match="v must have the dtype of q"):
+        chunkwise(rule, params, q, k, v.float(), gates)
+    with pytest.raises(ValueError, match="gate gamma must have shape"):
+        chunkwise(rule.vary(window={"size": 3}), params, q, k, v, gates)
+    with pytest.raises(ValueError, match="gate eta must have shape"):
+        chunkwise(rule, params, q, k, v, replace(gates, eta=gates.eta[:, :1]))
+    with pytest.raises(ValueError, match=r"params\.initial must have shapes"):
+        chunkwise(RULES["titans"], params, q, k, v, Gates(gates.eta))
+    _, state = chunkwise(rule, params, q, k, v, gates)
+    with pytest.raises(ValueError, match="state carries 7 window tokens"):
+        chunkwise(rule.vary(window={"size": 3}), params, q, k, v, replace(gates, gamma=None), state)
+    with pytest.raises(ValueError, match="state lacks a momentum"):
+        chunkwise(replace(rule, optimiser=Muon()), params, q, k, v, gates, state)
+    with pytest.raises(ValueError, match="another rule, batch or width"):
+        chunkwise(rule, params, q[:1], k[:1], v[:1], gates.map(lambda g: g[:1]), state)

@@ -1,0 +1,61 @@
+"""Newton-Schulz against its scalar polynomial on the singular values."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from atlas_memory.memory import gram_polynomial, newton_schulz
+from atlas_memory.memory.newton_schulz import COEFFICIENTS
+
+from .problems import error
+
+SHAPES = [(1, 1), (3, 7), (7, 3), (5, 5), (16, 64)]
+
+
+def by_svd(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    a, b, c = COEFFICIENTS
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / matrix.norm(dim=(-2, -1))[..., None]
+    for _ in range(steps):
+        s = a * s + b * s**3 + c * s**5
+    return u * s[..., None, :] @ v
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_both_faces_equal_the_polynomial_of_the_singular_values(shape, steps):
+    s = torch.randn(2, 3, *shape, dtype=torch.float64)
+    assert error(newton_schulz(s, steps), by_svd(s, steps)) < 1e-11
+    assert error(gram_polynomial(s @ s.mT, steps) @ s, by_svd(s, steps)) < 1e-9
+
+
+def test_singular_values_end_near_one():
+    values = torch.linalg.svdvals(newton_schulz(torch.randn(8, 64, 256)))
+    assert values.min() > 0.65 and values.max() < 1.2
+
+
+@pytest.mark.parametrize("power", [-30, -20, -7, 0, 7, 20, 30])
+def test_scale_invariance_in_float32(power):
+    s = torch.randn(4, 6, 9)
+    assert error(newton_schulz(s * 10.0**power), newton_schulz(s)) < 1e-4
+
+
+def test_zero_is_zero_with_a_zero_gradient():
+    s = torch.zeros(2, 4, 6, requires_grad=True)
+    for out in (newton_schulz(s), gram_polynomial(s @ s.mT) @ s):
+        assert out.count_nonzero() == 0
+        (grad,) = torch.autograd.grad((out * torch.randn_like(out)).sum(), s)
+        assert grad.isfinite().all() and grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)])
+def test_gradcheck(shape):
+    s = torch.randn(2, *shape, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(newton_schulz, (s,))
+    assert gradcheck(lambda s: gram_polynomial(s @ s.mT) @ s, (s,), atol=1e-5, rtol=1e-3)
+
+
+def test_a_single_matrix():
+    s = torch.randn(4, 7)
+    assert newton_schulz(s).shape == (4, 7)
+    assert error(gram_polynomial(s @ s.mT) @ s, newton_schulz(s)) < 1e-3

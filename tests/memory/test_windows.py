@@ -1,0 +1,51 @@
+"""The band of gates, the products of decays and the step schedule against their definitions."""
+
+import pytest
+import torch
+
+from atlas_memory.memory import Window
+from atlas_memory.memory.fast_weight import step_tokens
+from atlas_memory.memory.windows import band, decay_matrix, shift_right
+
+
+@pytest.mark.parametrize("b,c", [(1, 1), (1, 4), (5, 1), (4, 3), (3, 7)])
+def test_band(b, c):
+    gamma = torch.rand(2, 3, b, c)
+    exists = torch.rand(2, 1, b + c - 1) > 0.3
+    expected = torch.zeros(2, 3, b, b + c - 1)
+    for t in range(b):
+        for j in range(c):
+            expected[:, :, t, t - j + c - 1] = gamma[:, :, t, j]
+    assert torch.equal(band(gamma), expected)
+    assert torch.equal(band(gamma, exists), expected * exists[..., None, :])
+
+
+def test_decay_matrix_is_exact_at_zero_and_for_tiny_factors():
+    factor = torch.tensor([0.5, 0.0, 1e-30, 1e-30, 1.0, 0.9], dtype=torch.float64)
+    d = decay_matrix(factor)
+    for t in range(6):
+        for n in range(6):
+            assert d[t, n] == (factor[n + 1 : t + 1].prod() if n <= t else 0.0)
+
+
+@pytest.mark.parametrize("every,chunk", [(1, 4), (2, 4), (4, 4), (3, 4), (8, 4), (6, 4), (5, 3)])
+def test_steps_fall_on_every_rth_token_of_the_sequence(every, chunk):
+    for first in range(0, 5 * chunk, chunk):
+        at, valid = step_tokens(torch.tensor([first]), every, chunk)
+        taken = list(range(chunk))[at] if isinstance(at, slice) else at[0][valid[0]].tolist()
+        assert taken == [n for n in range(chunk) if (first + n + 1) % every == 0]
+
+
+def test_shift_right_with_a_shift_a_row():
+    x = torch.arange(1.0, 7.0).view(2, 1, 3, 1)
+    grid, inside = shift_right(x, torch.tensor([0, 2]), 5)
+    assert inside.tolist() == [[True, True, True, False, False], [False, False, True, True, True]]
+    assert grid[0, 0, :3, 0].tolist() == [1, 2, 3] and grid[1, 0, 2:, 0].tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "4"])
+def test_bad_sizes(bad):
+    with pytest.raises(ValueError, match="Window size must be an integer >= 1"):
+        Window(size=bad)
+    with pytest.raises(ValueError, match="Window chunk must be an integer >= 1"):
+        Window(chunk=bad)

@@ -1,0 +1,125 @@
+"""Configurations: every wrong argument has its message, presets have their sizes."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atlas_memory.memory import RULES
+from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"hidden_size": 100, "num_attention_heads": 8},
+            "hidden_size=100 does not divide into num_att",
+        ),
+        ({"hidden_size": "32"}, "hidden_size must be a whole number of at least 1, got '32'"),
+        ({"vocab_size": 0}, "vocab_size must be a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
+        ({"num_attention_heads": 2.0}, "num_attention_heads must be a whole number"),
+        ({"intermediate_size": -1}, "intermediate_size must be a whole number"),
+        ({"window": 0}, "window must be a whole number of at least 1, got 0"),
+        ({"chunk_size": 0}, "chunk_size must be a whole number"),
+        ({"block": "mag", "attention_window": 0}, "attention_window must be a whole number"),
+        ({"attention_window": 8}, "attention_window=8 has no use in block='lmm'"),
+        ({"block": "mag", "hidden_size": 24, "num_attention_heads": 8}, "heads of an even width"),
+        ({"block": "mac?"}, "block='mac\\?' is unknown; choose one of lmm, mag"),
+        ({"block": ["lmm"]}, "block=\\['lmm'\\] is unknown"),
+        ({"use_cache": "no"}, "use_cache must be true or false, got 'no'"),
+        ({"rule": "atlantis"}, "rule='atlantis' is unknown; choose one of .*atlas.*titans"),
+        ({"rule": ["atlas"]}, "rule=\\['atlas'\\] is unknown"),
+        ({"rule_options": {"optimizer": {"every": 2}}}, "optimizer"),
+        ({"rule_options": {"optimiser": 3}}, "rule_options must map"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0"),
+        ({"initializer_range": "x"}, "initializer_range must be a number above 0"),
+        ({"hiden_size": 64}, "AtlasConfig has no argument hiden_size; it has .*hidden_size"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AtlasConfig(**arguments)
+
+
+def test_rule_options_change_the_rule() -> None:
+    config = AtlasConfig(rule="atlas", rule_options={"optimiser": {"every": 4}})
+    assert config.memory_rule().optimiser.every == 4
+    assert RULES["atlas"] == AtlasConfig().memory_rule()
+
+
+def test_defaults() -> None:
+    assert AtlasConfig(hidden_size=768).intermediate_size == 2048
+    assert AtlasConfig(hidden_size=128).intermediate_size == 384
+    assert AtlasConfig(block="mag").attention_window == 64
+    assert AtlasConfig().attention_window is None
+
+
+def test_saved_files_stay_readable(tmp_path: Path) -> None:
+    config = AtlasConfig(rule_options={"optimiser": {"every": 4}}, block="mag", eos_token_id=3, dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    loaded = AtlasConfig.from_pretrained(tmp_path)
+    ours = set(AtlasConfig.__annotations__)
+    assert {k: v for k, v in loaded.to_dict().items() if k in ours} == {k: getattr(config, k) for k in ours}
+    assert loaded.dtype == torch.bfloat16
+    assert AtlasConfig.from_pretrained(tmp_path, use_cache=False).use_cache is False
+    with pytest.raises(ValueError, match="window must be"):
+        AtlasConfig(**(config.to_dict() | {"window": 0}))
+
+
+def test_an_entry_of_a_later_version_is_kept_with_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    AtlasConfig().save_pretrained(tmp_path)
+    file.write_text(file.read_text().replace('"block"', '"of_a_later_version": 1, "block"'))
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("atlas_memory.models.configuration")
+    logger.addHandler(handler)
+    try:
+        assert AtlasConfig.from_pretrained(tmp_path).of_a_later_version == 1
+    finally:
+        logger.removeHandler(handler)
+    assert any("of_a_later_version" in record for record in records)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_size_of_their_name(name: str) -> None:
+    preset = PRESETS[name]
+    with torch.device("meta"):
+        model = AtlasForCausalLM(AtlasConfig.preset(name))
+    # The initial memories depend on the rule and are not counted.
+    count = sum(p.numel() for n, p in model.named_parameters() if ".memory.initial." not in n)
+    named = {"small": "170m", "medium": "400m", "large": "760m"}.get(name, name)
+    if named[-1] in "mb":
+        expected = float(named[:-1]) * (1e9 if named[-1] == "b" else 1e6)
+        assert 0.92 < count / expected < 1.08, f"{name} has {count / 1e6:.0f}M parameters"
+    else:
+        assert count < 8e6
+    assert preset.learning_rate > 0 and preset.about
+
+
+def test_preset_overrides_and_unknown_names() -> None:
+    config = AtlasConfig.preset("tiny", rule="titans", block="mag")
+    assert (config.hidden_size, config.rule, config.attention_window) == (128, "titans", 64)
+    assert PRESETS["tiny"].config.get("rule") is None, "an override leaves the table alone"
+    with pytest.raises(ValueError, match="preset 'huge' is unknown; choose one of nano, tiny"):
+        AtlasConfig.preset("huge")
+    with pytest.raises(ValueError, match="no argument with"):
+        AtlasConfig.preset("tiny", with_=3)
+
+
+def test_the_rule_of_every_memory_is_the_configurations() -> None:
+    config = AtlasConfig(
+        hidden_size=16,
+        num_attention_heads=2,
+        window=3,
+        chunk_size=5,
+        rule_options={"optimiser": {"every": 2}},
+    )
+    rule = AtlasForCausalLM(config).model.layers[1].mixer.rule
+    assert rule == config.memory_rule()
+    assert (rule.window.size, rule.window.chunk, rule.optimiser.every) == (3, 5, 2)

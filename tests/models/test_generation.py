@@ -1,0 +1,145 @@
+"""`generate` with a memory as its cache, against reading everything again at each token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from atlas_memory.models import AtlasCache, AtlasForCausalLM
+
+Make = Callable[..., AtlasForCausalLM]
+# Never stop early: then lengths are known and every step is compared.
+LONG: dict[str, Any] = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False}
+
+
+def prompt(batch: int = 2, time: int = 7) -> torch.Tensor:
+    return torch.randint(0, 29, (batch, time), generator=torch.Generator().manual_seed(1))
+
+
+def reread(model: AtlasForCausalLM, ids: torch.Tensor, steps: int = 7) -> torch.Tensor:
+    """Greedy decoding without any cache and without generate, never choosing the end token."""
+    for _ in range(steps):
+        logits = model(ids, use_cache=False).logits[:, -1]
+        logits[:, model.config.eos_token_id] = -torch.inf
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+    return ids
+
+
+def test_greedy_with_cache_equals_without(model: AtlasForCausalLM) -> None:
+    ids = prompt()
+    with_cache = model.generate(ids, **LONG)
+    assert torch.equal(with_cache, reread(model, ids))
+    assert torch.equal(with_cache, model.generate(ids, use_cache=False, **LONG))
+
+
+@pytest.mark.parametrize("rule", ["titans", "deltanet", "omeganet", "atlas++"])
+def test_greedy_with_cache_equals_without_for_rules(make: Make, rule: str) -> None:
+    model = make(rule=rule)
+    ids = prompt(1, 5)
+    assert torch.equal(model.generate(ids, **LONG), reread(model, ids))
+
+
+def test_scores_of_each_step_equal_rereading(model: AtlasForCausalLM) -> None:
+    ids = prompt()
+    out = model.generate(ids, output_logits=True, return_dict_in_generate=True, **LONG)
+    logits = model(out.sequences[:, :-1]).logits[:, ids.shape[1] - 1 :]
+    torch.testing.assert_close(torch.stack(out.logits, 1), logits, rtol=0, atol=1e-4)
+
+
+def test_left_padded_batch_equals_rows_alone(model: AtlasForCausalLM) -> None:
+    ids = prompt(3, 8)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 3, 6)):
+        ids[row, :padding], mask[row, :padding] = model.config.pad_token_id, 0
+    together = model.generate(ids, attention_mask=mask, **LONG)
+    for row, padding in enumerate((0, 3, 6)):
+        alone = model.generate(ids[row : row + 1, padding:], **LONG)
+        assert torch.equal(together[row, 8:], alone[0, 8 - padding :])
+    # A padded batch of one row must not skip its mask.
+    alone = model.generate(ids[2:], attention_mask=mask[2:], **LONG)
+    assert torch.equal(alone[0, 8:], together[2, 8:])
+
+
+def test_beam_search_with_cache_equals_without(model: AtlasForCausalLM) -> None:
+    beams = dict(LONG, num_beams=3, num_return_sequences=2)
+    assert torch.equal(model.generate(prompt(), **beams), model.generate(prompt(), use_cache=False, **beams))
+
+
+def test_sampling_repeats_with_its_seed_and_returns_several(model: AtlasForCausalLM) -> None:
+    outputs = []
+    for use_cache in (True, True, False):
+        torch.manual_seed(3)
+        outputs.append(
+            model.generate(
+                prompt(),
+                do_sample=True,
+                num_return_sequences=3,
+                max_new_tokens=6,
+                min_new_tokens=6,
+                use_cache=use_cache,
+            )
+        )
+    assert outputs[0].shape == (6, 13)
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+    assert len({tuple(row.tolist()) for row in outputs[0][:3]}) > 1, "samples of one prompt differ"
+
+
+def test_chunked_prefill(model: AtlasForCausalLM) -> None:
+    ids = prompt(2, 11)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=4, **LONG), model.generate(ids, **LONG))
+
+
+def test_a_conversation_continues_from_its_cache(model: AtlasForCausalLM) -> None:
+    out = model.generate(prompt(), return_dict_in_generate=True, **LONG)
+    second = torch.cat([out.sequences, prompt(2, 4)], 1)
+    expected = reread(model, second)
+    continued = model.generate(second, past_key_values=out.past_key_values, **LONG)
+    assert torch.equal(continued, expected)
+
+
+def test_a_cache_of_the_users_is_filled_and_can_be_reset(model: AtlasForCausalLM) -> None:
+    cache = AtlasCache(model.config.num_hidden_layers)
+    first = model.generate(prompt(), past_key_values=cache, **LONG)
+    assert cache.get_seq_length() == first.shape[1] - 1
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(model.generate(prompt(), past_key_values=cache, **LONG), first)
+
+
+def test_cache_rows_can_be_repeated_and_selected(model: AtlasForCausalLM) -> None:
+    cache = model(prompt(), use_cache=True).past_key_values
+    following = prompt(2, 3)
+    expected = model(following, past_key_values=_copy(model, prompt())).logits
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([2, 1]))
+    swapped = model(following[[1, 0]], past_key_values=cache).logits
+    torch.testing.assert_close(swapped, expected[[1, 0]], rtol=0, atol=1e-5)
+
+
+def _copy(model: AtlasForCausalLM, ids: torch.Tensor) -> AtlasCache:
+    return model(ids, use_cache=True).past_key_values
+
+
+def test_generation_from_embeddings(model: AtlasForCausalLM) -> None:
+    ids = prompt()
+    new = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **LONG)
+    assert torch.equal(new[:, -7:], model.generate(ids, **LONG)[:, -7:])
+
+
+def test_what_a_memory_cannot_do_is_refused(model: AtlasForCausalLM) -> None:
+    with pytest.raises(ValueError, match=r"[Aa]ssisted|stateful"):
+        model.generate(prompt(1), assistant_model=model, **LONG)
+    with pytest.raises(ValueError, match="cache_implementation='static'"):
+        model.generate(prompt(), cache_implementation="static", **LONG)
+    with pytest.raises(ValueError, match="cropping an Atlas cache is impossible"):
+        _copy(model, prompt()).crop(2)
+
+
+def test_a_cache_for_keys_and_values_is_refused(model: AtlasForCausalLM) -> None:
+    for cache in (DynamicCache(), DynamicCache(config=model.config)):
+        with pytest.raises(ValueError, match="an Atlas model keeps a memory"):
+            model(prompt(), past_key_values=cache)
+    with pytest.raises(ValueError, match="has 5 layers but the model has 2"):
+        model(prompt(), past_key_values=AtlasCache(5))

@@ -1,0 +1,216 @@
+"""The models as transformers sees them: saving, masks, gradients, dtypes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from atlas_memory.models import AtlasConfig, AtlasForCausalLM, AtlasModel
+
+Make = Callable[..., AtlasForCausalLM]
+BLOCKS = ["lmm", "mag"]
+
+
+def assert_near(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Equal to 1e-5 of the largest entry: the logits here are well above 1."""
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * b.abs().max().item())
+
+
+def tokens(batch: int = 2, time: int = 11) -> torch.Tensor:
+    return torch.randint(0, 29, (batch, time), generator=torch.Generator().manual_seed(2))
+
+
+def test_save_and_load_with_the_auto_classes(model: AtlasForCausalLM, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    expected = model(tokens())
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config) is AtlasConfig and config.to_diff_dict() == model.config.to_diff_dict()
+    for loaded in (
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+        AtlasForCausalLM.from_pretrained(tmp_path),
+    ):
+        assert type(loaded) is AtlasForCausalLM and not loaded.training
+        assert torch.equal(loaded(tokens()).logits, expected.logits)
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    body = AutoModel.from_pretrained(tmp_path)
+    assert type(body) is AtlasModel
+    assert torch.equal(body(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
+
+
+def test_an_untied_head_is_saved(make: Make, tmp_path: Path) -> None:
+    model = make(tie_word_embeddings=False)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AtlasForCausalLM.from_pretrained(tmp_path)(tokens()).logits, model(tokens()).logits)
+
+
+def test_a_missing_weight_begins_anew_and_the_rest_is_kept(make: Make, tmp_path: Path) -> None:
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    state = model.state_dict()
+    memory = [k for k in state if k.startswith("model.layers.0.mixer.")]
+    for missing in memory:
+        kept = {k: v for k, v in state.items() if k != missing}
+        model.save_pretrained(tmp_path, state_dict=kept)
+        loaded = AtlasForCausalLM.from_pretrained(tmp_path).state_dict()
+        assert [k for k in state if not torch.equal(loaded[k], state[k])] == [missing]
+        assert loaded[missing].isfinite().all()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_initial_weights_are_the_layers_own(make: Make, block: str) -> None:
+    """Built directly or by the Auto class, gates and memories begin with the same spread."""
+    model = make(block, initializer_range=0.02)
+    auto = AutoModelForCausalLM.from_config(model.config)
+    for module in model.model.layers[0].mixer.modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            assert (module.weight == 1).all()
+    for (name, a), (_, b) in zip(model.named_parameters(), auto.named_parameters(), strict=True):
+        assert a.isfinite().all() and b.isfinite().all(), name
+        if a.numel() > 200:
+            assert 0.7 < (a.std() + 1e-9) / (b.std() + 1e-9) < 1.4, name
+
+
+def test_loss_is_the_shifted_cross_entropy(model: AtlasForCausalLM) -> None:
+    ids = tokens()
+    labels = ids.clone()
+    labels[0, :4] = -100
+    out = model(ids, labels=labels)
+    expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    torch.testing.assert_close(out.loss, expected)
+    summed = model(ids, labels=labels, num_items_in_batch=torch.tensor(7)).loss
+    torch.testing.assert_close(summed, expected * (labels[:, 1:] != -100).sum() / 7)
+
+
+def test_logits_to_keep_hidden_states_and_tuples(model: AtlasForCausalLM) -> None:
+    ids = tokens()
+    out = model(ids, output_hidden_states=True)
+    torch.testing.assert_close(model(ids, logits_to_keep=3).logits, out.logits[:, -3:])
+    where = torch.tensor([0, 5])
+    torch.testing.assert_close(model(ids, logits_to_keep=where).logits, out.logits[:, where])
+    assert len(out.hidden_states) == model.config.num_hidden_layers + 1
+    assert torch.equal(out.hidden_states[0], model.get_input_embeddings()(ids))
+    torch.testing.assert_close(model.lm_head(out.hidden_states[-1]), out.logits)
+    assert torch.equal(model(ids, return_dict=False)[0], out.logits)
+
+
+def test_inputs_embeds(model: AtlasForCausalLM) -> None:
+    ids = tokens()
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(ids, inputs_embeds=embeds)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing_enable:FutureWarning")
+def test_gradient_checkpointing_gives_the_same_gradients(model: AtlasForCausalLM) -> None:
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(tokens(), labels=tokens()).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    model.train()
+    plain = gradients()
+    model.gradient_checkpointing_enable()
+    calls = []
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    again = gradients()
+    hook.remove()
+    assert len(calls) == 2, "the block was not computed a second time"
+    for a, b in zip(plain, again, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_training_keeps_no_cache_and_caches_no_gradients(model: AtlasForCausalLM) -> None:
+    assert model(tokens()).past_key_values is not None
+    model.train()
+    assert model(tokens()).past_key_values is None
+    cache = model(tokens(), use_cache=True).past_key_values
+    cache.layers[0].state.map(lambda x: _check(not x.requires_grad, x))
+
+
+def _check(fine: bool, x: torch.Tensor) -> torch.Tensor:
+    assert fine
+    return x
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_bfloat16_model_keeps_its_memory_in_float32(make: Make, block: str, tmp_path: Path) -> None:
+    make(block).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    out = model(tokens(), use_cache=True)
+    assert out.logits.dtype == torch.bfloat16 and out.logits.isfinite().all()
+    state = out.past_key_values.layers[0].state
+    dtypes = set()
+    (state if block == "lmm" else state.memory).map(lambda x: (dtypes.add((x.dtype, x.dim() > 3)), x)[1])
+    assert (torch.float32, True) in dtypes
+    if block == "mag":
+        assert state.attention.keys.dtype == torch.bfloat16
+    assert model.generate(tokens(), max_new_tokens=3).shape[0] == 2
+
+
+def test_padding_on_either_side_changes_nothing(every_model: AtlasForCausalLM) -> None:
+    model = every_model
+    ids = tokens(1, 9)
+    expected = model(ids).logits
+    for left, right in ((4, 0), (0, 4), (3, 2)):
+        padded = F.pad(ids, (left, right), value=model.config.pad_token_id)
+        mask = F.pad(torch.ones_like(ids), (left, right))
+        out = model(padded, attention_mask=mask, use_cache=True)
+        assert_near(out.logits[:, left : left + 9], expected)
+        after = model(tokens(1, 2), past_key_values=out.past_key_values).logits
+        whole = model(torch.cat([ids, tokens(1, 2)], 1)).logits[:, 9:]
+        assert_near(after, whole)
+        by_type = model(padded, attention_mask={"full_attention": mask}).logits
+        assert torch.equal(by_type, out.logits)
+    with pytest.raises(ValueError, match="attention_mask has shape"):
+        model(ids, attention_mask=torch.ones(1, 1, 9, 9))
+    with pytest.raises(ValueError, match="attention_mask has shape"):
+        model(ids, attention_mask=torch.ones(1, 4))
+
+
+def test_causality_rows_and_modes(every_model: AtlasForCausalLM) -> None:
+    model = every_model
+    ids = tokens(3, 13)
+    expected = model(ids).logits
+    for t in (1, 6, 12):
+        other = ids.clone()
+        other[:, t] = (other[:, t] + 5) % 29
+        for training in (False, True):
+            changed = model.train(training)(other).logits
+            assert torch.equal(changed[:, :t], expected[:, :t])
+            assert not torch.equal(changed[:, t], expected[:, t])
+    model.eval()
+    other = ids.clone()
+    other[1] = (other[1] + 7) % 29
+    assert torch.equal(model(other).logits[[0, 2]], expected[[0, 2]])
+    with torch.inference_mode():
+        assert_near(model(ids).logits, expected.detach())
+
+
+def test_any_split_into_calls_equals_the_whole(every_model: AtlasForCausalLM) -> None:
+    model = every_model
+    ids = tokens(2, 13)
+    whole = model(ids).logits
+    for cuts in ([4, 5], [3, 8, 8], list(range(1, 13))):
+        cache, parts = None, []
+        for piece in torch.tensor_split(ids, cuts, dim=1):
+            out = model(piece, past_key_values=cache, use_cache=True)
+            cache, parts = out.past_key_values, [*parts, out.logits]
+        assert_near(torch.cat(parts, 1), whole)
+        assert cache.get_seq_length() == 13
+
+
+def test_the_memory_learns_from_the_loss(every_model: AtlasForCausalLM) -> None:
+    model = every_model
+    model.train()
+    model(tokens(), labels=tokens()).loss.backward()
+    idle = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert not idle

@@ -1,0 +1,129 @@
+"""The command: what it prints, and one clear line for each mistake."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atlas_memory.cli import main
+from atlas_memory.memory import RULES
+from tests.training.small import overrides
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    assert main(["train", *overrides(folder)]) == 0
+    return folder / "run"
+
+
+def refused(capsys, *arguments: object) -> tuple[int, str]:
+    """The exit code and the one line on stderr of a command that fails."""
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("atlas: ")
+    assert err.count("\n") == 1
+    return code, err
+
+
+def test_rules(capsys) -> None:
+    assert main(["rules"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in RULES)
+
+
+def test_help(capsys) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("train", "generate", "evaluate", "report", "rules"))
+
+
+def test_generate(run, capsys) -> None:
+    texts = []
+    for seed in (1, 1, 2):
+        assert main(["generate", str(run), "--prompt", "aé", "--max-new-tokens", "20", "--seed", str(seed)]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("aé")
+    assert main(["generate", str(run), "--greedy", "--max-new-tokens", "3"]) == 0
+
+
+def test_a_process_of_its_own_is_quiet(run) -> None:
+    command = [sys.executable, "-m", "atlas_memory", "generate", str(run), "--max-new-tokens", "3"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_evaluate(run, capsys) -> None:
+    assert main(["evaluate", str(run), "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert 0 < both["memory_on"]["bits_per_byte"] < 10
+    assert both["margin"]["bits_per_byte"] == pytest.approx(
+        both["writes_off"]["bits_per_byte"] - both["memory_on"]["bits_per_byte"]
+    )
+    assert main(["evaluate", str(run), "--writes", "off", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"writes_off": both["writes_off"]}
+    text = run.parent / "corpus" / "3.txt"
+    assert main(["evaluate", str(run), "--data", str(text), "--length", "50", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory_on"]["bytes"] == text.stat().st_size
+    assert main(["evaluate", str(run), "--streams", "2"]) == 0
+    assert "writes off" in capsys.readouterr().out
+
+
+def test_report_and_resume(run, tmp_path, capsys) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    assert main(["train", "--resume", "train.steps=7", f"output_dir={tmp_path / 'run'}"]) == 0
+    assert "step 7" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "with its writes off" in capsys.readouterr().out
+
+
+def test_wrong_command_lines(capsys) -> None:
+    for arguments in (["fly"], ["train", "--fast"], ["generate"], ["generate", "x", "--top-k", "many"]):
+        assert refused(capsys, *arguments)[0] == 2
+
+
+def test_wrong_configs(tmp_path, capsys) -> None:
+    for override, message in (
+        ("train.stpes=3", "did you mean train.steps?"),
+        ("model.rule=atlsa", "rule='atlsa' is unknown"),
+        ("model.preset=huge", "preset 'huge' is unknown"),
+        ("model.window=0", "window"),
+    ):
+        code, line = refused(capsys, "train", *overrides(tmp_path), override)
+        assert code == 2
+        assert message in line
+    assert refused(capsys, "train", "--config", tmp_path / "nowhere.yaml")[0] == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_wrong_texts(run, tmp_path, capsys) -> None:
+    (tmp_path / "empty.txt").touch()
+    for name, message in (("nowhere", "does not exist"), ("empty.txt", "is empty")):
+        code, line = refused(capsys, "train", *overrides(tmp_path), f"data.path={tmp_path / name}")
+        assert (code, message in line) == (1, True)
+        code, line = refused(capsys, "evaluate", run, "--data", tmp_path / name)
+        assert (code, message in line) == (1, True)
+
+
+def test_wrong_runs(run, tmp_path, capsys) -> None:
+    code, line = refused(capsys, "train", *overrides(tmp_path), f"output_dir={run}")
+    assert (code, "is not empty" in line) == (2, True)
+    for command in ("generate", "evaluate", "report"):
+        code, line = refused(capsys, command, tmp_path / "nowhere")
+        assert (code, "the folder does not exist" in line) == (1, True)
+    shutil.copytree(run, tmp_path / "broken")
+    weights = tmp_path / "broken" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    code, line = refused(capsys, "generate", tmp_path / "broken")
+    assert (code, "damaged or cut short" in line) == (1, True)
+
+
+def test_traceback_on_request(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("ATLAS_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="does not exist"):
+        main(["generate", str(tmp_path / "nowhere")])

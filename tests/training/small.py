@@ -1,0 +1,37 @@
+"""The smallest run worth the name, shared by the tests of training, evaluation and the command."""
+
+from pathlib import Path
+
+from atlas_memory.training import RunConfig, load_config
+
+SMALL = (
+    "model.preset=nano",
+    "model.hidden_size=16",
+    "model.num_attention_heads=2",
+    "model.rule=deltanet",
+    "data.seq_len=16",
+    "train.batch_size=2",
+    "train.warmup_steps=1",
+    "train.save_every=3",
+    "train.steps=6",
+    "train.device=cpu",
+)
+
+
+def write_corpus(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(12):
+        (folder / f"{i}.txt").write_text(f"document {i}: " + " ".join(str(n * i) for n in range(60)))
+    return folder
+
+
+def overrides(folder: Path, *more: str) -> list[str]:
+    """Command-line overrides of a small run in folder/run on a small corpus."""
+    corpus = folder / "corpus"
+    if not corpus.exists():
+        write_corpus(corpus)
+    return [*SMALL, f"data.path={corpus}", f"output_dir={folder / 'run'}", *more]
+
+
+def settings(folder: Path, *more: str) -> RunConfig:
+    return load_config(None, overrides(folder, *more))

@@ -1,0 +1,214 @@
+"""Runs: what they leave, that a resumed one is the same one, that nothing is destroyed."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from atlas_memory.training import load_run, trainer
+from atlas_memory.training.callbacks import Clock
+from atlas_memory.training.config import ConfigError
+from atlas_memory.training.runs import newest_checkpoint, read_log
+from atlas_memory.training.trainer import train
+from tests.training.small import settings
+
+
+def losses(folder: Path) -> list[tuple[float, float, float]]:
+    return [(entry["step"], entry["loss"], entry["learning_rate"]) for entry in read_log(folder)]
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run of six steps in one go."""
+    folder = tmp_path_factory.mktemp("whole")
+    outcome = train(settings(folder))
+    assert (outcome.steps, outcome.interrupted) == (6, False)
+    return folder / "run"
+
+
+@pytest.fixture
+def copy(whole, tmp_path) -> Path:
+    """The same run in a folder that a test may damage."""
+    shutil.copytree(whole.parent, tmp_path / "copy")
+    return tmp_path / "copy" / "run"
+
+
+def resume(run: Path, *more: str) -> trainer.Outcome:
+    """Resume a copied run, whose corpus stands beside it."""
+    text = (run / "run.yaml").read_text()
+    old = next(line for line in text.splitlines() if line.startswith("output_dir")).split(": ")[1]
+    (run / "run.yaml").write_text(text.replace(str(Path(old).parent), str(run.parent)))
+    return train(settings(run.parent, *more), resume=True)
+
+
+def test_what_a_run_leaves(whole) -> None:
+    assert AutoTokenizer.from_pretrained(whole).eos_token_id == 256
+    saved = AutoModelForCausalLM.from_pretrained(whole).state_dict()
+    last = AutoModelForCausalLM.from_pretrained(whole / "checkpoint-6").state_dict()
+    assert all(torch.equal(saved[name], last[name]) for name in saved)
+    assert [entry["step"] for entry in read_log(whole)] == [1, 2, 3, 4, 5, 6]
+    loaded = load_run(whole)
+    assert loaded.config is not None
+    assert loaded.config.train.steps == 6
+    assert not loaded.model.training
+
+
+def test_the_same_seed_gives_the_same_run(whole, tmp_path) -> None:
+    train(settings(tmp_path))
+    assert losses(tmp_path / "run") == losses(whole)
+    train(settings(tmp_path, f"output_dir={tmp_path / 'other'}", "train.seed=1"))
+    assert losses(tmp_path / "other") != losses(whole)
+
+
+def test_gradient_checkpointing_changes_no_loss(whole, tmp_path) -> None:
+    train(settings(tmp_path, "train.gradient_checkpointing=true"))
+    for one, two in zip(losses(whole), losses(tmp_path / "run"), strict=True):
+        assert one == pytest.approx(two, rel=1e-5)
+
+
+def test_an_interrupted_run_resumes_to_the_same_end(whole, tmp_path, monkeypatch) -> None:
+    class PressCtrlC(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_) -> None:
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    original = trainer._Trainer.__init__
+
+    def with_ctrl_c(self, *args, callbacks, **kwargs) -> None:
+        original(self, *args, callbacks=[PressCtrlC(), *callbacks], **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer._Trainer, "__init__", with_ctrl_c)
+        outcome = train(settings(tmp_path))
+    assert (outcome.steps, outcome.interrupted) == (4, True)
+    assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-4"
+
+    outcome = train(settings(tmp_path), resume=True)
+    assert (outcome.steps, outcome.interrupted) == (6, False)
+    assert losses(tmp_path / "run") == losses(whole)
+    one, two = load_run(whole).model.state_dict(), load_run(tmp_path / "run").model.state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"])
+def test_a_cut_off_checkpoint_is_skipped(whole, copy, caplog, name: str) -> None:
+    damaged = copy / "checkpoint-6" / name
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    shutil.copy(damaged, copy / "damaged")
+    assert newest_checkpoint(copy) == copy / "checkpoint-3"
+    assert "checkpoint-6" in caplog.text
+    assert damaged.read_bytes() == (copy / "damaged").read_bytes()
+    assert resume(copy).steps == 6
+    assert losses(copy) == losses(whole)
+
+
+def test_a_run_without_checkpoints_starts_again(whole, copy) -> None:
+    shutil.rmtree(copy / "checkpoint-3")
+    (copy / "checkpoint-6" / "optimizer.pt").unlink()
+    resume(copy)
+    assert losses(copy) == losses(whole)
+
+
+def test_a_finished_run_is_left_alone(copy) -> None:
+    before = snapshot(copy)
+    assert resume(copy).steps == 6
+    after = snapshot(copy)
+    assert {name for name in after if after[name] != before.get(name)} <= {"run.yaml"}
+    assert resume(copy, "train.steps=8").steps == 8
+
+
+def test_a_folder_in_use_is_refused(whole, tmp_path) -> None:
+    before = snapshot(whole)
+    with pytest.raises(ConfigError, match="is not empty: choose another, or continue the run in it with --resume"):
+        train(settings(tmp_path, f"output_dir={whole}"))
+    assert snapshot(whole) == before
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="is a file"):
+        train(settings(tmp_path, f"output_dir={tmp_path / 'file'}"))
+    with pytest.raises(ConfigError, match=r"nothing to resume: .* holds no run.yaml"):
+        train(settings(tmp_path, f"output_dir={tmp_path / 'new'}"), resume=True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_only_one_process_writes_a_run(copy) -> None:
+    with FileLock(copy / ".lock"), pytest.raises(ConfigError, match="is in use by another process"):
+        resume(copy, "train.steps=8")
+
+
+def test_another_run_is_no_resumption(copy) -> None:
+    with pytest.raises(ConfigError, match=r"data.seq_len is 8, but the run to resume has 16"):
+        resume(copy, "data.seq_len=8")
+    with pytest.raises(ConfigError, match=r"train.learning_rate is 0.1, but the run to resume has None"):
+        resume(copy, "train.learning_rate=0.1")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.preset=huge", "preset 'huge' is unknown; choose one of nano"),
+        ("model.rule=atlsa", "rule='atlsa' is unknown; choose one of atlas"),
+        ("model.windw=3", r"unknown key model.windw \(=3\); did you mean model.window\?"),
+        ("model.hidden_size=15", "hidden_size=15"),
+        ("model.vocab_size=100", "model.vocab_size=100 is smaller than the tokenizer's 258"),
+        ("data.seq_len=100000", "data.seq_len=100000 is longer than the whole training text"),
+        ("train.bf16=true", "train.bf16=True needs a CUDA device"),
+        ("data.path=/nowhere", "data.path='/nowhere' does not exist"),
+    ],
+)
+def test_mistakes_leave_no_folder(tmp_path, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(settings(tmp_path, override))
+    assert not (tmp_path / "run").exists()
+
+
+def test_minutes_end_a_run_and_its_schedule(tmp_path) -> None:
+    outcome = train(settings(tmp_path, "train.steps=100000", "train.max_minutes=0.01"))
+    assert 1 <= outcome.steps < 100000
+    assert not outcome.interrupted
+    rates = [rate for _, _, rate in losses(tmp_path / "run")]
+    assert rates[-1] < 0.2 * max(rates)
+    assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / f"checkpoint-{outcome.steps}"
+    assert train(settings(tmp_path, "train.steps=100000", "train.max_minutes=0.01"), resume=True).steps == outcome.steps
+
+
+def test_clock() -> None:
+    assert Clock(10, None).share(5) == 0.5
+    assert Clock(10, 1.0, elapsed=45.0).share(5) == 0.75
+    assert Clock(10, 1.0, elapsed=600.0).share(5) == 1.0
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"the loss is (nan|inf) at step \d+: lower train.learning_rate"):
+        train(settings(tmp_path, "train.learning_rate=1e38", "train.steps=50", "train.grad_clip=1e30"))
+
+
+def test_loading_what_is_not_a_run(copy, tmp_path) -> None:
+    with pytest.raises(ValueError, match="the folder does not exist"):
+        load_run(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor an intact checkpoint"):
+        load_run(tmp_path / "empty")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "hidden_size": 32}))
+    with pytest.raises(ValueError, match=r"do not fit its config.json: .* is \[.*16.*\] in the file"):
+        load_run(copy)
+    (copy / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json' is missing or damaged"):
+        load_run(copy)
+    (copy / "config.json").write_text(json.dumps(config))
+    weights = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(weights[:-10])
+    with pytest.raises(ValueError, match=r"model.safetensors' is damaged or cut short"):
+        load_run(copy)
+    (copy / "model.safetensors").unlink()
+    assert load_run(copy).folder == copy
