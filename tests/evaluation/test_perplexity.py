@@ -48,6 +48,29 @@ def test_equals_a_direct_computation(model, monkeypatch, writes: bool) -> None:
     assert (score.by_position * score.bytes.sum(0)).sum() == pytest.approx(bits, rel=1e-5)
 
 
+@pytest.mark.parametrize("segment", [16, 300])
+def test_recent_reads_each_token_with_the_last_ones_only(model, monkeypatch, segment: int) -> None:
+    monkeypatch.setattr(perplexity, "SEGMENT", segment)
+    text = "".join(chr(97 + i % 26) for i in range(150))
+    score = bits_per_byte(model, BYTES, [Document("a", text)], 150, recent=40)
+    ids = [BYTES.eos_token_id, *text.encode()]
+    bits = 0.0
+    for begin in range(0, 150, 20):
+        window = torch.tensor([ids[max(0, begin - 20) : begin + 21]])
+        with torch.no_grad():
+            logp = model(input_ids=window[:, :-1]).logits.log_softmax(-1)
+        nats = -logp[0].gather(1, window[0, 1:, None])[:, 0]
+        bits += nats[min(begin, 20) :].sum().item() / math.log(2)
+    assert score.overall == pytest.approx(bits / 150, rel=1e-5)
+
+
+def test_after(model) -> None:
+    score = bits_per_byte(model, BYTES, [Document("a", "y" * 300)], 300)
+    late = score.after(100)
+    assert late is not None and late.edges == (128, 256, 300) and late.bytes.sum() == 172
+    assert score.after(256) is not None and score.after(257) is None
+
+
 def test_bytes_are_counted_for_any_tokenizer(model) -> None:
     tokenizer = word_tokenizer(eos_token="<e>")
     document = Document("a", "one deux ünknown  one\n")

@@ -1,5 +1,7 @@
 """The contract of every memory layer: causal, isolated, the same in every mode, at any split, under any padding."""
 
+import time
+
 import pytest
 import torch
 
@@ -114,6 +116,28 @@ def test_finite_and_of_constant_size_over_64k_tokens(rule):
             sizes.append(state.nbytes)
             assert y.isfinite().all() and all(t.isfinite().all() for t in state.memory.tensors())
     assert state.memory.seen.item() == 65536 and len(set(sizes)) == 1
+
+
+def test_a_step_costs_the_same_after_100k_tokens():
+    torch.manual_seed(0)
+    memory = NeuralMemory(8, 1, RULES["atlas"].vary(network={"expansion": 1}, optimiser={"every": 16}))
+
+    def step_time(state) -> float:
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            _, state = memory(torch.randn(1, 1, 8), state)
+            times.append(time.perf_counter() - start)
+        return sorted(times)[len(times) // 4]
+
+    with torch.inference_mode():
+        _, young = memory(torch.randn(1, 1000, 8))
+        old = young
+        for _ in range(11):
+            _, old = memory(torch.randn(1, 9000, 8), old)
+        ratios = [step_time(old) / step_time(young) for _ in range(5)]
+    assert old.memory.seen.item() == 100_000 and old.nbytes == young.nbytes
+    assert min(ratios) < 1.2
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -52,6 +52,13 @@ class Score:
         """`margin` in each bucket, `[buckets, 2]`: value and standard error."""
         return np.stack(_paired(other.bits - self.bits, self.bytes), 1)
 
+    def after(self, position: int) -> Score | None:
+        """The buckets that lie wholly at or after `position`; None if there are none."""
+        first = int(np.searchsorted(self.edges, position))
+        if first >= len(self.edges) - 1:
+            return None
+        return Score(self.edges[first:], self.bits[:, first:], self.bytes[:, first:])
+
     def to_dict(self) -> dict[str, Any]:
         buckets = zip(self.edges, self.edges[1:], self.by_position, self.bytes.sum(0), strict=False)
         return {
@@ -96,11 +103,14 @@ def bits_per_byte(
     length: int,
     writes: bool = True,
     streams: int | None = None,
+    recent: int | None = None,
 ) -> Score:
     """Read the documents as streams of at most `length` tokens, in segments, carrying the state between them.
 
     Each document is cut into streams that start with the end-of-text token and an empty memory; every byte is
-    predicted once. Memory use does not depend on `length`. `streams` limits how many are read: the longest
+    predicted once. Memory use does not depend on `length`. `recent` empties the memory so often that each token is
+    read with the last recent / 2 to `recent` tokens in it and nothing older: against the same text read without,
+    it tells what older tokens are worth. `streams` limits how many are read: the longest
     ones, taken in turn from the documents at random places, so that with enough text all have the full length
     and every position is measured on the same streams. ValueError if there is no text or an argument is below
     1.
@@ -109,6 +119,8 @@ def bits_per_byte(
         raise ValueError(f"length={length} must be at least 1")
     if streams is not None and streams < 1:
         raise ValueError(f"streams={streams} must be at least 1")
+    if recent is not None and recent < 2:
+        raise ValueError(f"recent={recent} must be at least 2")
     cut = _cut(tokenizer, documents, length, streams)
     if not cut:
         raise ValueError("no text to evaluate: the documents are empty")
@@ -117,7 +129,7 @@ def bits_per_byte(
     with memory_writes(model, writes), torch.inference_mode():
         for first in range(0, len(cut), ROWS):
             rows = cut[first : first + ROWS]
-            for row, nats in enumerate(_nats(model, tokenizer.eos_token_id, [ids for ids, _ in rows])):
+            for row, nats in enumerate(_nats(model, tokenizer.eos_token_id, [ids for ids, _ in rows], recent)):
                 bucket = np.searchsorted(edges, np.arange(len(nats)), side="right") - 1
                 np.add.at(bits[first + row], bucket, nats / math.log(2))
                 np.add.at(counts[first + row], bucket, rows[row][1])
@@ -150,20 +162,31 @@ def _edges(longest: int) -> tuple[int, ...]:
     return tuple(edges)
 
 
-def _nats(model: Any, start: int, rows: list[np.ndarray]) -> list[np.ndarray]:
+def _nats(model: Any, start: int, rows: list[np.ndarray], recent: int | None) -> list[np.ndarray]:
     """The negative log-likelihood of every token of every row, float64 `[tokens of the row]`."""
     longest = max(len(row) for row in rows)
     tokens = torch.full((len(rows), longest + 1), start, dtype=torch.long)  # padding on the right changes nothing
     for i, row in enumerate(rows):
         tokens[i, 1 : len(row) + 1] = torch.from_numpy(row.astype(np.int64))
     tokens = tokens.to(model.device)
+    if recent is None:
+        nats = _read(model, tokens)
+    else:  # windows that overlap by half, the second half of each scored
+        half = recent // 2
+        parts = [
+            _read(model, tokens[:, max(0, begin - half) : begin + half + 1])[:, min(begin, half) :]
+            for begin in range(0, longest, half)
+        ]
+        nats = np.concatenate(parts, 1)
+    return [nats[i, : len(row)] for i, row in enumerate(rows)]
+
+
+def _read(model: Any, tokens: torch.Tensor) -> np.ndarray:
+    """The negative log-likelihood of every token but the first, from an empty memory: `[rows, tokens - 1]`."""
     cache, found = None, []
-    for begin in range(0, longest, SEGMENT):
-        inputs = tokens[:, begin : min(begin + SEGMENT, longest)]
-        targets = tokens[:, begin + 1 : begin + 1 + inputs.shape[1]]
+    for inputs, targets in zip(tokens[:, :-1].split(SEGMENT, 1), tokens[:, 1:].split(SEGMENT, 1), strict=True):
         out = model(input_ids=inputs, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
-        logits = out.logits.float()
-        found.append(nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").cpu())
-    nats = torch.cat(found, 1).double().numpy()
-    return [nats[i, : len(row)] for i, row in enumerate(rows)]
+        logits = out.logits.float().transpose(1, 2)
+        found.append(nn.functional.cross_entropy(logits, targets, reduction="none").cpu())
+    return torch.cat(found, 1).double().numpy()

@@ -69,22 +69,28 @@ def loss_curve(path: Path, steps: Sequence[float], loss: Sequence[float], unit: 
     figure.savefig(path)
 
 
-def bits_by_position(path: Path, on: Score, off: Score, trained: int) -> None:
-    """Bits per byte in each bucket of positions, memory on against writes off, and below it what writing
-    saves (with twice its standard error over streams); the training length is marked."""
+def bits_by_position(path: Path, on: Score, off: Score, recent: Score, trained: int) -> None:
+    """Bits per byte in each bucket of positions: memory on, writes off, and a memory of recent tokens only. Below,
+    what writing saves and what older tokens save (with twice the standard error over streams). The training length
+    is marked."""
     figure = _figure(8, 6.4)
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
     edges, x = on.edges, np.arange(len(on.edges) - 1)
-    curves = [(on.by_position, BLUE, "memory on"), (off.by_position, ORANGE, "writes off")]
-    curves.sort(key=lambda curve: curve[0][-1])
-    for (values, colour, label), side in zip(curves, ("top", "bottom"), strict=True):
-        above.plot(x, values, color=colour, linewidth=2, marker="o", markersize=5)
-        _label(above, f"{label} {values[-1]:.3f}", x[-1], values[-1], colour, side)
-    saved, error = on.margin_by_position(off).T
-    below.fill_between(x, saved - 2 * error, saved + 2 * error, color=GREEN, alpha=0.2, lw=0)
-    below.plot(x, saved, color=GREEN, linewidth=2, marker="o", markersize=5)
+    curves = [(on, BLUE, "memory on"), (recent, GREEN, f"last {trained:,} only"), (off, ORANGE, "writes off")]
+    for score, colour, _ in reversed(curves):
+        above.plot(x, score.by_position, color=colour, linewidth=2, marker="o", markersize=5)
+    _label(
+        above,
+        [(f"{label} {score.by_position[-1]:.3f}", score.by_position[-1], colour) for score, colour, label in curves],
+    )
+    labels = []
+    for score, colour, label in ((off, ORANGE, "by writing"), (recent, GREEN, "by older tokens")):
+        saved, error = on.margin_by_position(score).T
+        below.fill_between(x, saved - 2 * error, saved + 2 * error, color=colour, alpha=0.2, lw=0)
+        below.plot(x, saved, color=colour, linewidth=2, marker="o", markersize=5)
+        labels.append((f"{label} {saved[-1]:.3f}", saved[-1], colour))
     below.axhline(0, color=GREY, linewidth=1)
-    _label(below, f"saved {saved[-1]:.3f}", x[-1], saved[-1], GREEN, "center")
+    _label(below, labels)
     if trained < edges[-1]:
         # Buckets are equally wide on this axis, and bucket j ends at j + 1/2.
         at = float(np.interp(trained, edges, np.arange(len(edges)) - 0.5))
@@ -92,20 +98,34 @@ def bits_by_position(path: Path, on: Score, off: Score, trained: int) -> None:
             axes.axvline(at, color=GREY, linestyle="--", linewidth=1.2)
         where = above.get_xaxis_transform()
         above.text(at, 1.01, "training length", color=GREY, fontsize=11, ha="center", transform=where)
-    above.set_xlim(-0.5, len(x) + 0.6)
+    above.set_xlim(-0.5, len(x) + 0.9)
     below.xaxis.set_major_locator(FixedLocator([float(j) - 0.5 for j in range(len(edges))]))
     below.set_xticklabels([f"{edge:,}" for edge in edges])
     above.set(ylabel="bits per byte")
     above.set_title("Held-out text by position", pad=18)
-    below.set(xlabel="position in the stream (tokens)", ylabel="saved by writing\n(bits per byte)")
+    below.set(xlabel="position in the stream (tokens)", ylabel="saved\n(bits per byte)")
     for axes in (above, below):
         _tidy(axes)
         axes.spines["bottom"].set_bounds(-0.5, len(x) - 0.5)
     figure.savefig(path)
 
 
-def _label(axes: Axes, text: str, x: float, y: float, colour: str, side: str) -> None:
-    axes.annotate(text, (x, y), (10, 0), textcoords="offset points", color=colour, fontsize=12, va=side)
+def _label(axes: Axes, labels: Sequence[tuple[str, float, str]]) -> None:
+    """Write (text, height, colour) to the right of the curves' ends, moved apart where they would overlap."""
+    low, high = axes.get_ylim()
+    room = 0.075 * (high - low) * 6.4 / (axes.get_position().height * 10)
+    heights: list[float] = []
+    for text, height, colour in sorted(labels, key=lambda label: label[1]):
+        heights.append(max(height, heights[-1] + room) if heights else height)
+        axes.annotate(
+            text,
+            (len(axes.lines[0].get_xdata()) - 1, heights[-1]),  # type: ignore[arg-type]
+            (10, 0),
+            textcoords="offset points",
+            color=colour,
+            fontsize=12,
+            va="center",
+        )
 
 
 def gates_over_time(path: Path, layers: Sequence[dict[str, torch.Tensor]], name: str) -> None:

@@ -25,9 +25,9 @@ PROMPT = "def "
 def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400) -> dict[str, Any]:
     """Evaluate the run in `folder` and write `report/` there: report.html, report.json and the pictures.
 
-    Reads `streams` held-out streams of 8 times the training length with the memory on and with its writes
-    off, and one held-out document with the gates watched. Returns what report.json holds; ValueError if the
-    run cannot be loaded or has no run.yaml.
+    Reads `streams` held-out streams of 8 times the training length with the memory on, with its writes off, and
+    with a memory of the last training length only; and one held-out document with the gates watched. Returns what
+    report.json holds; ValueError if the run cannot be loaded or has no run.yaml.
     """
     run = load_run(folder)
     if run.config is None:
@@ -35,10 +35,17 @@ def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400
     trained = run.config.data.seq_len
     length = BEYOND * trained
     held_out = Corpus.load(run.config.data.path).held_out
-    on, off = (bits_per_byte(run.model, run.tokenizer, held_out, length, writes, streams) for writes in (True, False))
+    on = bits_per_byte(run.model, run.tokenizer, held_out, length, True, streams)
+    off = bits_per_byte(run.model, run.tokenizer, held_out, length, False, streams)
+    recent = bits_per_byte(run.model, run.tokenizer, held_out, length, True, streams, recent=trained)
     gates, document = _read_with_gates(run, held_out, length)
     log = read_log(run.folder)
     margin, error = on.margin(off)
+    beyond, beyond_recent = on.after(trained), recent.after(trained)
+    older = None
+    if beyond is not None and beyond_recent is not None:
+        saved, saved_error = beyond.margin(beyond_recent)
+        older = {"bits_per_byte": saved, "standard_error": saved_error}
     numbers = {
         "preset": run.config.model.preset,
         "parameters": run.model.num_parameters(),
@@ -47,7 +54,9 @@ def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400
         "training_length": trained,
         "memory_on": on.to_dict(),
         "writes_off": off.to_dict(),
+        "recent_only": recent.to_dict(),
         "margin": {"bits_per_byte": margin, "standard_error": error},
+        "beyond_training_length": older,
         "gates": {"document": document, "layers": gates.summary()},
         "sample": sample(run, PROMPT, sample_tokens),
     }
@@ -57,7 +66,7 @@ def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400
         bits = is_byte_tokenizer(run.tokenizer)
         scale, unit = (1 / math.log(2), "bits per byte") if bits else (1.0, "nats per token")
         loss_curve(target / "loss.png", [e["step"] for e in log], [scale * e["loss"] for e in log], unit)
-    bits_by_position(target / "position.png", on, off, trained)
+    bits_by_position(target / "position.png", on, off, recent, trained)
     gates_over_time(target / "gates.png", gates.layers, document)
     (target / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     (target / "report.html").write_text(_page(numbers, bool(log)), encoding="utf-8")
@@ -104,10 +113,11 @@ def _read_with_gates(run: Run, documents: tuple[Document, ...], length: int) -> 
 
 
 def _page(numbers: dict[str, Any], has_log: bool) -> str:
-    on, off = numbers["memory_on"], numbers["writes_off"]
+    on, off, recent = numbers["memory_on"], numbers["writes_off"], numbers["recent_only"]
     rows = "".join(
-        f"<tr><td>{a['from']:,}–{a['to']:,}</td><td>{a['bits_per_byte']:.3f}</td><td>{b['bits_per_byte']:.3f}</td></tr>"
-        for a, b in zip(on["by_position"], off["by_position"], strict=True)
+        f"<tr><td>{a['from']:,}–{a['to']:,}</td><td>{a['bits_per_byte']:.3f}</td><td>{b['bits_per_byte']:.3f}</td>"
+        f"<td>{c['bits_per_byte']:.3f}</td></tr>"
+        for a, b, c in zip(on["by_position"], recent["by_position"], off["by_position"], strict=True)
     )
     gates = "".join(
         f"<tr><td>{layer + 1}</td><td>{name}</td><td>{g['mean']:.3f}</td><td>{g['std']:.3f}</td>"
@@ -115,7 +125,13 @@ def _page(numbers: dict[str, Any], has_log: bool) -> str:
         for layer, row in enumerate(numbers["gates"]["layers"])
         for name, g in row.items()
     )
-    margin = numbers["margin"]
+    margin, older, trained = numbers["margin"], numbers["beyond_training_length"], numbers["training_length"]
+    further = (
+        f"Beyond the training length, tokens more than {trained:,} back save "
+        f"{older['bits_per_byte']:.3f} ± {older['standard_error']:.3f} of it."
+        if older
+        else ""
+    )
     minutes = f"{numbers['training_seconds'] / 60:.1f} minutes" if numbers["training_seconds"] is not None else ""
     loss = '<h2>Training</h2><img src="loss.png" alt="Training loss against steps">' if has_log else ""
     return f"""<!doctype html>
@@ -132,10 +148,11 @@ td, th {{ padding: .2rem 1rem .2rem 0; text-align: left; font-variant-numeric: t
 {f"in {minutes}" if minutes else ""}, training length {numbers["training_length"]:,} tokens.</p>
 <p class="big">Held-out text: <b>{on["bits_per_byte"]:.3f}</b> bits per byte with the memory on,
 <b>{off["bits_per_byte"]:.3f}</b> with its writes off: the memory saves {margin["bits_per_byte"]:.3f} ±
-{margin["standard_error"]:.3f} (standard error over {on["streams"]} streams).</p>
+{margin["standard_error"]:.3f} (standard error over {on["streams"]} streams). {further}</p>
 {loss}
 <h2>By position</h2><img src="position.png" alt="Bits per byte by position, memory on and writes off">
-<table><tr><th>tokens</th><th>memory on</th><th>writes off</th></tr>{rows}</table>
+<table><tr><th>tokens</th><th>memory on</th><th>memory of the last {trained:,}</th><th>writes off</th></tr>
+{rows}</table>
 <h2>Gates</h2><img src="gates.png" alt="Gates of each layer over a held-out document">
 <table><tr><th>layer</th><th>gate</th><th>mean</th><th>std</th><th>std over time</th>
 <th>5% / 50% / 95%</th></tr>

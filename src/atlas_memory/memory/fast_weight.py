@@ -50,7 +50,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The window tokens as one matrix sees them: phi(x_i) ``[..., N, F]``, kernel on demand, delta_i ``[..., N, m]``."""
+    """What a matrix sees of the window tokens: phi(x_i) ``[..., N, F]``, kernel on demand, delta_i ``[..., N, m]``."""
 
     features: Tensor
     kernel: Callable[[], Tensor]
