@@ -88,15 +88,25 @@ def deep(rule_name):
     return parts, random_problem(rule, 0, B, H, T, D)
 
 
-def test_atlas_is_equations_32_and_33():
+@pytest.mark.parametrize("to_start", [False, True])
+def test_atlas_is_equations_32_and_33(to_start):
     """In the square basis a Newton-Schulz step is the same matrix, since the change of basis is an isometry."""
     parts, problem = deep("atlas")
+    problem.rule = problem.rule.vary(retention={"to_start": to_start})
 
-    def update(now, momentum, grads, at, *_):
-        momentum = [at["theta"] * s + g for s, g in zip(momentum, grads, strict=True)]
-        return [at["alpha"] * w - at["eta"] * orthogonalise(s) for w, s in zip(now, momentum, strict=True)], momentum
+    def make(p, b, h):
+        objective, memory, first = parts(p, h)
 
-    compare(problem, lambda p, b, h: run(p, b, h, *parts(p, h), update))
+        def update(now, momentum, grads, at, *_):
+            momentum = [at["theta"] * s + g for s, g in zip(momentum, grads, strict=True)]
+            new = [at["alpha"] * w - at["eta"] * orthogonalise(s) for w, s in zip(now, momentum, strict=True)]
+            if to_start:
+                new = [w + (1 - at["alpha"]) * m for w, m in zip(new, first, strict=True)]
+            return new, momentum
+
+        return run(p, b, h, objective, memory, first, update)
+
+    compare(problem, make)
 
 
 @pytest.mark.parametrize("bounded", [True, False])

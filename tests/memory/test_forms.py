@@ -43,7 +43,7 @@ rules = st.builds(
         st.builds(GatedMLP, expansion=st.integers(1, 2)),
     ),
     bias=st.one_of(st.just(L2()), st.just(L2(0.5)), st.just(DotProduct())),
-    retention=st.sampled_from([Decay(), Keep()]),
+    retention=st.sampled_from([Decay(), Decay(to_start=True), Keep()]),
     optimiser=st.one_of(
         st.builds(GradientDescent, st.just(True)),
         st.builds(Momentum, st.just(True)),

@@ -46,7 +46,7 @@ def test_vary_changes_only_what_it_names():
             {"optimiser": {"rate": 1}},
             "optimiser Muon has no field 'rate'; its fields are steps, every, precise",
         ),
-        ({"retention": {"alpha": 1}}, "retention Decay has no field 'alpha'; it has no fields"),
+        ({"retention": {"alpha": 1}}, "retention Decay has no field 'alpha'; its fields are to_start"),
         ({"optimiser": 3}, "must be a mapping"),
         ({"optimiser": {"steps": 0}}, "Muon steps must be an integer >= 1"),
         ({"features": {"degree": 0}}, "degree must be an integer >= 1"),

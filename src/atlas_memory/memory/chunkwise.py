@@ -87,7 +87,7 @@ def _chunkwise(
     outputs = []
     for j, inputs in enumerate(per_chunk):
         position = first + j * chunk
-        y, weights, momentum = _read_chunk(rule, params.sqrt_a, frozen, weights, momentum, Chunk(*inputs), position)
+        y, weights, momentum = _read_chunk(rule, params, frozen, weights, momentum, Chunk(*inputs), position)
         outputs.append(y)
         filled = (j + 1) * chunk <= end  # whether a row has read the chunk to its end
         if isinstance(filled, Tensor):
@@ -129,12 +129,13 @@ class Chunk(NamedTuple):
 
 
 def _read_chunk(
-    rule: Rule, sqrt_a: Tensor | None, frozen: Weights, weights: Weights, momentum: Weights, chunk: Chunk, first: Tensor
+    rule: Rule, params: Params, frozen: Weights, weights: Weights, momentum: Weights, chunk: Chunk, first: Tensor
 ) -> tuple[Tensor, Weights, Weights]:
     """The outputs ``[..., b, dim]`` of one chunk, and W and S after it; ``first`` ``[batch]`` is where it starts."""
     q, k, v, window, decay, retained, theta, eta, inside = chunk
-    phi = partial(rule.features.expand, sqrt_a=sqrt_a)
-    kernel = partial(rule.features.kernel, sqrt_a=sqrt_a)
+    phi = partial(rule.features.expand, sqrt_a=params.sqrt_a)
+    kernel = partial(rule.features.kernel, sqrt_a=params.sqrt_a)
+    start = rule.retention.start(params.initial)
     lifted = rule.network.lifted
     phi_k, phi_q = phi(torch.cat([k, q], -2)).split([k.shape[-2], q.shape[-2]], -2)
 
@@ -142,7 +143,7 @@ def _read_chunk(
     deltas = rule.network.deltas(frozen, trace, rule.bias.derivative(trace.prediction, v))
     curvature = torch.zeros_like(eta)
     if rule.optimiser.bounded:
-        curvature = (window @ rule.token_curvature(frozen, trace, sqrt_a)[..., None]).squeeze(-1)
+        curvature = (window @ rule.token_curvature(frozen, trace, params.sqrt_a)[..., None]).squeeze(-1)
     rates = rule.optimiser.rates(theta, eta, curvature, rule.window.chunk)
 
     mixed = rates.write[..., None] * window
@@ -177,14 +178,16 @@ def _read_chunk(
         else:
             tokens = Tokens(inputs, lambda: inputs @ inputs.mT, deltas[i])
             features, kernel_qk = u, u @ inputs.mT
-        s = momentum[i] if momentum else None
+        # A memory that fades to M_0 is M_0 plus a memory that fades to zero.
+        w, s = weights[i] if start is None else weights[i] - start[i], momentum[i] if momentum else None
         if isinstance(rule.optimiser, Muon):
             assert s is not None
-            read, end = muon_steps(weights[i], s, tokens, plan, rule.optimiser.steps)
+            read, end = muon_steps(w, s, tokens, plan, rule.optimiser.steps)
         else:
-            read, end = identity_steps(weights[i], s, tokens, plan)
-        ends.append(end)
-        return read(features, kernel_qk)
+            read, end = identity_steps(w, s, tokens, plan)
+        ends.append(end if start is None else (end[0] + start[i], end[1]))
+        out = read(features, kernel_qk)
+        return out if start is None else out + features @ start[i].mT
 
     y = rule.network.forward(apply_at_each_token, q)
     return y, tuple(w for w, _ in ends), tuple(s for _, s in ends if s is not None)

@@ -95,6 +95,7 @@ def _loop(
     past_k, past_v = state.k, state.v
     age = torch.arange(size - 1, -1, -1, device=q.device)  # of the window tokens, oldest first
     alphas = rule.retention.factor(gate.alpha)
+    start = rule.retention.start(params.initial)
     outputs = []
     for t in range(q.shape[-2]):
         real = torch.ones_like(seen, dtype=torch.bool) if length is None else t < length
@@ -119,6 +120,8 @@ def _loop(
         takes_step = ((seen + 1) % optimiser.every == 0)[:, None]
         step = torch.where(takes_step, rates.apply, 0.0)
         new = tuple(_at(alphas[..., t]) * w - _at(step) * d for w, d in zip(weights, g, strict=True))
+        if start is not None:
+            new = tuple(n + _at(1.0 - alphas[..., t]) * m for n, m in zip(new, start, strict=True))
         weights = _choose(real, new, weights)
 
         outputs.append(rule.network.forward(_applier(rule, params, weights), q[..., t : t + 1, :]))
