@@ -84,10 +84,12 @@ def test_padding_of_any_pattern_changes_nothing(rule):
         assert torch.allclose(y_next[row][mask.flip(1)[row]], after[0], atol=1e-5 * y.abs().max().item())
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [*RULES, "atlas in float32"])
 @pytest.mark.parametrize("case", ["zero", "constant", "huge", "tiny"])
 def test_finite_on_extreme_inputs_with_gradients(rule, case):
-    memory = layer(rule)
+    memory = (
+        layer(rule) if rule in RULES else NeuralMemory(DIM, HEADS, RULES["atlas"].vary(optimiser={"precise": False}))
+    )
     x = {
         "zero": torch.zeros(1, 60, DIM),
         "constant": torch.ones(1, 60, DIM),

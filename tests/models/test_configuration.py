@@ -102,6 +102,17 @@ def test_presets_have_the_size_of_their_name(name: str) -> None:
     assert preset.learning_rate > 0 and preset.about
 
 
+def test_rule_options_are_added_to_those_of_a_preset() -> None:
+    config = AtlasConfig.preset("tiny", rule_options={"optimiser": {"every": 4}})
+    rule = config.memory_rule()
+    assert (rule.optimiser.every, rule.optimiser.precise, rule.network.expansion) == (4, False, 1)
+    assert AtlasConfig.preset("tiny").memory_rule().optimiser.every == 16
+    other = AtlasConfig.preset("tiny", rule="titans", rule_options={"network": {"expansion": 2}})
+    assert other.rule_options == {"network": {"expansion": 2}}
+    assert AtlasConfig.preset("tiny", rule="titans").rule_options is None
+    assert AtlasConfig.preset("170m").rule_options is None
+
+
 def test_preset_overrides_and_unknown_names() -> None:
     config = AtlasConfig.preset("tiny", rule="titans", block="mag")
     assert (config.hidden_size, config.rule, config.attention_window) == (128, "titans", 64)

@@ -2,7 +2,7 @@
 
 Each is a sigmoid of an affine map of x, one a head (and, for gamma, one a place in the window). Starting values:
 
-* alpha: heads forget at different rates, with half-lives spread evenly in logarithm from 16 to 1024 tokens;
+* alpha: heads forget at different rates, with half-lives spread evenly in logarithm from 8 to 512 tokens;
 * theta: 0.8;
 * eta: for gradient descent and momentum in (0, 1), starting at 1/2, within their bounded step; for Muon at most
   ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most about 1, starting at a
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..memory import Gates, Muon, Rule
 
-HALF_LIVES = (16.0, 1024.0)
+HALF_LIVES = (8.0, 512.0)
 
 
 class GateProjection(nn.Module):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .newton_schulz import gram_polynomial, newton_schulz
+from .newton_schulz import gram_polynomial, newton_schulz, reciprocal_or_zero
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,11 @@ def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: 
 
 
 def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> tuple[Read, Ends]:
-    weighted = plan.weights[..., None] * tokens.deltas[..., None, :, :]  # E_n: [..., J, N, m]
+    # Newton-Schulz ignores the scale of S, but S S^T must neither over- nor underflow: work with S / scale throughout.
+    size = [x.detach().abs().amax((-2, -1), keepdim=True) for x in (tokens.deltas, s)]
+    inverse = reciprocal_or_zero(torch.maximum(*size))
+    unscaled, s = s, s * inverse
+    weighted = plan.weights[..., None] * (tokens.deltas * inverse)[..., None, :, :]  # E_n: [..., J, N, m]
     past = tokens.features @ s.mT  # X
     carried = plan.carried_steps[..., None, None]
     # The two cross terms are one another's transpose: one is added twice, and gram_polynomial symmetrises.
@@ -128,7 +132,7 @@ def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: i
     final = plan.decay[..., -1, :, None, None] * q
     written = (weighted @ final).sum(-3)  # [..., N, m]
     end = _scale(plan.retained[..., -1], w) - (carried * final).sum(-3) @ s - written.mT @ tokens.features
-    return read, (end, _last_momentum(s, tokens, plan))
+    return read, (end, _last_momentum(unscaled, tokens, plan))
 
 
 def _last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:

@@ -21,7 +21,7 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
     matrix, s and l its shorter and longer side."""
     a, b, c = COEFFICIENTS
     scale = matrix.detach().abs().amax((-2, -1), keepdim=True)
-    x = matrix * _reciprocal_or_zero(scale)
+    x = matrix * reciprocal_or_zero(scale)
     # After the scaling |x|_F >= 1 unless the matrix is zero; the clamp only keeps zero at zero.
     x = x * x.square().sum((-2, -1), keepdim=True).clamp_min(0.25).rsqrt()
     tall = x.shape[-2] > x.shape[-1]
@@ -44,7 +44,7 @@ def gram_polynomial(gram: Tensor, steps: int = 5) -> Tensor:
     diagonal = a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     tiny = torch.finfo(gram.dtype).tiny
-    power = ((gram + gram.mT) * (0.5 * _reciprocal_or_zero(trace))).reshape(-1, *gram.shape[-2:])
+    power = ((gram + gram.mT) * (0.5 * reciprocal_or_zero(trace))).reshape(-1, *gram.shape[-2:])
     scale = torch.where(trace > tiny, trace.clamp_min(tiny).rsqrt(), 0.0)
     q = None
     for step in range(steps):
@@ -56,6 +56,7 @@ def gram_polynomial(gram: Tensor, steps: int = 5) -> Tensor:
     return scale * q.view(gram.shape)
 
 
-def _reciprocal_or_zero(x: Tensor) -> Tensor:
+def reciprocal_or_zero(x: Tensor) -> Tensor:
+    """1 / x where x is a normal positive number, else 0. Any shape."""
     tiny = torch.finfo(x.dtype).tiny  # the reciprocal of anything smaller would overflow
     return torch.where(x > tiny, 1.0 / x.clamp_min(tiny), 0.0)

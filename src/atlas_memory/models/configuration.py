@@ -1,5 +1,6 @@
 """The configuration of an Atlas model."""
 
+from copy import deepcopy
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -132,12 +133,22 @@ class AtlasConfig(PreTrainedConfig):
     def preset(cls, name: str, **overrides: Any) -> "AtlasConfig":
         """The configuration of a named size from `PRESETS`, with some arguments changed.
 
+        `rule_options` are added to the preset's, option by option; another `rule` drops the preset's, which are for
+        its own rule.
+
         Raises:
             ValueError: No such preset, or a bad override.
         """
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
-        return cls(**(PRESETS[name].config | overrides))
+        base, given = deepcopy(PRESETS[name].config), overrides.get("rule_options")
+        fields = base | overrides
+        if overrides.get("rule", base.get("rule")) != base.get("rule"):
+            fields["rule_options"] = given
+        elif isinstance(given, dict) and all(isinstance(part, dict) for part in given.values()):
+            options = base.get("rule_options") or {}
+            fields["rule_options"] = options | {part: options.get(part, {}) | given[part] for part in given}
+        return cls(**fields)
 
     def _check_unknown(self, kwargs: dict[str, Any]) -> None:
         """Refuse unknown arguments, which transformers would keep as attributes that nothing reads."""

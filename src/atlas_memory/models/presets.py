@@ -19,6 +19,15 @@ class Preset:
     about: str
 
 
+# What two cores can afford of "atlas": a memory no wider than its head, one Newton-Schulz a chunk, in float32. Trained
+# on short windows, it must also read on past them: see `Decay.to_start`.
+LAPTOP = {
+    "network": {"expansion": 1},
+    "retention": {"to_start": True},
+    "optimiser": {"every": 16, "precise": False},
+}
+
+
 def _paper(layers: int, dim: int, heads: int, hidden: int) -> dict[str, Any]:
     return {
         "vocab_size": 32000,
@@ -36,6 +45,10 @@ def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
         "hidden_size": dim,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
+        "rule": "atlas",
+        "rule_options": LAPTOP,
+        "window": 4,
+        "chunk_size": 16,
         "bos_token_id": 256,
         "eos_token_id": 256,
         "pad_token_id": 257,
