@@ -20,9 +20,12 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+		{ echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing into $(VENV): a minute or two"
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
-	@touch $@
+	touch $@
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -96,7 +96,7 @@ def evaluate(
     run: RunFolder,
     data: Annotated[Path | None, typer.Option(help="Score all of this text, not the run's own held-out part.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens a stream; default 8 times the training length.")] = None,
-    streams: Annotated[int | None, typer.Option(help="Read at most so many streams; default all.")] = None,
+    streams: Annotated[int, typer.Option(min=0, help="Read at most so many streams; 0: all.")] = 64,
     writes: Annotated[Writes, typer.Option(help="Memory on, its writes off, or both.")] = Writes.both,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -115,7 +115,7 @@ def evaluate(
     documents = corpus.held_out if data is None else corpus.train + corpus.held_out
     length = BEYOND * trained.seq_len if length is None else length
     scores = {
-        name: bits_per_byte(loaded.model, loaded.tokenizer, documents, length, enabled, streams)
+        name: bits_per_byte(loaded.model, loaded.tokenizer, documents, length, enabled, streams or None)
         for name, enabled in (("memory_on", True), ("writes_off", False))
         if writes is not (Writes.off if enabled else Writes.on)
     }
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return app(None if arguments is None else list(arguments), standalone_mode=False) or 0
     except usage_error as error:
         message, code = cast(Any, error).format_message(), 2
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("ATLAS_TRACEBACK"):
             raise
         from atlas_memory.training.config import ConfigError

@@ -35,6 +35,23 @@ def test_causal_bitwise_and_rows_apart(rule, training):
         assert torch.equal(y2[[0, 2]], y[[0, 2]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("every", [1, 4])
+def test_causal_bitwise_in_output_space_without_rounding_to_hide_it(every, dtype):
+    """Wide enough for Newton-Schulz in output space, and worked in the dtype of the inputs."""
+    rule = RULES["atlas"].vary(
+        optimiser={"every": every, "precise": False}, network={"expansion": 1}, window={"size": 3}
+    )
+    torch.manual_seed(0)
+    memory = NeuralMemory(32, 2, rule).to(dtype)
+    x = torch.randn(2, 24, 32, dtype=dtype)
+    y, _ = memory(x)
+    for t in (5, 11, 20):
+        changed = x.clone()
+        changed[:, t:] = 100 * torch.randn(2, 24 - t, 32, dtype=dtype)
+        assert torch.equal(memory(changed)[0][:, :t], y[:, :t])
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_modes_agree_and_the_memory_learns_in_all(rule):
     memory = layer(rule)
@@ -170,6 +187,11 @@ def test_writes_off_leaves_the_memory_as_learned(rule):
     _, state = memory(torch.randn(1, 9, DIM))
     for w, m in zip(state.memory.weights, memory.memory.initial, strict=True):
         assert torch.equal(w[0], m)
+    memory.writes = True
+    _, state = memory(torch.randn(1, 9, DIM))
+    memory.writes = False
+    _, after = memory(torch.randn(1, 9, DIM), state)
+    assert all(torch.allclose(a, b) for a, b in zip(state.memory.weights, after.memory.weights, strict=True))
 
 
 def test_wrong_arguments_are_named():

@@ -108,8 +108,10 @@ def test_rule_options_are_added_to_those_of_a_preset() -> None:
     assert (rule.optimiser.every, rule.optimiser.precise, rule.network.expansion) == (4, False, 1)
     assert AtlasConfig.preset("tiny").memory_rule().optimiser.every == 16
     other = AtlasConfig.preset("tiny", rule="titans", rule_options={"network": {"expansion": 2}})
-    assert other.rule_options == {"network": {"expansion": 2}}
-    assert AtlasConfig.preset("tiny", rule="titans").rule_options is None
+    assert other.rule_options == {"network": {"expansion": 2}, "retention": {"to_start": True}}
+    assert other.memory_rule().window.size == 1
+    assert AtlasConfig.preset("tiny", rule="deltanet").rule_options is None
+    assert AtlasConfig.preset("tiny", rule="atlas++").memory_rule().optimiser.every == 16
     assert AtlasConfig.preset("170m").rule_options is None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -41,7 +42,7 @@ class GateLog:
 
 def _summary(value: torch.Tensor) -> dict[str, float]:
     flat = value.flatten().double().numpy()
-    low, middle, high = (float(q) for q in torch.from_numpy(flat).quantile(torch.tensor([0.05, 0.5, 0.95]).double()))
+    low, middle, high = (float(q) for q in np.quantile(flat, [0.05, 0.5, 0.95]))
     return {
         "mean": float(flat.mean()),
         "std": float(flat.std()),

@@ -30,7 +30,7 @@ class SwiGLU(nn.Module):
 
 def memory_alone(dim: int, heads: int, *, attention_window: int | None, eps: float, **memory: Any) -> NeuralMemory:
     """The mixer "lmm": the neural memory and no attention (Titans, Sec. 4.1; its LMM rows)."""
-    return NeuralMemory(dim, heads, **memory)
+    return NeuralMemory(dim, heads, eps=eps, **memory)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class MemoryAsGate(nn.Module):
 
     def __init__(self, dim: int, heads: int, *, attention_window: int, eps: float, **memory: Any) -> None:
         super().__init__()
-        self.memory = NeuralMemory(dim, heads, **memory)
+        self.memory = NeuralMemory(dim, heads, eps=eps, **memory)
         self.attention = SlidingWindowAttention(dim, heads, attention_window)
         self.memory_norm = nn.RMSNorm(dim, eps)
         self.attention_norm = nn.RMSNorm(dim, eps)

@@ -63,8 +63,9 @@ class GateProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Gates:
         """``[batch, time, dim]`` -> gates ``[batch, heads, time]`` (gamma ``[..., c]``), in at least float32."""
-        logits = F.linear(x, self.weight, self.bias)
-        logits = logits.to(torch.promote_types(x.dtype, torch.float32))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
         groups = list(logits.sigmoid().unflatten(-1, (-1, self.heads)).permute(2, 0, 3, 1))  # each [batch, heads, time]
         eta = self.max_eta * groups.pop(0)
         alpha = groups.pop(0) if self.has_alpha else None

@@ -52,10 +52,11 @@ class NeuralMemory(nn.Module):
         window: c of the Omega rule; None: the rule's.
         chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's.
         conv_size: taps of the convolution.
+        eps: of the RMSNorm on what is read.
 
     Attributes:
-        writes: set to False and the memory stays as it was learned, M_0: what remains is a model without test-time
-            memory, for comparison.
+        writes: set to False and the memory stays as it is, M_0 from a fresh state: what remains is a model without
+            test-time memory, for comparison.
 
     Raises:
         ValueError: a width that is no multiple of ``heads``, an unknown rule, or a size below 1.
@@ -69,6 +70,7 @@ class NeuralMemory(nn.Module):
         window: int | None = None,
         chunk_size: int | None = None,
         conv_size: int = 4,
+        eps: float = 1e-6,
     ) -> None:
         super().__init__()
         if heads < 1 or dim < 1 or dim % heads:
@@ -78,7 +80,7 @@ class NeuralMemory(nn.Module):
         self.gates = GateProjection(dim, heads, self.rule)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.convolution = ShortConvolution(3 * dim, conv_size)
-        self.norm = nn.RMSNorm(dim // heads, eps=1e-6)
+        self.norm = nn.RMSNorm(dim // heads, eps=eps)
         self.gate = nn.Linear(dim, dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
         self.writes = True
@@ -119,7 +121,7 @@ class NeuralMemory(nn.Module):
         q, k, v = F.silu(qkv).to(kept).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         gates = replace(self.gates(x), length=length)
         if not self.writes:
-            gates = replace(gates, eta=torch.zeros_like(gates.eta), alpha=None)
+            gates = replace(gates, eta=torch.zeros_like(gates.eta), alpha=None, theta=None)
         y, memory = self.memory(l2_normalise(q), l2_normalise(k), v, gates, state.memory if state else None)
         y = self.norm(y.to(x.dtype)).transpose(1, 2).flatten(2)
         return self.out(y * F.silu(self.gate(x))), LayerState(memory, past)

@@ -42,7 +42,10 @@ class L2:
 @dataclass(frozen=True)
 class DotProduct:
     """-<M(phi(k)), v>: the Hebbian write +v k^T (ATLAS Eqs. 19-20, 25, with the sign that makes it a write: printed as
-    +<M, v> the same equations would erase)."""
+    +<M, v> the same equations would erase).
+
+    Its curvature is zero, so a bounded step does not bound it: for a deep memory use Muon, or a decay well below 1.
+    """
 
     @property
     def curvature(self) -> float:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .newton_schulz import gram_polynomial, newton_schulz, reciprocal_or_zero
+from .newton_schulz import gram_polynomial, newton_schulz
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,9 @@ def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: 
 
 def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> tuple[Read, Ends]:
     # Newton-Schulz ignores the scale of S, but S S^T must neither over- nor underflow: work with S / scale throughout.
+    # A power of two, which rounds nothing: the scale looks at all of the chunk, its results must not.
     size = [x.detach().abs().amax((-2, -1), keepdim=True) for x in (tokens.deltas, s)]
-    inverse = reciprocal_or_zero(torch.maximum(*size))
+    inverse = torch.ldexp(torch.ones_like(size[0]), -torch.frexp(torch.maximum(*size))[1])
     unscaled, s = s, s * inverse
     weighted = plan.weights[..., None] * (tokens.deltas * inverse)[..., None, :, :]  # E_n: [..., J, N, m]
     past = tokens.features @ s.mT  # X

@@ -72,7 +72,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class MLP:
-    """M(x) = x + W_L gelu(... gelu(W_1 phi(x))): ``depth`` matrices of width ``expansion * dim`` (ATLAS Eq. 42)."""
+    """M(x) = x + W_L gelu(... gelu(W_1 phi(x))): ``depth`` matrices of width ``expansion * dim``.
+
+    ATLAS Eq. 42 is depth 2, with our W_1 and W_2 called W_2 and W_1.
+    """
 
     depth: int = 2
     expansion: int = 4
@@ -127,7 +130,8 @@ class MLP:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """M(x) = x + W_2 (gelu(W_0 phi(x)) * (W_1 phi(x))), hidden width ``expansion * dim`` (ATLAS++, Eq. 43)."""
+    """M(x) = x + W_2 (gelu(W_0 phi(x)) * (W_1 phi(x))), hidden width ``expansion * dim`` (ATLAS++, Eq. 43,
+    where W_0, W_1, W_2 are called W_2, W_3, W_1)."""
 
     expansion: int = 4
     residual: bool = True

@@ -17,8 +17,8 @@ gradients are taken at one frozen memory. Gradient descent and momentum therefor
     eta~_t = eta_t / (1 + eta_t L_t),    L_t = b lambda_t [/ (1 - theta_t + 1/b) with momentum],
 
 where lambda_t bounds the largest eigenvalue of the Gauss-Newton Hessian of the window's loss at the frozen memory, so
-that eta~ * lambda < 1/b whatever the gates, keys and weights are (the form of the implicit step of Nested Learning,
-Eqs. 56-57). Muon's step has spectral norm about eta by itself.
+that eta~ * lambda < 1/b whatever the gates, keys and weights are, for the l2 bias. It has the form of the implicit step
+of Nested Learning, Eqs. 56-57. Muon's step has spectral norm about eta by itself.
 """
 
 from __future__ import annotations

@@ -115,9 +115,9 @@ def _loop(
         if optimiser.has_momentum:
             g = tuple(_at(rates.theta) * s + _at(rates.write) * d for s, d in zip(momentum, g, strict=True))
             momentum = _choose(real, g, momentum)
-        if isinstance(optimiser, Muon):
-            g = tuple(newton_schulz(s, optimiser.steps) for s in g)
         takes_step = ((seen + 1) % optimiser.every == 0)[:, None]
+        if isinstance(optimiser, Muon) and (optimiser.every == 1 or bool(takes_step.any())):
+            g = tuple(newton_schulz(s, optimiser.steps) for s in g)
         step = torch.where(takes_step, rates.apply, 0.0)
         new = tuple(_at(alphas[..., t]) * w - _at(step) * d for w, d in zip(weights, g, strict=True))
         if start is not None:

@@ -95,7 +95,8 @@ RULES: dict[str, Rule] = {
     "omeganet": replace(ATLAS, optimiser=GradientDescent()),
     # ATLAS Eqs. 12-13; Titans Eqs. 12-14
     "titans": Rule(features=Identity(), optimiser=Momentum(), window=Window(size=1, chunk=16)),
-    # W_t = W_{t-1} - eta (W k - v) k^T with gradients at the chunk's start; chunk 1 is the delta rule to the letter
+    # W_t = W_{t-1} - eta~ (W k - v) k^T with gradients at the chunk's start; the delta rule to the letter with
+    # window chunk=1 and optimiser bounded=False (a bounded step never overwrites a value whole: eta~ < 1 / b)
     "deltanet": Rule(
         features=Identity(),
         network=Linear(),

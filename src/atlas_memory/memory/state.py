@@ -55,7 +55,7 @@ def initial_state(initial: tuple[Tensor, ...], has_momentum: bool, window: int, 
     ``k`` ``[batch, heads, time, dim]`` gives batch, dim, dtype and device.
     """
     batch, heads, _, dim = k.shape
-    weights = tuple(m.to(k).expand(batch, *m.shape) for m in initial)
+    weights = tuple(m.to(k).repeat(batch, 1, 1, 1) for m in initial)  # copies: M_0 may be trained meanwhile
     past = k.new_zeros(batch, heads, window - 1, dim)
     momentum = tuple(torch.zeros_like(w) for w in weights) if has_momentum else ()
     return MemoryState(weights, weights, momentum, past, past, torch.zeros(batch, dtype=torch.int64, device=k.device))

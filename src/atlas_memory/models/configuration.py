@@ -133,8 +133,8 @@ class AtlasConfig(PreTrainedConfig):
     def preset(cls, name: str, **overrides: Any) -> "AtlasConfig":
         """The configuration of a named size from `PRESETS`, with some arguments changed.
 
-        `rule_options` are added to the preset's, option by option; another `rule` drops the preset's, which are for
-        its own rule.
+        `rule_options` are added to the preset's, option by option. With another `rule`, the preset's options apply as
+        far as that rule has such fields, and its window as far as that rule looks back.
 
         Raises:
             ValueError: No such preset, or a bad override.
@@ -143,11 +143,19 @@ class AtlasConfig(PreTrainedConfig):
             raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
         base, given = deepcopy(PRESETS[name].config), overrides.get("rule_options")
         fields = base | overrides
-        if overrides.get("rule", base.get("rule")) != base.get("rule"):
-            fields["rule_options"] = given
-        elif isinstance(given, dict) and all(isinstance(part, dict) for part in given.values()):
-            options = base.get("rule_options") or {}
-            fields["rule_options"] = options | {part: options.get(part, {}) | given[part] for part in given}
+        rule = RULES.get(fields["rule"]) if isinstance(fields.get("rule"), str) else None
+        if rule is not None and "rule_options" in base:
+            if "window" not in overrides:
+                fields["window"] = min(base["window"], rule.window.size)
+            options = {
+                part: {name: value for name, value in changes.items() if hasattr(getattr(rule, part), name)}
+                for part, changes in base["rule_options"].items()
+            }
+            options = {part: changes for part, changes in options.items() if changes}
+            if given is None:
+                fields["rule_options"] = options or None
+            elif isinstance(given, dict) and all(isinstance(part, dict) for part in given.values()):
+                fields["rule_options"] = options | {part: options.get(part, {}) | given[part] for part in given}
         return cls(**fields)
 
     def _check_unknown(self, kwargs: dict[str, Any]) -> None:

@@ -72,7 +72,11 @@ class RunConfig(_Section):
     output_dir: str = Field(default="runs/atlas", min_length=1)
 
     def save(self, path: Path) -> None:
-        path.write_text(yaml.safe_dump(self.model_dump(), sort_keys=False), encoding="utf-8")
+        """Write it as YAML, with the text's path made absolute so that the run can be read from anywhere."""
+        saved = self.model_copy(deep=True)
+        if saved.data.path is not None:
+            saved.data.path = str(Path(saved.data.path).resolve())
+        path.write_text(yaml.safe_dump(saved.model_dump(), sort_keys=False), encoding="utf-8")
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:

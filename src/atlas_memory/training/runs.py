@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,18 +63,19 @@ class Run:
 def load_run(folder: str | Path) -> Run:
     """Load what `atlas train` (or `save_pretrained`) left in `folder`, onto the GPU if there is one.
 
-    A run that was stopped before it saved its model is read from its newest intact checkpoint. ValueError for
+    A run that was stopped before it saved its (last) model is read from its newest intact checkpoint. ValueError for
     a missing or empty folder, a damaged file, or weights that do not fit `config.json`.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"no run at {str(folder)!r}: the folder does not exist")
-    source = folder
-    if not (folder / WEIGHTS).is_file():
-        checkpoint = newest_checkpoint(folder)
-        if checkpoint is None:
-            raise ValueError(f"no run at {str(folder)!r}: it holds neither {WEIGHTS} nor an intact checkpoint")
+    checkpoint = newest_checkpoint(folder)
+    if (folder / WEIGHTS).is_file() and (checkpoint is None or _step(checkpoint) <= _step(folder)):
+        source = folder
+    elif checkpoint is not None:
         source = checkpoint
+    else:
+        raise ValueError(f"no run at {str(folder)!r}: it holds neither {WEIGHTS} nor an intact checkpoint")
     model = _load_model(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -110,6 +112,24 @@ def read_log(folder: Path) -> list[dict[str, float]]:
     return [steps[step] for step in sorted(steps)]
 
 
+def cut_log(folder: Path, step: int) -> None:
+    """Drop the lines after `step` from `log.jsonl`: a run resumed at `step` does those steps again, or others."""
+    kept = [entry for entry in read_log(folder) if entry["step"] <= step]
+    path = folder / "log.jsonl"
+    if path.is_file():
+        replacement = path.with_suffix(".tmp")
+        replacement.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+        replacement.replace(path)
+
+
+def _step(folder: Path) -> float:
+    """The step at which a model was saved; a folder that does not say (no run of ours) counts as finished."""
+    try:
+        return float(json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError):
+        return math.inf
+
+
 def _broken(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be continued from, or None."""
     try:
@@ -144,18 +164,22 @@ def _load_model(folder: Path) -> Any:
         raise ValueError(f"{str(folder / 'config.json')!r} is missing or damaged") from error
     if config.model_type != AtlasConfig.model_type:
         raise ValueError(f"{str(folder)!r} holds a {config.model_type!r} model, not an Atlas model")
-    stored = _shapes(folder / WEIGHTS)
     with torch.device("meta"):
-        expected = AtlasForCausalLM(config)
-    wanted = {name: tuple(tensor.shape) for name, tensor in expected.state_dict().items()}
-    tied = set(expected._tied_weights_keys or ()) if config.tie_word_embeddings else set()
+        check_fit(folder, AtlasForCausalLM(config), "its config.json")
+    return AtlasForCausalLM.from_pretrained(folder)
+
+
+def check_fit(folder: Path, model: Any, name_of_model: str) -> None:
+    """ValueError unless the weights in `folder` have the names and shapes of `model`'s."""
+    stored = _shapes(folder / WEIGHTS)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
     for name in sorted(stored.keys() | wanted.keys() - tied):
         if stored.get(name) != wanted.get(name):
             raise ValueError(
-                f"the weights in {str(folder)!r} do not fit its config.json: {name} is "
+                f"the weights in {str(folder)!r} do not fit {name_of_model}: {name} is "
                 f"{_show(stored.get(name))} in the file and {_show(wanted.get(name))} in the model"
             )
-    return AtlasForCausalLM.from_pretrained(folder)
 
 
 def _show(shape: tuple[int, ...] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from atlas_memory.models import AtlasForCausalLM
 from atlas_memory.models.presets import PRESETS
 from atlas_memory.training.callbacks import Clock, JsonLog, ProgressBar, StopOnInterrupt
 from atlas_memory.training.config import ConfigError, RunConfig, load_config
-from atlas_memory.training.runs import model_config, newest_checkpoint, read_log
+from atlas_memory.training.runs import check_fit, cut_log, model_config, newest_checkpoint, read_log
 
 # What may differ between a run and its resumption: everything else would make it another run.
 _MAY_CHANGE = frozenset({"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device"})
@@ -69,7 +70,7 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     model = AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    console.print(f"{corpus}", highlight=False, soft_wrap=True)
+    console.print(f"{corpus}", highlight=False, soft_wrap=True, markup=False)
     console.print(f"model: {config.model.preset}, {model.num_parameters():,} parameters", highlight=False)
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,10 +94,15 @@ def _run(
     elapsed = history[done]["elapsed"] if done in history else 0.0
     clock = Clock(config.train.steps, config.train.max_minutes, elapsed)
     if done and clock.share(done) >= 1:
-        console.print(f"nothing to do: {folder} is finished (step {done}); raise train.steps or train.max_minutes")
+        console.print(
+            f"nothing to do: {folder} is finished (step {done}); raise train.steps or train.max_minutes", markup=False
+        )
         return Outcome(folder, done, history.get(done, {}).get("loss", math.nan), elapsed, False)
+    if checkpoint is not None:
+        check_fit(checkpoint, model, config.model.preset)
     if resume:
         console.print(f"resuming at step {done}", highlight=False)
+        cut_log(folder, done)
 
     log = JsonLog(folder / "log.jsonl", clock)
     bar = ProgressBar(clock, log, console)
@@ -118,6 +124,7 @@ def _run(
     finally:
         bar.close()
     model.save_pretrained(folder)
+    trainer.save_state()  # tells load_run how old the saved model is
     tokenizer.save_pretrained(folder)
     stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
@@ -174,7 +181,7 @@ def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         save_steps=run.save_every,
         save_total_limit=run.keep_checkpoints,
         seed=run.seed,
-        use_cpu=run.device == "cpu",
+        use_cpu=not cuda,  # and so never MPS, which lacks float64
         bf16=_has_bf16(config) if run.bf16 is None else run.bf16,
         dataloader_pin_memory=cuda,
         remove_unused_columns=False,
@@ -192,6 +199,8 @@ def _has_bf16(config: RunConfig) -> bool:
 def _check_device(config: RunConfig) -> None:
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device='cuda', but PyTorch sees no CUDA device: use auto or cpu")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("atlas train runs in one process: start it without torchrun or accelerate launch")
     if config.train.bf16 and not _has_bf16(config):
         raise ConfigError("train.bf16=True needs a CUDA device that computes in bfloat16: leave it out")
 
@@ -208,11 +217,16 @@ def _check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
     if not (folder / "run.yaml").is_file():
         raise ConfigError(f"nothing to resume: {str(folder)!r} holds no run.yaml")
     before, now = load_config(folder / "run.yaml").model_dump(), config.model_dump()
+    for data in (before["data"], now["data"]):
+        data["path"] = None if data["path"] is None else str(Path(data["path"]).resolve())
     for section in ("model", "data", "train"):
         for key in sorted(before[section].keys() | now[section].keys()):
             old, new = before[section].get(key), now[section].get(key)
             if old != new and not (section == "train" and key in _MAY_CHANGE):
-                raise ConfigError(f"{section}.{key} is {new!r}, but the run to resume has {old!r}")
+                raise ConfigError(
+                    f"{section}.{key} is {new!r}, but the run to resume has {old!r}: "
+                    "set it back, or train into another output_dir"
+                )
 
 
 @contextmanager
