@@ -1,6 +1,7 @@
 """The configuration of an Atlas model."""
 
 from copy import deepcopy
+from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -142,21 +143,21 @@ class AtlasConfig(PreTrainedConfig):
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
         base, given = deepcopy(PRESETS[name].config), overrides.get("rule_options")
-        fields = base | overrides
-        rule = RULES.get(fields["rule"]) if isinstance(fields.get("rule"), str) else None
+        values = base | overrides
+        rule = RULES.get(values["rule"]) if isinstance(values.get("rule"), str) else None
         if rule is not None and "rule_options" in base:
             if "window" not in overrides:
-                fields["window"] = min(base["window"], rule.window.size)
+                values["window"] = min(base["window"], rule.window.size)
             options = {
-                part: {name: value for name, value in changes.items() if hasattr(getattr(rule, part), name)}
+                part: {name: changes[name] for name in (f.name for f in fields(getattr(rule, part))) if name in changes}
                 for part, changes in base["rule_options"].items()
             }
             options = {part: changes for part, changes in options.items() if changes}
             if given is None:
-                fields["rule_options"] = options or None
+                values["rule_options"] = options or None
             elif isinstance(given, dict) and all(isinstance(part, dict) for part in given.values()):
-                fields["rule_options"] = options | {part: options.get(part, {}) | given[part] for part in given}
-        return cls(**fields)
+                values["rule_options"] = options | {part: options.get(part, {}) | given[part] for part in given}
+        return cls(**values)
 
     def _check_unknown(self, kwargs: dict[str, Any]) -> None:
         """Refuse unknown arguments, which transformers would keep as attributes that nothing reads."""
