@@ -155,8 +155,9 @@ def report(run: RunFolder) -> None:
 
 @app.command()
 def rules() -> None:
-    """The rules: what each memory is made of."""
+    """The rules, what each memory is made of; and the presets of model sizes."""
     from atlas_memory.memory import RULES
+    from atlas_memory.models.presets import PRESETS
 
     console = Console()
     if not console.is_terminal:
@@ -170,6 +171,11 @@ def rules() -> None:
             f"c={rule.window.size}, b={rule.window.chunk}",
         )
     console.print(table)
+    sizes = Table("preset", "layers", "width", "heads", "peak learning rate", "about")
+    for name, preset in PRESETS.items():
+        shape = (preset.config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+        sizes.add_row(name, *map(str, shape), f"{preset.learning_rate:g}", preset.about)
+    console.print(sizes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
