@@ -8,13 +8,17 @@ import torch
 from atlas_memory import RULES, AtlasConfig, AtlasForCausalLM
 from atlas_memory.memory import Linear, Muon
 
-VOCAB, TIME, BATCH = 16, 16, 16
+VOCAB, TIME, BATCH = 16, 16, 8
 BLOCKS = ["lmm", "mag"]
 
 
 def model(rule: str, block: str) -> AtlasForCausalLM:
     torch.manual_seed(0)
-    options = {"network": {"expansion": 1}} if hasattr(RULES[rule].network, "expansion") else {}
+    options: dict[str, dict[str, object]] = (
+        {"network": {"expansion": 1}} if hasattr(RULES[rule].network, "expansion") else {}
+    )
+    if isinstance(RULES[rule].optimiser, Muon):
+        options["optimiser"] = {"precise": False}  # quicker, and no rounding to float32 hides a leak
     extra = {"attention_window": 6} if block == "mag" else {}
     config = AtlasConfig(
         vocab_size=VOCAB,
