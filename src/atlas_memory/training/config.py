@@ -75,7 +75,7 @@ class RunConfig(_Section):
         """Write it as YAML, with the text's path made absolute so that the run can be read from anywhere."""
         saved = self.model_copy(deep=True)
         if saved.data.path is not None:
-            saved.data.path = str(Path(saved.data.path).resolve())
+            saved.data.path = str(Path(saved.data.path).expanduser().resolve())
         path.write_text(yaml.safe_dump(saved.model_dump(), sort_keys=False), encoding="utf-8")
 
 

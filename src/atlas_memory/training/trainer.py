@@ -218,7 +218,7 @@ def _check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
         raise ConfigError(f"nothing to resume: {str(folder)!r} holds no run.yaml")
     before, now = load_config(folder / "run.yaml").model_dump(), config.model_dump()
     for data in (before["data"], now["data"]):
-        data["path"] = None if data["path"] is None else str(Path(data["path"]).resolve())
+        data["path"] = None if data["path"] is None else str(Path(data["path"]).expanduser().resolve())
     for section in ("model", "data", "train"):
         for key in sorted(before[section].keys() | now[section].keys()):
             old, new = before[section].get(key), now[section].get(key)
