@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atlas_memory.memory import Gates, MemoryState, Params, Rule, l2_normalise
+from atlas_memory.memory import DeltaGradientDescent, Gates, MemoryState, Params, Rule, l2_normalise
 
 
 @dataclass
@@ -21,7 +21,8 @@ class Problem:
 
     @property
     def leaves(self) -> list[Tensor]:
-        gates = [g for g in (self.gates.eta, self.gates.alpha, self.gates.theta, self.gates.gamma) if g is not None]
+        gate = self.gates
+        gates = [g for g in (gate.eta, gate.alpha, gate.theta, gate.gamma, gate.delta) if g is not None]
         return [
             self.q,
             self.k,
@@ -29,6 +30,7 @@ class Problem:
             *gates,
             *self.params.initial,
             *([] if self.params.sqrt_a is None else [self.params.sqrt_a]),
+            *(self.params.norm or ()),
         ]
 
     def between(self, start: int, stop: int) -> "Problem":
@@ -40,7 +42,16 @@ class Problem:
         return self.rule, self.params, self.q, self.k, self.v, self.gates
 
 
-def random_problem(rule: Rule, seed: int, batch=2, heads=2, time=20, dim=4, dtype=torch.float64) -> Problem:
+def resized(rule: Rule, size: int, chunk: int) -> Rule:
+    """``rule`` with window c and chunk b; c stays 1 where it must."""
+    single = isinstance(rule.optimiser, DeltaGradientDescent)
+    return rule.vary(window={"size": 1 if single else size, "chunk": chunk})
+
+
+def random_problem(
+    rule: Rule, seed: int, batch=2, heads=2, time=20, dim=4, dtype=torch.float64, channels=False
+) -> Problem:
+    """``channels``: eta and alpha a channel."""
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -49,13 +60,11 @@ def random_problem(rule: Rule, seed: int, batch=2, heads=2, time=20, dim=4, dtyp
     size = rule.window.size
     q, k = (l2_normalise(randn(batch, heads, time, dim)) for _ in range(2))
     v = randn(batch, heads, time, dim)
-    eta, alpha, theta = (
-        randn(batch, heads, time).sigmoid(),
-        (2 + randn(batch, heads, time)).sigmoid(),
-        randn(batch, heads, time).sigmoid(),
-    )
+    per = (batch, heads, time, dim) if channels else (batch, heads, time)
+    eta, alpha, theta = randn(*per).sigmoid(), (2 + randn(*per)).sigmoid(), randn(batch, heads, time).sigmoid()
+    delta = 0.5 + randn(batch, heads, time).square()
     gamma = randn(batch, heads, time, size).sigmoid()
-    initial = tuple(randn(heads, *shape) * shape[1] ** -0.5 for shape in rule.shapes(dim))
+    initial = tuple(randn(heads, *shape) * max(shape[1], 1) ** -0.5 for shape in rule.shapes(dim))
     sqrt_a = rule.features.initial_sqrt_a()
     if sqrt_a is not None:
         sqrt_a = sqrt_a.double() * (1 + 0.3 * randn(*sqrt_a.shape))
@@ -63,13 +72,14 @@ def random_problem(rule: Rule, seed: int, batch=2, heads=2, time=20, dim=4, dtyp
     def leaf(x):
         return x.to(dtype).requires_grad_()
 
+    norm = (leaf(1 + 0.3 * randn(heads, dim)), leaf(0.3 * randn(heads, dim))) if rule.network.norm else None
     return Problem(
         rule,
-        Params(tuple(map(leaf, initial)), None if sqrt_a is None else leaf(sqrt_a)),
+        Params(tuple(map(leaf, initial)), None if sqrt_a is None else leaf(sqrt_a), norm),
         leaf(q),
         leaf(k),
         leaf(v),
-        Gates(leaf(eta), leaf(alpha), leaf(theta), leaf(gamma)),
+        Gates(leaf(eta), leaf(alpha), leaf(theta), leaf(gamma), leaf(delta) if rule.bias.has_delta else None),
     )
 
 
@@ -84,6 +94,7 @@ def everything(form, problem: Problem, state: MemoryState | None = None) -> dict
         results[name] = t.detach()
         if t.is_floating_point():
             loss = loss + (t.double() * torch.randn(t.shape, generator=g, dtype=torch.float64)).sum()
+    loss = loss + 0.0 * sum(x.double().sum() for x in problem.leaves)
     grads = torch.autograd.grad(loss, problem.leaves, allow_unused=True, materialize_grads=True)
     return results | {f"grad.{i}": t for i, t in enumerate(grads)}
 

@@ -4,66 +4,107 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from atlas_memory.memory import (
+    KINDS,
     L2,
     MLP,
     RULES,
     Decay,
+    DeltaGradientDescent,
     DotProduct,
+    ElasticNet,
+    Exponential,
     GatedMLP,
     Gates,
     GradientDescent,
+    Huber,
     Identity,
     Keep,
     Linear,
+    Lp,
     Momentum,
     Muon,
     Polynomial,
+    RobustL2,
     Rule,
+    Softmax,
     Window,
     chunkwise,
     incremental,
     recurrent,
 )
 
-from .problems import Problem, error, everything, random_problem, worst
+from .problems import Problem, error, everything, random_problem, resized, worst
 
 FORMS = {"chunkwise": chunkwise, "incremental": incremental}
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
 
-rules = st.builds(
-    Rule,
-    features=st.one_of(st.just(Identity()), st.builds(Polynomial, st.integers(1, 3))),
-    network=st.one_of(
-        st.just(Linear()),
-        st.builds(MLP, depth=st.integers(1, 3), expansion=st.integers(1, 3), residual=st.booleans()),
-        st.builds(GatedMLP, expansion=st.integers(1, 2)),
+endings = {"residual": st.booleans(), "norm": st.booleans()}
+activations = st.sampled_from(["gelu", "silu"])
+windows = {"chunk": st.integers(1, 8), "read": st.sampled_from(["after", "after", "before", "frozen"])}
+axes = {
+    "features": st.one_of(
+        st.just(Identity()),
+        st.builds(Polynomial, st.integers(1, 3)),
+        st.builds(Exponential, st.one_of(st.none(), st.integers(1, 9))),
     ),
-    bias=st.one_of(st.just(L2()), st.just(L2(0.5)), st.just(DotProduct())),
-    retention=st.sampled_from([Decay(), Decay(to_start=True), Keep()]),
-    optimiser=st.one_of(
-        st.builds(GradientDescent, st.just(True)),
-        st.builds(Momentum, st.just(True)),
+    "network": st.one_of(
+        st.builds(Linear, **endings),
+        st.builds(
+            MLP,
+            depth=st.integers(1, 3),
+            expansion=st.integers(1, 3),
+            bias=st.booleans(),
+            activation=activations,
+            **endings,
+        ),
+        st.builds(GatedMLP, expansion=st.integers(1, 2), activation=activations, **endings),
+    ),
+    "bias": st.one_of(
+        st.sampled_from([L2(), L2(0.5), DotProduct(), RobustL2()]),
+        st.builds(Lp, st.sampled_from([1.0, 1.5, 2.0, 3.0])),
+        st.builds(Huber, st.sampled_from(["coordinates", "norm", "mixture"])),
+    ),
+    "retention": st.one_of(
+        st.sampled_from([Decay(), Decay(to_start=True), Keep()]),
+        st.sampled_from([kind() for kind in KINDS["retention"]] + [Softmax(lag=False), ElasticNet(local=False)]),
+    ),
+    "optimiser": st.one_of(
+        st.sampled_from([GradientDescent(), Momentum(), DeltaGradientDescent(), DeltaGradientDescent(True, True)]),
         st.builds(Muon, steps=st.integers(1, 5), every=st.integers(1, 7)),
     ),
-    window=st.builds(Window, size=st.integers(1, 9), chunk=st.integers(1, 8)),
-)
+    "window": st.one_of(
+        st.builds(Window, size=st.just(1), **windows), st.builds(Window, size=st.integers(1, 9), **windows)
+    ),
+}
 
 
-@settings(max_examples=60, deadline=None)
+@st.composite
+def rules(draw) -> Rule:
+    """Any combination that ``Rule`` accepts."""
+    try:
+        return Rule(**{name: draw(axis) for name, axis in axes.items()})
+    except ValueError:
+        reject()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
-    rule=rules,
+    rule=rules(),
     seed=st.integers(0, 10_000),
     batch=st.integers(1, 2),
     heads=st.integers(1, 2),
     time=st.integers(0, 19),
     dim=st.integers(1, 5),
+    channels=st.booleans(),
 )
-def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim):
-    problem = random_problem(rule, seed, batch, heads, time, dim)
+def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels):
+    channels = channels and not isinstance(rule.optimiser, Muon)
+    dim = dim + 2 * rule.network.norm  # a layer norm of two numbers is their order: its gradient is rounding
+    problem = random_problem(rule, seed, batch, heads, time, dim, channels=channels)
     oracle = everything(recurrent, problem)
     for name, form in FORMS.items():
         gap, where = worst(everything(form, problem), oracle)
@@ -77,10 +118,18 @@ def test_forms_agree_on_the_named_rules(name, form, dtype):
     for seed, (time, dim, size, chunk) in enumerate(
         [(1, 4, 3, 4), (3, 5, 6, 4), (19, 4, 2, 8), (33, 3, 9, 5), (24, 8, 1, 1)]
     ):
-        rule = RULES[name].vary(window={"size": size, "chunk": chunk})
+        rule = resized(RULES[name], size, chunk)
         problem = random_problem(rule, seed, time=time, dim=dim, dtype=dtype)
-        gap, where = worst(everything(FORMS[form], problem), everything(recurrent, problem))
-        assert gap < TOLERANCE[dtype], f"{where} is off by {gap:.1e} at time={time} dim={dim} c={size} b={chunk}"
+        result, oracle = everything(FORMS[form], problem), everything(recurrent, problem)
+        gap, where = worst(result, oracle)
+        allowed = TOLERANCE[dtype]
+        if rule.network.norm and dtype == torch.float32:
+            # A layer norm of a few small numbers is ill-conditioned: the definition itself is off by up to 7% in its
+            # smallest gradients. Both are held against float64, and the form may not be much worse than the definition.
+            truth = everything(recurrent, random_problem(rule, seed, time=time, dim=dim))
+            (gap, where), (own, _) = worst(result, truth), worst(oracle, truth)
+            allowed = 1e-5 + 10 * own
+        assert gap < allowed, f"{where} is off by {gap:.1e} at time={time} dim={dim} c={size} b={chunk}"
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 8, 16])
@@ -107,7 +156,7 @@ def test_both_spaces_of_newton_schulz_are_used_and_right(dim, degree):
 
 @pytest.mark.parametrize("name", RULES)
 def test_any_split_into_calls_gives_the_whole(name):
-    rule = RULES[name].vary(window={"size": 4, "chunk": 5})
+    rule = resized(RULES[name], 4, 5)
     problem = random_problem(rule, 0, time=23)
     whole, end = recurrent(*problem.arguments())
     for cuts in ([5], [10, 15], [1, 2, 3], [7], [22], [0, 23]):
@@ -122,7 +171,7 @@ def test_any_split_into_calls_gives_the_whole(name):
 
 @pytest.mark.parametrize("name", RULES)
 def test_gradients_flow_through_a_carried_state(name):
-    rule = RULES[name].vary(window={"size": 3, "chunk": 4})
+    rule = resized(RULES[name], 3, 4)
     problem = random_problem(rule, 5, time=11)
     grads = []
     for form in (recurrent, chunkwise):
@@ -135,7 +184,7 @@ def test_gradients_flow_through_a_carried_state(name):
 @pytest.mark.parametrize("name", RULES)
 def test_rows_of_different_length_and_phase(name):
     """A ragged batch, then a second ragged call from rows at different phases, equals every row alone."""
-    rule = RULES[name].vary(window={"size": 3, "chunk": 4})
+    rule = resized(RULES[name], 3, 4)
     first, second = random_problem(rule, 1, batch=3, time=9), random_problem(rule, 2, batch=3, time=7)
     lengths = torch.tensor([9, 3, 0]), torch.tensor([2, 7, 5])
     for form in (recurrent, chunkwise, incremental):
@@ -155,7 +204,18 @@ def test_rows_of_different_length_and_phase(name):
                 )
                 assert error(y[row : row + 1, :, :n], y_row) < 1e-10
             for a, b in zip(state.tensors(), alone.tensors(), strict=True):
+                if isinstance(rule.features, Exponential):  # a column for each token of the longest row
+                    a, b = latest_columns(a, b)
                 assert error(a[row : row + 1], b) < 1e-10
+
+
+def latest_columns(a, b):
+    """As many columns (or keys) of a as b has, the others being zero."""
+    for axis in range(2, a.dim()):
+        extra = a.shape[axis] - b.shape[axis]
+        a, rest = a.narrow(axis, extra, b.shape[axis]), a.narrow(axis, 0, extra)
+        assert axis == 2 or not rest.any()
+    return a, b
 
 
 @pytest.mark.parametrize("form", [recurrent, chunkwise, incremental])

@@ -1,4 +1,4 @@
-"""The gates alpha, eta, theta and gamma as functions of the token (ATLAS section 3.2, App. D). Their form: ours.
+"""The gates alpha, eta, theta, delta and gamma as functions of the token (ATLAS section 3.2, App. D). Their form: ours.
 
 Each is a sigmoid of an affine map of x, one a head (and, for gamma, one a place in the window). Starting values:
 
@@ -7,6 +7,7 @@ Each is a sigmoid of an affine map of x, one a head (and, for gamma, one a place
 * eta: for gradient descent and momentum in (0, 1), starting at 1/2, within their bounded step; for Muon at most
   ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most about 1, starting at a
   quarter of that;
+* delta: a softplus, starting at 1;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 """
 
@@ -30,47 +31,76 @@ class GateProjection(nn.Module):
         dim: width of x.
         heads: memory heads.
         rule: decides which gates there are, and the largest step.
+        rank: make eta and alpha channel-wise, through a map dim -> rank -> dim each (Miras section 5.4: 32 or 64).
+            None: one a head. Muon takes none.
+
+    Raises:
+        ValueError: a rank below 1, or one for Muon.
     """
 
-    def __init__(self, dim: int, heads: int, rule: Rule) -> None:
+    def __init__(self, dim: int, heads: int, rule: Rule, rank: int | None = None) -> None:
         super().__init__()
-        self.heads = heads
-        self.window = rule.window.size
-        self.has_alpha, self.has_theta = rule.retention.gated, rule.optimiser.has_momentum
+        self.heads, self.dim = heads, dim
         self.is_muon = isinstance(rule.optimiser, Muon)
+        if rank is not None and (rank < 1 or self.is_muon):
+            raise ValueError(f"gate_rank must be >= 1, and None for Muon, which steps whole matrices; got {rank}")
+        self.window = rule.window.size
         self.max_eta = min(1.0, rule.optimiser.every / rule.window.chunk) if self.is_muon else 1.0
-        self.weight = nn.Parameter(torch.empty(self._groups() * heads, dim))
-        self.bias = nn.Parameter(torch.empty(self._groups() * heads))
+        channels = ["eta"] + ["alpha"] * rule.retention.gated
+        others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta
+        others += ["gamma"] * (self.window if self.window > 1 else 0)
+        self.per_head = others if rank else channels + others
+        self.per_channel = channels if rank else []
+        self.weight = nn.Parameter(torch.empty(len(self.per_head) * heads, dim))
+        self.bias = nn.Parameter(torch.empty(len(self.per_head) * heads))
+        self.down = nn.Parameter(torch.empty(rank, dim)) if rank else None
+        self.up = nn.Parameter(torch.empty(len(self.per_channel) * dim, rank)) if rank else None
+        self.up_bias = nn.Parameter(torch.empty(len(self.per_channel) * dim)) if rank else None
         self.reset_parameters()
 
-    def _groups(self) -> int:
-        return 1 + self.has_alpha + self.has_theta + (self.window if self.window > 1 else 0)
+    def _start(self, name: str) -> Tensor:
+        """The starting logits ``[heads]``."""
+        if name == "alpha":
+            half_life = torch.logspace(math.log10(HALF_LIVES[0]), math.log10(HALF_LIVES[1]), self.heads)
+            return torch.logit(0.5 ** (1.0 / half_life))
+        start = {"eta": _logit(0.25 if self.is_muon else 0.5), "theta": _logit(0.8), "delta": math.log(math.e - 1.0)}
+        return torch.full((self.heads,), start[name])
 
     def reset_parameters(self) -> None:
         """Small random weights, and the biases described above."""
-        nn.init.normal_(self.weight, std=0.1 * self.weight.shape[1] ** -0.5)
-        groups = [torch.full((self.heads,), _logit(0.25 if self.is_muon else 0.5))]
-        if self.has_alpha:
-            half_life = torch.logspace(math.log10(HALF_LIVES[0]), math.log10(HALF_LIVES[1]), self.heads)
-            groups.append(torch.logit(0.5 ** (1.0 / half_life)))
-        if self.has_theta:
-            groups.append(torch.full((self.heads,), _logit(0.8)))
+        nn.init.normal_(self.weight, std=0.1 * self.dim**-0.5)
+        groups = [self._start(name) for name in self.per_head if name != "gamma"]
         if self.window > 1:
             groups.append(torch.full((self.heads,), _logit(0.95)))
             groups += [torch.full((self.heads,), _logit(0.05))] * (self.window - 1)
         with torch.no_grad():
-            self.bias.copy_(torch.cat(groups))
+            self.bias.copy_(torch.cat([*groups, self.bias.new_zeros(0).cpu()]).to(self.bias.device))
+            if self.down is not None and self.up is not None and self.up_bias is not None:
+                nn.init.normal_(self.down, std=self.dim**-0.5)
+                nn.init.normal_(self.up, std=0.1 * self.up.shape[1] ** -0.5)
+                wide = [self._start(name).repeat_interleave(self.dim // self.heads) for name in self.per_channel]
+                self.up_bias.copy_(torch.cat(wide))
 
     def forward(self, x: Tensor) -> Gates:
         """``[batch, time, dim]`` -> gates ``[batch, heads, time]`` (gamma ``[..., c]``), in at least float32."""
         dtype = torch.promote_types(x.dtype, torch.float32)
+        found: dict[str, list[Tensor]] = {"eta": [], "alpha": [], "theta": [], "delta": [], "gamma": []}
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
-        groups = list(logits.sigmoid().unflatten(-1, (-1, self.heads)).permute(2, 0, 3, 1))  # each [batch, heads, time]
-        eta = self.max_eta * groups.pop(0)
-        alpha = groups.pop(0) if self.has_alpha else None
-        theta = groups.pop(0) if self.has_theta else None
-        return Gates(eta, alpha, theta, torch.stack(groups, -1) if groups else None)
+            for name, logit in zip(
+                self.per_head, logits.unflatten(-1, (-1, self.heads)).permute(2, 0, 3, 1), strict=True
+            ):
+                found[name].append(F.softplus(logit) if name == "delta" else logit.sigmoid())
+            if self.down is not None and self.up is not None and self.up_bias is not None:
+                narrow = F.linear(x.to(dtype), self.down.to(dtype))
+                wide = F.linear(narrow, self.up.to(dtype), self.up_bias.to(dtype)).sigmoid()
+                wide = wide.unflatten(-1, (len(self.per_channel), self.heads, -1)).permute(2, 0, 3, 1, 4)
+                for name, gate in zip(self.per_channel, wide, strict=True):
+                    found[name].append(gate)
+        eta, alpha, theta, delta = (found[name][0] if found[name] else None for name in list(found)[:4])
+        gamma = torch.stack(found["gamma"], -1) if found["gamma"] else None
+        assert eta is not None
+        return Gates(self.max_eta * eta, alpha, theta, gamma, delta)
 
 
 def _logit(p: float) -> float:

@@ -28,6 +28,7 @@ class OmegaMemory(nn.Module):
         window: c of the Omega rule; None: the rule's.
         chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's.
         gates: whether to own a gate projection. Without, every call must bring ``gates``.
+        gate_rank: see ``GateProjection``.
 
     Raises:
         ValueError: an unknown rule, or a size below 1.
@@ -41,6 +42,7 @@ class OmegaMemory(nn.Module):
         window: int | None = None,
         chunk_size: int | None = None,
         gates: bool = True,
+        gate_rank: int | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("dim", dim), ("heads", heads)):
@@ -51,17 +53,29 @@ class OmegaMemory(nn.Module):
         self.initial = nn.ParameterList(torch.empty(heads, *shape) for shape in self.rule.shapes(dim))
         sqrt_a = self.rule.features.initial_sqrt_a()
         self.sqrt_a = None if sqrt_a is None else nn.Parameter(sqrt_a.to(torch.get_default_dtype()))
-        self.gates = GateProjection(dim * heads, heads, self.rule) if gates else None
+        norm = self.rule.network.norm
+        self.norm_gain = nn.Parameter(torch.empty(heads, dim)) if norm else None
+        self.norm_shift = nn.Parameter(torch.empty(heads, dim)) if norm else None
+        self.gates = GateProjection(dim * heads, heads, self.rule, gate_rank) if gates else None
         self.reset_parameters()
 
+    @property
+    def params(self) -> Params:
+        """The outer parameters of the inner problem."""
+        norm = None if self.norm_gain is None or self.norm_shift is None else (self.norm_gain, self.norm_shift)
+        return Params(tuple(self.initial), self.sqrt_a, norm)
+
     def reset_parameters(self) -> None:
-        """A fresh random M_0, the Taylor coefficients of exp, and fresh gates."""
+        """A fresh random M_0, the Taylor coefficients of exp, a plain layer norm, and fresh gates."""
         with torch.no_grad():
             for parameter, value in zip(self.initial, self.rule.initial_weights(self.heads, self.dim), strict=True):
                 parameter.copy_(value)
             sqrt_a = self.rule.features.initial_sqrt_a()
             if self.sqrt_a is not None and sqrt_a is not None:
                 self.sqrt_a.copy_(sqrt_a)
+            if self.norm_gain is not None and self.norm_shift is not None:
+                self.norm_gain.fill_(1.0)
+                self.norm_shift.zero_()
         if self.gates is not None:
             self.gates.reset_parameters()
 
@@ -89,4 +103,4 @@ class OmegaMemory(nn.Module):
             gates = self.gates(k.transpose(1, 2).flatten(2))
         few = state is not None and k.shape[-2] <= INCREMENTAL_TOKENS
         form = incremental if few else chunkwise
-        return form(self.rule, Params(tuple(self.initial), self.sqrt_a), q, k, v, gates, state)
+        return form(self.rule, self.params, q, k, v, gates, state)

@@ -7,41 +7,49 @@ networks.py        M                            gates.py         alpha, eta, the
 bias.py            the inner loss               state.py         what is carried between calls
 retention.py       alpha                        recurrent.py     the definition, token by token; and decoding
 optimisers.py      the inner step               chunkwise.py     the fast form, equal to it
-newton_schulz.py   O in Muon                    fast_weight.py   its primitive: one matrix over one chunk
-windows.py         c, b, gamma's band
+newton_schulz.py   O in Muon                    chunk.py         one chunk of it
+windows.py         c, b, gamma's band           fast_weight.py   its primitive: one matrix over one chunk
 
 Letters (ATLAS's): alpha retention (1 keeps), eta step size, theta momentum decay, gamma window gates, c window,
 b chunk, M_0 initial memory, S momentum. Titans calls the momentum decay eta and the step
 theta, and its alpha is 1 - ours.
 """
 
-from .bias import L2, AttentionalBias, DotProduct
+from .bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
 from .chunkwise import chunkwise
-from .features import FeatureMap, Identity, Polynomial, PolynomialFeatures, l2_normalise
+from .features import Exponential, FeatureMap, Identity, Polynomial, PolynomialFeatures, l2_normalise
 from .gates import Gates
 from .networks import MLP, GatedMLP, Linear, Network
 from .newton_schulz import gram_polynomial, newton_schulz
-from .optimisers import GradientDescent, Momentum, Muon, Optimiser
+from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
 from .recurrent import incremental, recurrent
-from .retention import Decay, Keep, Retention
-from .rules import RULES, Params, Rule, resolve_rule
+from .retention import Decay, ElasticNet, FDivergence, Keep, LqNorm, Retention, RowNorm, Sigmoid, Softmax
+from .rules import KINDS, RULES, Params, Rule, resolve_rule
 from .state import MemoryState, initial_state
 from .windows import Window
 
 __all__ = [
+    "KINDS",
     "L2",
     "MLP",
     "RULES",
     "AttentionalBias",
     "Decay",
+    "DeltaGradientDescent",
     "DotProduct",
+    "ElasticNet",
+    "Exponential",
+    "FDivergence",
     "FeatureMap",
     "GatedMLP",
     "Gates",
     "GradientDescent",
+    "Huber",
     "Identity",
     "Keep",
     "Linear",
+    "Lp",
+    "LqNorm",
     "MemoryState",
     "Momentum",
     "Muon",
@@ -51,7 +59,11 @@ __all__ = [
     "Polynomial",
     "PolynomialFeatures",
     "Retention",
+    "RobustL2",
+    "RowNorm",
     "Rule",
+    "Sigmoid",
+    "Softmax",
     "Window",
     "chunkwise",
     "gram_polynomial",

@@ -11,6 +11,8 @@ everything between goes through the kernel k(x, y) = phi(x) . phi(y):
 
 * O = identity: y = cA (phi_q W_0^T) - (D_alpha diag(e) cT) (phi_q S_0^T) - (R * K_qk) Delta with R = D_alpha diag(e) P,
   which is attention with a decaying, windowed mask.
+* The delta step W_t = W_{t-1} (alpha_t I - e_t f_t f_t^T) - e_t delta_t f_t^T: the same with Delta replaced by
+  U = Delta + [W_{t-1} f_t], which solves a triangular system in K_kk (the WY form of DeltaNet).
 * O = Newton-Schulz in *output space*: NS(S_n) = Q_n S_n with Q_n a polynomial in the rows x rows matrix S_n S_n^T, and
   S_n S_n^T = E_n^T K_kk E_n + cT_n (X^T E_n + E_n^T X) + cT_n^2 S_0 S_0^T, E_n = diag(P[n]) Delta, X = phi_k S_0^T.
 * O = Newton-Schulz in *feature space*: every S_n is formed; cheaper when the features are few.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +32,17 @@ from .newton_schulz import gram_polynomial, newton_schulz
 
 @dataclass(frozen=True)
 class Schedule:
-    """The scalars of one chunk of b tokens with N = b + c - 1 window tokens; leading dimensions ``[batch, heads]``.
+    """The scalars of one chunk of b tokens with N = b + c - 1 window tokens; leading dimensions ``[batch, heads, C]``,
+    with C = dim where alpha or eta are channel-wise, else C = 1.
 
     Attributes:
-        retained: cA ``[..., b]``.
+        retained: cA ``[..., b + 1]``: before the first token (1), and after each.
         carried: cT ``[..., b]``.
-        decay: D_alpha diag(e), restricted to the J tokens after which a step is taken, ``[..., b, J]``.
+        decay: D_alpha diag(e), restricted to the J tokens after which a step is taken, ``[..., b + 1, J]``.
         weights: P at those tokens, ``[..., J, N]``.
         carried_steps: cT at those tokens, ``[..., J]``.
         last: P at the chunk's last token, ``[..., N]``.
+        read: which rows of ``retained`` and ``decay`` the b queries see, those of M_t or of M_{t-1}.
     """
 
     retained: Tensor
@@ -46,46 +51,84 @@ class Schedule:
     weights: Tensor
     carried_steps: Tensor
     last: Tensor
+    read: slice
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Inputs f of a matrix: ``apply(W)`` gives W f ``[..., n, rows]``; ``features`` is f ``[..., n, columns]``, or None
+    where it has no finite size; ``kernel()`` gives f . f_i against the window tokens, ``[..., n, N]``."""
+
+    apply: Callable[[Tensor], Tensor]
+    features: Tensor | None
+    kernel: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a matrix sees of the window tokens: phi(x_i) ``[..., N, F]``, kernel on demand, delta_i ``[..., N, m]``."""
+    """What a matrix sees of the window tokens: inputs f_i, deltas delta_i ``[..., N, m]``, and ``write(W, A)``, giving
+    W + sum_i A_i f_i^T for A ``[..., N, m]``."""
 
-    features: Tensor
-    kernel: Callable[[], Tensor]
+    inputs: Seen
     deltas: Tensor
+    write: Callable[[Tensor, Tensor], Tensor]
 
 
-Read = Callable[[Tensor, Tensor], Tensor]
-Ends = tuple[Tensor, Tensor | None]
+class Steps(NamedTuple):
+    """The steps of one matrix over a chunk: ``read(queries)`` gives W_t f ``[..., b, m]`` for every query,
+    ``weights(r, w)`` the W in row r of the schedule (0: W_0, -1: W_b) of a memory that makes these steps from w;
+    ``momentum`` is S_b."""
+
+    read: Callable[[Seen], Tensor]
+    weights: Callable[[int, Tensor], Tensor]
+    momentum: Tensor | None
 
 
-def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) -> tuple[Read, Ends]:
+def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) -> Steps:
     """Gradient descent and momentum.
 
     Args:
         w: W_0 ``[batch, heads, m, F]``; s: S_0 of the same shape, or None without momentum.
 
-    Returns:
-        ``read(phi_q [..., b, F], K_qk [..., b, N]) -> [..., b, m]``, and (W_b, S_b).
     """
     mixing = plan.decay @ plan.weights  # R
-    old = plan.decay @ plan.carried_steps[..., None]
+    old = (plan.decay @ plan.carried_steps[..., None])[..., 0]
+    channels = mixing.shape[-3]
+    deltas = _split(tokens.deltas, channels)
 
-    def read(features: Tensor, kernel: Tensor) -> Tensor:
-        out = plan.retained[..., None] * (features @ w.mT) - (mixing * kernel) @ tokens.deltas
-        return out if s is None else out - old * (features @ s.mT)
+    def read(queries: Seen) -> Tensor:
+        out = scale_rows(plan.retained[..., plan.read], queries.apply(w))
+        out = out - _join((mixing[..., plan.read, :] * queries.kernel()[..., None, :, :]) @ deltas)
+        return out if s is None else out - scale_rows(old[..., plan.read], queries.apply(s))
 
-    end = _scale(plan.retained[..., -1], w) - (mixing[..., -1, :, None] * tokens.deltas).mT @ tokens.features
-    if s is None:
-        return read, (end, None)
-    return read, (end - old[..., -1:, :] * s, _last_momentum(s, tokens, plan))
+    def weights(row: int, start: Tensor) -> Tensor:
+        written = _join(mixing[..., row, :, None] * deltas)
+        end = tokens.write(scale(plan.retained[..., row], start), -written)
+        return end if s is None else end - scale(old[..., row], s)
+
+    return Steps(read, weights, None if s is None else _last_momentum(s, tokens, plan))
 
 
-def muon_steps(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> tuple[Read, Ends]:
-    """Muon; arguments and result as for ``identity_steps``. Picks the cheaper of the two exact spaces."""
-    (taken, window), chunk = plan.weights.shape[-2:], plan.decay.shape[-2]
+def delta_steps(w: Tensor, tokens: Tokens, plan: Schedule, after_decay: bool) -> Steps:
+    """The delta step; the window is one token, so that N = b = J. Arguments and result as for ``identity_steps``."""
+    rate = plan.weights.diagonal(dim1=-2, dim2=-1)  # gamma
+    # Row t: from W_n to the memory out of which token t takes its part, n <= t - 1; e_n is in `decay` already.
+    reach, retained = plan.decay[..., :-1, :], plan.retained[..., :-1]
+    if after_decay:
+        alpha_free = plan.decay[..., 1:, :] * (1.0 - torch.eye(rate.shape[-1], dtype=w.dtype, device=w.device))
+        reach, retained = alpha_free, plan.retained[..., 1:]
+    channels = reach.shape[-3]
+    held = _split(tokens.inputs.apply(w), channels)
+    system = reach * rate[..., None, :] * tokens.inputs.kernel()[..., None, :, :]
+    right = retained[..., None] * held + _split(tokens.deltas, channels)
+    size = torch.eye(rate.shape[-1], dtype=w.dtype, device=w.device)
+    updates = torch.linalg.solve_triangular(size + system, right, upper=False, unitriangular=True)
+    return identity_steps(w, None, Tokens(tokens.inputs, _join(updates), tokens.write), plan)
+
+
+def muon_steps(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
+    """Muon; arguments and result as for ``identity_steps``, C = 1. Picks the cheaper of the two exact spaces."""
+    (taken, window), chunk = plan.weights.shape[-2:], plan.carried.shape[-1]
     in_output_space = prefers_output_space(w.shape[-2], w.shape[-1], taken, window, chunk)
     form = _output_space if in_output_space else _feature_space
     return form(w, s, tokens, plan, steps)
@@ -100,55 +143,91 @@ def prefers_output_space(rows: int, columns: int, taken: int, window: int, chunk
     return output + 2 * rows**2 * columns + window * rows * columns < feature
 
 
-def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> tuple[Read, Ends]:
-    weighted = plan.weights[..., None] * tokens.deltas[..., None, :, :]  # E_n: [..., J, N, m]
-    momentum = _scale(plan.carried_steps, s[..., None, :, :]) + weighted.mT @ tokens.features[..., None, :, :]
+def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
+    features = tokens.inputs.features
+    assert features is not None
+    weighted = plan.weights[..., 0, :, :, None] * tokens.deltas[..., None, :, :]  # E_n: [..., J, N, m]
+    momentum = _matrix(plan.carried_steps) * s[..., None, :, :] + weighted.mT @ features[..., None, :, :]
     step = newton_schulz(momentum, steps)  # [..., J, m, F]
 
-    def read(features: Tensor, kernel: Tensor) -> Tensor:
-        moved = features[..., None, :, :] @ step.mT  # [..., J, b, m]
-        return plan.retained[..., None] * (features @ w.mT) - (plan.decay.mT[..., None] * moved).sum(-3)
+    def read(queries: Seen) -> Tensor:
+        assert queries.features is not None
+        moved = queries.features[..., None, :, :] @ step.mT  # [..., J, b, m]
+        old = scale_rows(plan.retained[..., plan.read], queries.apply(w))
+        return old - (plan.decay[..., 0, plan.read, :].mT[..., None] * moved).sum(-3)
 
-    end = _scale(plan.retained[..., -1], w) - (plan.decay[..., -1, :, None, None] * step).sum(-3)
-    return read, (end, _last_momentum(s, tokens, plan))
+    def weights(row: int, start: Tensor) -> Tensor:
+        return scale(plan.retained[..., row], start) - (plan.decay[..., 0, row, :, None, None] * step).sum(-3)
+
+    return Steps(read, weights, _last_momentum(s, tokens, plan))
 
 
-def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> tuple[Read, Ends]:
+def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
     # Newton-Schulz ignores the scale of S, but S S^T must neither over- nor underflow: work with S / scale throughout.
     # A power of two, which rounds nothing: the scale looks at all of the chunk, its results must not.
     size = [x.detach().abs().amax((-2, -1), keepdim=True) for x in (tokens.deltas, s)]
     inverse = torch.ldexp(torch.ones_like(size[0]), -torch.frexp(torch.maximum(*size))[1])
     unscaled, s = s, s * inverse
-    weighted = plan.weights[..., None] * (tokens.deltas * inverse)[..., None, :, :]  # E_n: [..., J, N, m]
-    past = tokens.features @ s.mT  # X
-    carried = plan.carried_steps[..., None, None]
+    weighted = plan.weights[..., 0, :, :, None] * (tokens.deltas * inverse)[..., None, :, :]  # E_n: [..., J, N, m]
+    past = tokens.inputs.apply(s)  # X
+    carried = _matrix(plan.carried_steps)
     # The two cross terms are one another's transpose: one is added twice, and gram_polynomial symmetrises.
-    gram = weighted.mT @ (tokens.kernel()[..., None, :, :] @ weighted + (2.0 * carried) * past[..., None, :, :])
+    cross = (2.0 * carried) * past[..., None, :, :]
+    gram = weighted.mT @ (tokens.inputs.kernel()[..., None, :, :] @ weighted + cross)
     q = gram_polynomial(gram + carried.square() * (s @ s.mT)[..., None, :, :], steps)  # [..., J, m, m]
 
-    def read(features: Tensor, kernel: Tensor) -> Tensor:
-        seen = carried * (features @ s.mT)[..., None, :, :] + kernel[..., None, :, :] @ weighted  # S_n phi(q_t)
-        return plan.retained[..., None] * (features @ w.mT) - (plan.decay.mT[..., None] * (seen @ q)).sum(-3)
+    def read(queries: Seen) -> Tensor:
+        seen = carried * queries.apply(s)[..., None, :, :] + queries.kernel()[..., None, :, :] @ weighted  # S_n phi(q)
+        old = scale_rows(plan.retained[..., plan.read], queries.apply(w))
+        return old - (plan.decay[..., 0, plan.read, :].mT[..., None] * (seen @ q)).sum(-3)
 
-    final = plan.decay[..., -1, :, None, None] * q
-    written = (weighted @ final).sum(-3)  # [..., N, m]
-    end = _scale(plan.retained[..., -1], w) - (carried * final).sum(-3) @ s - written.mT @ tokens.features
-    return read, (end, _last_momentum(unscaled, tokens, plan))
+    def weights(row: int, start: Tensor) -> Tensor:
+        final = plan.decay[..., 0, row, :, None, None] * q
+        written = (weighted @ final).sum(-3)  # [..., N, m]
+        return tokens.write(scale(plan.retained[..., row], start) - (carried * final).sum(-3) @ s, -written)
+
+    return Steps(read, weights, _last_momentum(unscaled, tokens, plan))
 
 
 def _last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:
-    return _scale(plan.carried[..., -1], s) + (plan.last[..., None] * tokens.deltas).mT @ tokens.features
+    channels = plan.last.shape[-2]
+    return tokens.write(scale(plan.carried[..., -1], s), _join(plan.last[..., None] * _split(tokens.deltas, channels)))
 
 
-def _scale(factor: Tensor, matrix: Tensor) -> Tensor:
-    return factor[..., None, None] * matrix
+def scale(factor: Tensor, matrix: Tensor) -> Tensor:
+    """A factor ``[..., C]`` on C groups of adjoining rows of a matrix ``[..., m, F]``."""
+    if factor.shape[-1] == 1:
+        return factor[..., None] * matrix
+    return factor.repeat_interleave(matrix.shape[-2] // factor.shape[-1], -1)[..., None] * matrix
+
+
+def scale_rows(factor: Tensor, out: Tensor) -> Tensor:
+    """A factor ``[..., C, n]`` on C groups of adjoining channels of outputs ``[..., n, m]``."""
+    if factor.shape[-2] == 1:
+        return factor[..., 0, :, None] * out
+    return factor.repeat_interleave(out.shape[-1] // factor.shape[-2], -2).mT * out
+
+
+def _matrix(factor: Tensor) -> Tensor:
+    """``[..., 1, J]`` -> ``[..., J, 1, 1]``."""
+    return factor[..., 0, :, None, None]
+
+
+def _split(x: Tensor, channels: int) -> Tensor:
+    """``[..., n, m]`` -> ``[..., C, n, m / C]``."""
+    return x[..., None, :, :] if channels == 1 else x.unflatten(-1, (channels, -1)).transpose(-3, -2)
+
+
+def _join(x: Tensor) -> Tensor:
+    """The inverse of ``_split``."""
+    return x[..., 0, :, :] if x.shape[-3] == 1 else x.transpose(-3, -2).flatten(-2)
 
 
 def rows_at(x: Tensor, index: Tensor | slice) -> Tensor:
-    """Rows of ``x`` ``[batch, heads, b, n]`` at a slice, or at each sequence's own indices ``[batch, J]``."""
+    """Rows of ``x`` ``[batch, heads, C, b, n]`` at a slice, or at each sequence's own indices ``[batch, J]``."""
     if isinstance(index, slice):
         return x[..., index, :]
-    return x.gather(-2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+    return x.gather(-2, index[:, None, None, :, None].expand(-1, *x.shape[1:3], -1, x.shape[-1]))
 
 
 def step_tokens(first: Tensor, every: int, chunk: int) -> tuple[Tensor | slice, Tensor | None]:

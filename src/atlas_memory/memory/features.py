@@ -56,7 +56,8 @@ class Polynomial:
 
     Each distinct monomial of degree j carries sqrt(multinomial coefficient) and sqrt(a_j); the bare monomials the paper
     prints would not give that kernel. The learnable numbers are ``sqrt_a`` (one a degree, 0..degree), so that
-    a_j = sqrt_a_j^2 >= 0; they start at a_j = 1/j!, the Taylor series of exp.
+    a_j = sqrt_a_j^2 >= 0; they start at a_j = 1/j!, the Taylor series of exp: the learnable Taylor kernel, cut off at
+    ``degree``, with a state of constant size.
     """
 
     degree: int = 2
@@ -115,7 +116,40 @@ class Polynomial:
         return sqrt_a.to(like)
 
 
-FeatureMap = Identity | Polynomial
+@dataclass(frozen=True)
+class Exponential:
+    """phi(x).phi(y) = exp(x.y): phi* of ATLAS Eqs. 22-23, all monomials of all degrees, each weighted as in Polynomial.
+
+    It has infinitely many entries and exists as a kernel only. A matrix W that multiplies phi*(x) is held as attention
+    holds its cache: the keys x_j, and a column of coefficients for each, W phi*(x) = sum_j column_j exp(x_j . x). The
+    learned M_0 of such a matrix is zero. The state grows with the tokens read, unless ``horizon`` bounds it: then, at
+    the end of each chunk, tokens that are ``horizon`` or more tokens old leave the memory.
+    """
+
+    horizon: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.horizon is not None and (not isinstance(self.horizon, int) or self.horizon < 1):
+            raise ValueError(f"Exponential horizon must be an integer >= 1 or None, got {self.horizon!r}")
+
+    def size(self, dim: int) -> int:
+        """Columns before the first token: none."""
+        return 0
+
+    def initial_sqrt_a(self) -> Tensor | None:
+        """The learnable degree coefficients; none here."""
+        return None
+
+    def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """exp(x_i . y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``."""
+        return (x @ y.mT).exp()
+
+    def squared_norm(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """exp(|x|^2): ``[..., dim] -> [...]``."""
+        return x.square().sum(-1).exp()
+
+
+FeatureMap = Identity | Polynomial | Exponential
 
 
 @lru_cache(maxsize=64)

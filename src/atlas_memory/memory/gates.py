@@ -15,10 +15,13 @@ class Gates:
     """What the outer model tells the inner problem.
 
     Attributes:
-        eta: step size >= 0, ``[batch, heads, time]``.
-        alpha: retention in [0, 1], ``[batch, heads, time]``; multiplies the old memory. None: 1.
+        eta: step size >= 0, ``[batch, heads, time]``; or channel-wise, ``[batch, heads, time, dim]``: diag(eta) from
+            the left, each channel serving rows / dim adjoining rows of a matrix (Miras section 5.4). Not for Muon.
+        alpha: retention in [0, 1], shaped as eta may be; multiplies the old memory. None: 1.
         theta: momentum decay in [0, 1], ``[batch, heads, time]``. None: 0. Read by momentum and Muon.
         gamma: window gates in [0, 1], ``[batch, heads, time, c]``; entry j of token t weighs token t - j. None: 1.
+        delta: the threshold or shift of a bias that has one (``Huber``, ``RobustL2``), > 0, ``[batch, heads, time]``.
+            None: 1.
         length: ``[batch]`` int64, how many tokens of each row are real; the rest is right padding, neither written nor
             counted, its outputs undefined. None: all.
     """
@@ -27,6 +30,7 @@ class Gates:
     alpha: Tensor | None = None
     theta: Tensor | None = None
     gamma: Tensor | None = None
+    delta: Tensor | None = None
     length: Tensor | None = None
 
     def complete(self, q: Tensor, size: int) -> CompleteGates:
@@ -36,17 +40,19 @@ class Gates:
             ValueError: a gate of another shape.
         """
         shape = q.shape[:3]
-        ones = torch.ones_like(self.eta)
+        ones = q.new_ones(shape)
         full = CompleteGates(
             eta=self.eta,
             alpha=ones if self.alpha is None else self.alpha,
-            theta=torch.zeros_like(self.eta) if self.theta is None else self.theta,
-            gamma=ones[..., None].expand(*ones.shape, size) if self.gamma is None else self.gamma,
+            theta=torch.zeros_like(ones) if self.theta is None else self.theta,
+            gamma=ones[..., None].expand(*shape, size) if self.gamma is None else self.gamma,
+            delta=ones if self.delta is None else self.delta,
         )
         for name, gate in full._asdict().items():
-            expected = (*shape, size) if name == "gamma" else shape
-            if gate.shape != torch.Size(expected):
-                raise ValueError(f"gate {name} must have shape {list(expected)} to go with q, got {list(gate.shape)}")
+            expected = [*shape, size] if name == "gamma" else [*shape]
+            per_channel = [*shape, q.shape[-1]] if name in ("eta", "alpha") else expected
+            if list(gate.shape) not in (expected, per_channel):
+                raise ValueError(f"gate {name} must have shape {expected} to go with q, got {list(gate.shape)}")
         if self.length is not None and self.length.shape != shape[:1]:
             raise ValueError(f"gates.length must have shape [{shape[0]}], got {list(self.length.shape)}")
         return full
@@ -57,7 +63,7 @@ class Gates:
         def apply(gate: Tensor | None) -> Tensor | None:
             return None if gate is None else fn(gate)
 
-        return Gates(fn(self.eta), *map(apply, (self.alpha, self.theta, self.gamma, self.length)))
+        return Gates(fn(self.eta), *map(apply, (self.alpha, self.theta, self.gamma, self.delta, self.length)))
 
 
 class CompleteGates(NamedTuple):
@@ -67,3 +73,4 @@ class CompleteGates(NamedTuple):
     alpha: Tensor
     theta: Tensor
     gamma: Tensor
+    delta: Tensor

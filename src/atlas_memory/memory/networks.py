@@ -4,12 +4,15 @@ A network is described by its matrices, in the order in which they act. A *lifte
 multiply hidden activations. Every loss gradient is an outer product a token, dl/dW_l = delta_l f_l^T, with f_l the
 matrix's input and delta_l the error at its output. Each network therefore gives
 
-* ``forward(apply, x)``: the prediction, with ``apply(l, u)`` supplying W_l phi(u) or W_l u. The chunkwise form passes
-  an ``apply`` whose weights differ at every token, so the reading path is written once;
-* ``trace`` and ``deltas``: the pass at fixed weights that yields f_l, and the back-propagation that yields delta_l;
+* ``trace``: the pass that yields the prediction and every f_l, with ``apply(l, u)`` supplying W_l phi(u) or W_l u. The
+  chunkwise form passes an ``apply`` whose weights differ at every token, so the reading path is written once;
+* ``deltas``: the back-propagation that yields delta_l;
 * ``gains``: per token and matrix an upper bound on the squared spectral norm of d prediction / d (W_l f_l).
 
-Biases: none (ATLAS Eqs. 42-43). Where keys are lifted, the residual is the un-lifted key, so that dimensions match.
+All end in the same way: M(x) = x + LN(body(x)), the residual x and the layer norm LN (Miras section 5.3, TTT; its gain
+and shift are outer parameters) each if asked for. Where keys are lifted, the residual is the un-lifted key, so that
+dimensions match. The memories of ATLAS have no biases (Eqs. 42-43); TTT's have: a first layer's is the constant in
+phi of ``Polynomial(1)``, a hidden layer's is ``MLP.bias``.
 """
 
 from __future__ import annotations
@@ -23,26 +26,82 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Apply = Callable[[int, Tensor], Tensor]
+Norm = tuple[Tensor, Tensor]
+NORM_EPS = 1e-6
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
 
-def gelu_slope(h: Tensor) -> Tensor:
-    """Derivative of the exact (erf) GELU: Phi(h) + h * N(h)."""
+def slope(activation: str, h: Tensor) -> Tensor:
+    """Derivative of the exact (erf) GELU, Phi(h) + h N(h), or of SiLU."""
+    if activation == "silu":
+        gate = torch.sigmoid(h)
+        return gate * (1.0 + h * (1.0 - gate))
     return 0.5 * (1.0 + torch.erf(h * math.sqrt(0.5))) + h * torch.exp(-0.5 * h * h) / math.sqrt(2.0 * math.pi)
 
 
 @dataclass(frozen=True)
 class Trace:
     """One pass at fixed weights. ``inputs[l]``: what matrix l multiplies (un-lifted where it is lifted); ``hidden``:
-    the pre-activations, all ``[..., time, width]``; ``prediction`` ``[..., time, dim]``."""
+    the pre-activations; ``body``: before norm and residual; all ``[..., time, width]``; ``prediction``
+    ``[..., time, dim]``."""
 
     prediction: Tensor
     inputs: tuple[Tensor, ...]
     hidden: tuple[Tensor, ...]
+    body: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What all networks share: x + LN(body(x))."""
+
+    residual: bool = True
+    norm: bool = False
+
+    def forward(self, apply: Apply, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """Prediction ``[..., time, dim]`` for x ``[..., time, dim]``; ``norm``: gain and shift ``[heads, dim]``."""
+        return self.trace(apply, x, norm).prediction
+
+    def trace(self, apply: Apply, x: Tensor, norm: Norm | None = None) -> Trace:
+        """As ``forward``, keeping what the gradients need."""
+        body, inputs, hidden = self.run(apply, x)
+        out = _layer_norm(body, norm) if self.norm else body
+        return Trace(x + out if self.residual else out, inputs, hidden, body)
+
+    def deltas(
+        self, weights: Sequence[Tensor], trace: Trace, error: Tensor, norm: Norm | None = None
+    ) -> tuple[Tensor, ...]:
+        """dl / d (W_l f_l) for every matrix, from ``error`` = dl / d prediction ``[..., time, dim]``."""
+        return self.back(weights, trace, _layer_norm_vjp(trace.body, norm, error) if self.norm else error)
+
+    def gains(self, weights: Sequence[Tensor], trace: Trace, norm: Norm | None = None) -> tuple[Tensor, ...]:
+        """Bounds on |d prediction / d (W_l f_l)|^2, each ``[..., time]``."""
+        end = torch.ones_like(trace.body[..., 0])
+        if self.norm:  # the Jacobian of a layer norm is gain / std times a projection
+            end = 1.0 / (trace.body.var(-1, correction=0) + NORM_EPS)
+            if norm is not None:
+                end = end * norm[0].square().amax(-1)[..., None]
+        return self.reach(weights, trace, end)
+
+    def run(self, apply: Apply, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """body(x), the inputs of the matrices, the pre-activations."""
+        raise NotImplementedError
+
+    def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
+        """``deltas`` from the error at the body."""
+        raise NotImplementedError
+
+    def reach(self, weights: Sequence[Tensor], trace: Trace, end: Tensor) -> tuple[Tensor, ...]:
+        """``gains`` from that of the ending."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Ending):
     """M(x) = W phi(x), a matrix memory."""
+
+    residual: bool = False
 
     @property
     def lifted(self) -> tuple[bool, ...]:
@@ -53,36 +112,34 @@ class Linear:
         """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         return ((dim, features),)
 
-    def forward(self, apply: Apply, x: Tensor) -> Tensor:
-        """Prediction ``[..., time, dim]`` for x ``[..., time, dim]``."""
-        return apply(0, x)
+    def run(self, apply: Apply, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """See ``Ending``."""
+        return apply(0, x), (x,), ()
 
-    def trace(self, apply: Apply, x: Tensor) -> Trace:
-        """As ``forward``, keeping what the gradients need."""
-        return Trace(apply(0, x), (x,), ())
-
-    def deltas(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
-        """dl / d (W_l f_l) for every matrix, from ``error`` = dl / d prediction ``[..., time, dim]``."""
+    def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
+        """See ``Ending``."""
         return (error,)
 
-    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
-        """Bounds on |d prediction / d (W_l f_l)|^2, each ``[..., time]``."""
-        return (torch.ones_like(trace.prediction[..., 0]),)
+    def reach(self, weights: Sequence[Tensor], trace: Trace, end: Tensor) -> tuple[Tensor, ...]:
+        """See ``Ending``."""
+        return (end,)
 
 
 @dataclass(frozen=True)
-class MLP:
-    """M(x) = x + W_L gelu(... gelu(W_1 phi(x))): ``depth`` matrices of width ``expansion * dim``.
+class MLP(Ending):
+    """M(x) = x + W_L sigma(... sigma(W_1 phi(x))): ``depth`` matrices of width ``expansion * dim``.
 
-    ATLAS Eq. 42 is depth 2, with our W_1 and W_2 called W_2 and W_1.
+    ATLAS Eq. 42 is depth 2, with our W_1 and W_2 called W_2 and W_1. ``bias``: the hidden layers' outputs are followed
+    by a constant 1, so that the matrices after the first carry a bias as their last column.
     """
 
     depth: int = 2
     expansion: int = 4
-    residual: bool = True
+    bias: bool = False
+    activation: str = "gelu"
 
     def __post_init__(self) -> None:
-        _positive(self, "depth", "expansion")
+        _check(self, "depth", "expansion")
 
     @property
     def lifted(self) -> tuple[bool, ...]:
@@ -91,53 +148,50 @@ class MLP:
 
     def shapes(self, features: int, dim: int) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
-        widths = [features] + [self.expansion * dim] * (self.depth - 1) + [dim]
-        return tuple((widths[i + 1], widths[i]) for i in range(self.depth))
+        width = self.expansion * dim
+        rows = [width] * (self.depth - 1) + [dim]
+        columns = [features] + [width + self.bias] * (self.depth - 1)
+        return tuple(zip(rows, columns, strict=True))
 
-    def forward(self, apply: Apply, x: Tensor) -> Tensor:
-        """Prediction ``[..., time, dim]`` for x ``[..., time, dim]``."""
-        return self.trace(apply, x).prediction
-
-    def trace(self, apply: Apply, x: Tensor) -> Trace:
-        """As ``forward``, keeping what the gradients need."""
+    def run(self, apply: Apply, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """See ``Ending``."""
         inputs, hidden = [x], []
         out = apply(0, x)
         for layer in range(1, self.depth):
             hidden.append(out)
-            inputs.append(F.gelu(out))
+            u = ACTIVATIONS[self.activation](out)
+            inputs.append(F.pad(u, (0, 1), value=1.0) if self.bias else u)
             out = apply(layer, inputs[-1])
-        return Trace(x + out if self.residual else out, tuple(inputs), tuple(hidden))
+        return out, tuple(inputs), tuple(hidden)
 
-    def deltas(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
-        """dl / d (W_l f_l) for every matrix, from ``error`` = dl / d prediction ``[..., time, dim]``."""
+    def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
+        """See ``Ending``."""
         out = [error]
         for layer in range(self.depth - 1, 0, -1):
-            out.append((out[-1] @ weights[layer]) * gelu_slope(trace.hidden[layer - 1]))
+            width = trace.hidden[layer - 1].shape[-1]
+            out.append((out[-1] @ weights[layer][..., :width]) * slope(self.activation, trace.hidden[layer - 1]))
         return tuple(reversed(out))
 
-    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
-        """Bounds on |J_l|^2 = |d prediction / d (W_l f_l)|^2, each ``[..., time]``.
-
-        |J_l|^2 <= |W_{l+1} diag(slope_l)|_F^2 |J_{l+1}|^2.
-        """
-        out = [torch.ones_like(trace.prediction[..., 0])]
+    def reach(self, weights: Sequence[Tensor], trace: Trace, end: Tensor) -> tuple[Tensor, ...]:
+        """|J_l|^2 <= |W_{l+1} diag(slope_l)|_F^2 |J_{l+1}|^2, J_l = d prediction / d (W_l f_l)."""
+        out = [end]
         for layer in range(self.depth - 1, 0, -1):
-            columns = weights[layer].square().sum(-2)  # squared column norms: [..., width]
-            slope = gelu_slope(trace.hidden[layer - 1])
-            out.append(out[-1] * (slope.square() @ columns[..., None]).squeeze(-1))
+            hidden = trace.hidden[layer - 1]
+            columns = weights[layer][..., : hidden.shape[-1]].square().sum(-2)  # squared column norms
+            out.append(out[-1] * (slope(self.activation, hidden).square() @ columns[..., None]).squeeze(-1))
         return tuple(reversed(out))
 
 
 @dataclass(frozen=True)
-class GatedMLP:
-    """M(x) = x + W_2 (gelu(W_0 phi(x)) * (W_1 phi(x))), hidden width ``expansion * dim`` (ATLAS++, Eq. 43,
-    where W_0, W_1, W_2 are called W_2, W_3, W_1)."""
+class GatedMLP(Ending):
+    """M(x) = x + W_2 (sigma(W_0 phi(x)) * (W_1 phi(x))), hidden width ``expansion * dim`` (ATLAS++, Eq. 43,
+    where W_0, W_1, W_2 are called W_2, W_3, W_1; LaCT's SwiGLU memory with SiLU and no residual)."""
 
     expansion: int = 4
-    residual: bool = True
+    activation: str = "gelu"
 
     def __post_init__(self) -> None:
-        _positive(self, "expansion")
+        _check(self, "expansion")
 
     @property
     def lifted(self) -> tuple[bool, ...]:
@@ -149,37 +203,49 @@ class GatedMLP:
         width = self.expansion * dim
         return ((width, features), (width, features), (dim, width))
 
-    def forward(self, apply: Apply, x: Tensor) -> Tensor:
-        """Prediction ``[..., time, dim]`` for x ``[..., time, dim]``."""
-        return self.trace(apply, x).prediction
-
-    def trace(self, apply: Apply, x: Tensor) -> Trace:
-        """As ``forward``, keeping what the gradients need."""
+    def run(self, apply: Apply, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """See ``Ending``."""
         gate, value = apply(0, x), apply(1, x)
-        inner = F.gelu(gate) * value
-        out = apply(2, inner)
-        return Trace(x + out if self.residual else out, (x, x, inner), (gate, value))
+        inner = ACTIVATIONS[self.activation](gate) * value
+        return apply(2, inner), (x, x, inner), (gate, value)
 
-    def deltas(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
-        """dl / d (W_l f_l) for every matrix, from ``error`` = dl / d prediction ``[..., time, dim]``."""
+    def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
+        """See ``Ending``."""
         gate, value = trace.hidden
         inner = error @ weights[2]
-        return inner * value * gelu_slope(gate), inner * F.gelu(gate), error
+        return inner * value * slope(self.activation, gate), inner * ACTIVATIONS[self.activation](gate), error
 
-    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
-        """Bounds on |d prediction / d (W_l f_l)|^2, each ``[..., time]``."""
+    def reach(self, weights: Sequence[Tensor], trace: Trace, end: Tensor) -> tuple[Tensor, ...]:
+        """See ``Ending``."""
         gate, value = trace.hidden
         columns = weights[2].square().sum(-2)[..., None]
-        to_gate = ((value * gelu_slope(gate)).square() @ columns).squeeze(-1)
-        to_value = (F.gelu(gate).square() @ columns).squeeze(-1)
-        return to_gate, to_value, torch.ones_like(to_gate)
-
-
-def _positive(network: object, *names: str) -> None:
-    for name in names:
-        value = getattr(network, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{type(network).__name__} {name} must be an integer >= 1, got {value!r}")
+        to_gate = ((value * slope(self.activation, gate)).square() @ columns).squeeze(-1)
+        to_value = (ACTIVATIONS[self.activation](gate).square() @ columns).squeeze(-1)
+        return end * to_gate, end * to_value, end
 
 
 Network = Linear | MLP | GatedMLP
+
+
+def _layer_norm(x: Tensor, norm: Norm | None) -> Tensor:
+    out = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
+    return out if norm is None else out * norm[0][..., None, :] + norm[1][..., None, :]
+
+
+def _layer_norm_vjp(x: Tensor, norm: Norm | None, error: Tensor) -> Tensor:
+    """The error at the input of a layer norm from that at its output."""
+    error = error if norm is None else error * norm[0][..., None, :]
+    centred = x - x.mean(-1, keepdim=True)
+    inverse = (centred.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+    unit = centred * inverse
+    return inverse * (error - error.mean(-1, keepdim=True) - unit * (error * unit).mean(-1, keepdim=True))
+
+
+def _check(network: MLP | GatedMLP, *sizes: str) -> None:
+    for name in sizes:
+        value = getattr(network, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{type(network).__name__} {name} must be an integer >= 1, got {value!r}")
+    if network.activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"{type(network).__name__} activation must be one of {known}, got {network.activation!r}")

@@ -1,12 +1,13 @@
 """The inner optimiser: how a gradient of the window's loss becomes a step of the memory.
 
-All three are instances of one recurrence, per matrix, with g_t the gradient of the windowed bias at the frozen memory:
+All are instances of one recurrence, per matrix, with g_t the gradient of the windowed bias at the frozen memory:
 
     S_t = theta_t S_{t-1} + a_t g_t            W_t = alpha_t W_{t-1} - e_t O(S_t)
 
     gradient descent   theta = 0, a = 1,   e = eta,  O = identity            (ATLAS Eq. 10, 19; DeltaNet)
     momentum           theta,     a = eta, e = 1,    O = identity            (ATLAS Eqs. 12-13; Titans Eqs. 13-14)
     Muon               theta,     a = 1,   e = eta,  O = Newton-Schulz       (ATLAS Eqs. 32-33)
+    delta              theta = 0, a = 1,   e = eta,  O = identity, and -e_t W_{t-1} f_t f_t^T besides  (see there)
 
 S accumulates plus the gradient and W subtracts: ATLAS's Table 1 prints an ascent. Letters: eta is the step size and
 theta the momentum decay, as in ATLAS; Titans swaps the two. Newton-Schulz ignores scale, so eta stands outside.
@@ -17,8 +18,8 @@ gradients are taken at one frozen memory. Gradient descent and momentum therefor
     eta~_t = eta_t / (1 + eta_t L_t),    L_t = b lambda_t [/ (1 - theta_t + 1/b) with momentum],
 
 where lambda_t bounds the largest eigenvalue of the Gauss-Newton Hessian of the window's loss at the frozen memory, so
-that eta~ * lambda < 1/b whatever the gates, keys and weights are, for the l2 bias. It has the form of the implicit step
-of Nested Learning, Eqs. 56-57. Muon's step has spectral norm about eta by itself.
+that eta~ * lambda < 1/b whatever the gates, keys and weights are. It has the form of the implicit step of Nested
+Learning, Eqs. 56-57. Muon's step has spectral norm about eta by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from torch import Tensor
 
 
 class Rates(NamedTuple):
-    """theta, a (write) and e (apply) of the recurrence above, each ``[batch, heads, time]``."""
+    """theta ``[batch, heads, time]``; a (write) and e (apply) of the recurrence above, shaped so too or, where eta is
+    channel-wise, ``[batch, heads, time, dim]``."""
 
     theta: Tensor
     write: Tensor
@@ -47,10 +49,36 @@ class GradientDescent:
     has_momentum = False
     every = 1
 
-    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, chunk: int) -> Rates:
-        """``curvature`` is lambda_t ``[batch, heads, time]``, ``chunk`` is b."""
+    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:
+        """``curvature`` is lambda_t, ``reach`` |f_t|^2 over all matrices, ``[batch, heads, time]``; ``chunk`` is b."""
         step = _implicit(eta, chunk * curvature) if self.bounded else eta
-        return Rates(torch.zeros_like(eta), torch.ones_like(eta), step)
+        return Rates(torch.zeros_like(theta), torch.ones_like(eta), step)
+
+
+@dataclass(frozen=True)
+class DeltaGradientDescent:
+    """W_t = W_{t-1} (alpha_t I - e_t f_t f_t^T) - e_t g_t, with f_t the matrix's input and g_t its gradient: what stood
+    under the key is taken out before the new is written (Nested Learning, Eqs. 57 and 88).
+
+    The first factor acts on the memory as it is now, not on the frozen one: with the dot-product bias, where
+    g_t = -v_t k_t^T, this is the delta rule to the letter at any chunk size. ``after_decay`` takes out of what alpha
+    left, W_{t-1} alpha_t (I - e_t f_t f_t^T): Gated DeltaNet's order. For windows of one token.
+
+    ``bounded``: e = eta / (1 + eta (b lambda + |f|^2)), as for gradient descent, and never beyond what stands under f
+    (Eq. 57 for inputs of any length); otherwise e = eta, which unit keys keep stable up to eta = 2 where g does not
+    depend on the memory.
+    """
+
+    bounded: bool = True
+    after_decay: bool = False
+
+    has_momentum = False
+    every = 1
+
+    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:
+        """``curvature`` is lambda_t, ``reach`` |f_t|^2 over all matrices, ``[batch, heads, time]``; ``chunk`` is b."""
+        step = _implicit(eta, chunk * curvature + reach) if self.bounded else eta
+        return Rates(torch.zeros_like(theta), torch.ones_like(eta), step)
 
 
 @dataclass(frozen=True)
@@ -62,8 +90,8 @@ class Momentum:
     has_momentum = True
     every = 1
 
-    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, chunk: int) -> Rates:
-        """``curvature`` is lambda_t ``[batch, heads, time]``, ``chunk`` is b."""
+    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:
+        """``curvature`` is lambda_t ``[batch, heads, time]``, ``chunk`` is b; ``reach`` plays no part."""
         step = _implicit(eta, chunk * curvature / (1.0 - theta + 1.0 / chunk)) if self.bounded else eta
         return Rates(theta, step, torch.ones_like(eta))
 
@@ -93,13 +121,14 @@ class Muon:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"Muon {name} must be an integer >= 1, got {value!r}")
 
-    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, chunk: int) -> Rates:
-        """``curvature`` and ``chunk`` play no part: the step's length is eta."""
+    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:
+        """``curvature``, ``reach`` and ``chunk`` play no part: the step's length is eta."""
         return Rates(theta, torch.ones_like(eta), eta)
 
 
 def _implicit(eta: Tensor, stiffness: Tensor) -> Tensor:
+    stiffness = stiffness[..., None] if eta.dim() > stiffness.dim() else stiffness
     return eta / (1.0 + eta * stiffness)
 
 
-Optimiser = GradientDescent | Momentum | Muon
+Optimiser = GradientDescent | DeltaGradientDescent | Momentum | Muon

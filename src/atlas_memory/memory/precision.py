@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .features import Exponential
 from .gates import Gates
 from .optimisers import Muon
+from .retention import NonLinearRetention
 from .rules import Params, Rule
 from .state import MemoryState
 
@@ -37,7 +39,7 @@ def compute(
         ValueError: q, k and v not ``[batch, heads, time, dim]`` of one shape and one floating dtype; a state or initial
             memory of another rule, head count or width.
     """
-    check_inputs(rule, params, q, k, v, state)
+    check_inputs(rule, params, q, k, v, gates, state)
     work = working_dtype(rule, q)
     kept = torch.float64 if q.dtype == torch.float64 else torch.float32
 
@@ -45,13 +47,15 @@ def compute(
         return lambda t: t.to(dtype) if t.is_floating_point() else t
 
     up = to(work)
-    params = Params(tuple(map(up, params.initial)), None if params.sqrt_a is None else up(params.sqrt_a))
     with torch.autocast(q.device.type, enabled=False):
-        y, end = form(rule, params, up(q), up(k), up(v), gates.map(up), None if state is None else state.map(up))
+        state = None if state is None else state.map(up)
+        y, end = form(rule, params.map(up), up(q), up(k), up(v), gates.map(up), state)
     return y.to(q.dtype), end.map(to(kept))
 
 
-def check_inputs(rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, state: MemoryState | None) -> None:
+def check_inputs(
+    rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None
+) -> None:
     """Raise ValueError unless the arguments fit together; see ``compute``."""
     if q.dim() != 4:
         raise ValueError(f"q must be [batch, heads, time, dim], got shape {list(q.shape)}")
@@ -67,8 +71,13 @@ def check_inputs(rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, st
     got = [list(m.shape) for m in params.initial]
     if got != expected:
         raise ValueError(f"params.initial must have shapes {expected} for this rule, heads and dim, got {got}")
+    channels = gates.eta.dim() == 4 or (gates.alpha is not None and gates.alpha.dim() == 4)
+    if channels and isinstance(rule.optimiser, Muon):
+        raise ValueError("Muon takes one eta and alpha a token and head; give gates of shape [batch, heads, time]")
     if state is not None:
-        expected = [[batch, *shape] for shape in expected]
+        by_key = [up and isinstance(rule.features, Exponential) for up in rule.network.lifted]
+        columns = [state.keys.shape[-2] if keyed else s[2] for s, keyed in zip(expected, by_key, strict=True)]
+        expected = [[batch, *s[:2], n] for s, n in zip(expected, columns, strict=True)]
         got = [list(m.shape) for m in state.weights]
         if got != expected:
             raise ValueError(
@@ -78,6 +87,9 @@ def check_inputs(rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, st
             raise ValueError(
                 f"state {'has' if state.momentum else 'lacks'} a momentum, unlike {rule.optimiser}: another rule's"
             )
+        settles, target = isinstance(rule.retention, NonLinearRetention), dim + rule.bias.has_delta
+        if bool(state.dual) != settles or state.v.shape[-1] != target:
+            raise ValueError(f"state is of a rule with another retention or bias than {rule.retention}, {rule.bias}")
         if state.k.shape[-2] != rule.window.size - 1:
             raise ValueError(
                 f"state carries {state.k.shape[-2]} window tokens, the rule's window needs {rule.window.size - 1}"

@@ -4,8 +4,8 @@ For each token t, with c the window, b the chunk and M_f the memory before t's c
 
     l_t(M) = sum_{i = t-c+1..t} gamma_i^(t) bias(M(phi(k_i)), v_i)                  (ATLAS Eq. 9)
     g_t    = grad l_t at M_f                                                        (ATLAS Eqs. 15-16)
-    S_t    = theta_t S_{t-1} + a_t g_t,   M_t = alpha_t M_{t-1} - e_t O(S_t)        (optimisers.py)
-    y_t    = M_t(phi(q_t))
+    S_t    = theta_t S_{t-1} + a_t g_t,   M_t = alpha_t M_{t-1} - e_t O(S_t)        (optimisers.py, retention.py)
+    y_t    = M_t(phi(q_t))                                                          (or as Window.read says)
 
 ``recurrent`` obtains g_t by automatic differentiation of l_t and of nothing else: it is the oracle. ``incremental`` is
 the same loop with the closed-form gradient: constant work a token, for decoding. Both take rows at different phases.
@@ -17,17 +17,21 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from .features import Exponential
 from .gates import Gates
 from .newton_schulz import newton_schulz
-from .optimisers import Muon
+from .optimisers import DeltaGradientDescent, Muon
 from .precision import compute
+from .retention import NonLinearRetention
 from .rules import Params, Rule
 from .state import MemoryState, initial_state
 
 Weights = tuple[Tensor, ...]
-Gradient = Callable[[Rule, Params, Weights, Tensor, Tensor, Tensor], Weights]
+Apply = Callable[[int, Tensor], Tensor]
+Gradient = Callable[[Rule, Params, Weights, Tensor, Tensor, Tensor, Tensor], Weights]
 
 
 def recurrent(
@@ -43,7 +47,7 @@ def recurrent(
 
     Args:
         rule: what kind of memory.
-        params: M_0 ``[heads, rows, columns]`` a matrix, and the feature coefficients.
+        params: M_0 ``[heads, rows, columns]`` a matrix, and the other outer parameters.
         q, k, v: ``[batch, heads, time, dim]``, one floating dtype; time may be 0.
         gates: see ``Gates``.
         state: where an earlier call stopped, or None at the start of the sequences.
@@ -57,10 +61,7 @@ def recurrent(
     if not torch.is_inference_mode_enabled():
         return compute(_by_autograd, rule, params, q, k, v, gates, state)
     with torch.inference_mode(False), torch.no_grad():  # autograd cannot see inference tensors; copies it can
-        params = Params(
-            tuple(m.clone() for m in params.initial), None if params.sqrt_a is None else params.sqrt_a.clone()
-        )
-        state = None if state is None else state.map(torch.clone)
+        params, state = params.map(torch.clone), None if state is None else state.map(torch.clone)
         return compute(_by_autograd, rule, params, q.clone(), k.clone(), v.clone(), gates.map(torch.clone), state)
 
 
@@ -74,7 +75,7 @@ def incremental(
     state: MemoryState | None = None,
 ) -> tuple[Tensor, MemoryState]:
     """As ``recurrent``, with closed-form gradients: the form for one or a few tokens from a state. Its work a token
-    depends on the window c but neither on the chunk b nor on how much was read."""
+    depends on the window c but neither on the chunk b nor on how much was read (``Exponential`` features apart)."""
     return compute(_by_closed_form, rule, params, q, k, v, gates, state)
 
 
@@ -88,86 +89,178 @@ def _loop(
     gates: Gates,
     state: MemoryState | None,
 ) -> tuple[Tensor, MemoryState]:
-    size, chunk, optimiser = rule.window.size, rule.window.chunk, rule.optimiser
+    size, chunk, optimiser, retention = rule.window.size, rule.window.chunk, rule.optimiser, rule.retention
     length, gate = gates.length, gates.complete(q, size)
-    state = initial_state(params.initial, optimiser.has_momentum, size, k) if state is None else state
-    frozen, weights, momentum, seen = state.frozen, state.weights, state.momentum, state.seen
-    past_k, past_v = state.k, state.v
+    v = torch.cat([v, gate.delta[..., None]], -1) if rule.bias.has_delta else v
+    state = initial_state(rule, params.initial, k) if state is None else state
+    frozen, weights, momentum, dual, seen = state.frozen, state.weights, state.momentum, state.dual, state.seen
+    past_k, past_v, keys = state.k, state.v, state.keys
     age = torch.arange(size - 1, -1, -1, device=q.device)  # of the window tokens, oldest first
-    alphas = rule.retention.factor(gate.alpha)
-    start = rule.retention.start(params.initial)
+    alphas = gate.alpha if retention.gated else torch.ones_like(gate.alpha)
+    start = retention.start(params.initial)
+    if start is not None and isinstance(rule.features, Exponential):  # a lifted M_0 is zero there
+        start = tuple(m.new_zeros(()) if up else m for m, up in zip(start, rule.network.lifted, strict=True))
     outputs = []
     for t in range(q.shape[-2]):
         real = torch.ones_like(seen, dtype=torch.bool) if length is None else t < length
-        k_window, v_window = (
-            torch.cat([past_k, k[..., t : t + 1, :]], -2),
-            torch.cat([past_v, v[..., t : t + 1, :]], -2),
-        )
+        k_t, v_t, q_t = (x[..., t : t + 1, :] for x in (k, v, q))
+        k_window, v_window = torch.cat([past_k, k_t], -2), torch.cat([past_v, v_t], -2)
+        if isinstance(rule.features, Exponential):
+            keys, (frozen, weights, momentum) = _new_column(rule, real, keys, k_t, (frozen, weights, momentum))
         gamma = gate.gamma[:, :, t].flip(-1)
         gamma = torch.where((age <= seen[:, None])[:, None], gamma, 0.0)
-        g = gradient(rule, params, frozen, k_window, v_window, gamma)
+        g = gradient(rule, params, frozen, k_window, v_window, gamma, keys)
 
-        curvature = torch.zeros_like(gamma[..., 0])
+        at_frozen = rule.network.trace(_applier(rule, params, frozen, keys), k_window, params.norm)
+        curvature = reach = torch.zeros_like(gamma[..., 0])
         if optimiser.bounded:
-            trace = rule.network.trace(_applier(rule, params, frozen), k_window)
-            curvature = (gamma * rule.token_curvature(frozen, trace, params.sqrt_a)).sum(-1)
-        rates = optimiser.rates(gate.theta[..., t], gate.eta[..., t], curvature, chunk)
+            stiffness = rule.stiffness(frozen, at_frozen, v_window, params)
+            curvature, reach = ((gamma * x).sum(-1) for x in stiffness)
+        rates = optimiser.rates(gate.theta[..., t], gate.eta[:, :, t], curvature, reach, chunk)
+        alpha = alphas[:, :, t]
         if optimiser.has_momentum:
-            g = tuple(_at(rates.theta) * s + _at(rates.write) * d for s, d in zip(momentum, g, strict=True))
+            s = zip(momentum, g, strict=True)
+            g = tuple(_rows(rates.theta, m) * m + _rows(rates.write, d) * d for m, d in s)
             momentum = _choose(real, g, momentum)
         takes_step = ((seen + 1) % optimiser.every == 0)[:, None]
         if isinstance(optimiser, Muon) and (optimiser.every == 1 or bool(takes_step.any())):
             g = tuple(newton_schulz(s, optimiser.steps) for s in g)
-        step = torch.where(takes_step, rates.apply, 0.0)
-        new = tuple(_at(alphas[..., t]) * w - _at(step) * d for w, d in zip(weights, g, strict=True))
+        if isinstance(optimiser, DeltaGradientDescent):
+            now = tuple(_rows(alpha, w) * w for w in weights) if optimiser.after_decay else weights
+            under = _under(rule, params, at_frozen.inputs, now, keys)
+            g = tuple(d + _rows(gamma[..., 0], u) * u for d, u in zip(g, under, strict=True))
+        step = torch.where(takes_step[..., None] if rates.apply.dim() == 3 else takes_step, rates.apply, 0.0)
+        new = tuple(_rows(alpha, w) * w - _rows(step, d) * d for w, d in zip(weights, g, strict=True))
         if start is not None:
-            new = tuple(n + _at(1.0 - alphas[..., t]) * m for n, m in zip(new, start, strict=True))
-        weights = _choose(real, new, weights)
+            new = tuple(n + (1.0 - _rows(alpha, n)) * m for n, m in zip(new, start, strict=True))
+        first, last = seen % chunk == 0, (seen + 1) % chunk == 0
+        settled: Weights = new
+        if isinstance(retention, NonLinearRetention):
+            a = tuple(_rows(alpha, x) * x - _rows(step, d) * d for x, d in zip(dual, g, strict=True))
+            settled = tuple(map(retention.settle, a, frozen, params.initial))
+            new = _choose(first if retention.lag else last, settled, new)
+            restarted = tuple(map(retention.restart, a, settled))
+            dual = _choose(real, _choose(last, restarted, a), dual)
+        before, weights = weights, _choose(real, new, weights)
 
-        outputs.append(rule.network.forward(_applier(rule, params, weights), q[..., t : t + 1, :]))
+        read = {"after": weights, "before": before, "frozen": frozen}[rule.window.read]
+        outputs.append(rule.network.forward(_applier(rule, params, read, keys), q_t, params.norm))
         if size > 1:
             past_k = torch.where(real[:, None, None, None], k_window[..., 1:, :], past_k)
             past_v = torch.where(real[:, None, None, None], v_window[..., 1:, :], past_v)
         seen = seen + real
-        frozen = _choose(real & (seen % chunk == 0), weights, frozen)
+        frozen = _choose(real & last, settled if dual else weights, frozen)
+        if isinstance(rule.features, Exponential) and rule.features.horizon is not None:
+            held = min(keys.shape[-2], rule.features.horizon + chunk + size - 2)
+            kept = torch.arange(keys.shape[-2], 0, -1, device=q.device) <= rule.features.horizon
+            forget = ~kept & (real & last)[:, None]
+            lifted = rule.network.lifted
+            frozen, weights, momentum = (_forget(m, lifted, forget, held) for m in (frozen, weights, momentum))
+            keys = keys[..., keys.shape[-2] - held :, :]
     y = torch.cat(outputs, -2) if outputs else q.new_zeros(q.shape)
-    return y, MemoryState(frozen, weights, momentum, past_k, past_v, seen)
+    return y, MemoryState(frozen, weights, momentum, dual, past_k, past_v, keys, seen)
 
 
-def _autograd_gradient(rule: Rule, params: Params, frozen: Weights, k: Tensor, v: Tensor, gamma: Tensor) -> Weights:
-    """grad of sum_i gamma_i bias(M(phi(k_i)), v_i), summed over batch and heads: each has its own weights."""
+def _autograd_gradient(
+    rule: Rule, params: Params, frozen: Weights, k: Tensor, v: Tensor, gamma: Tensor, keys: Tensor
+) -> Weights:
+    """grad of sum_i gamma_i bias(M(phi(k_i)), v_i), summed over batch and heads: each has its own weights.
+
+    A matrix on phi* cannot be a leaf. Where W phi*(k_i) is moved by z_i, dl/dW = sum_i (dl/dz_i) phi*(k_i)^T.
+    """
     track = torch.is_grad_enabled()
     with torch.enable_grad():
         at = tuple(w if w.requires_grad else w.detach().requires_grad_() for w in frozen)
-        prediction = rule.network.forward(_applier(rule, params, at), k)
+        by_key = [up and isinstance(rule.features, Exponential) for up in rule.network.lifted]
+        leaves = [
+            w.new_zeros(*k.shape[:3], w.shape[-2]).requires_grad_() if moved else w
+            for w, moved in zip(at, by_key, strict=True)
+        ]
+        held = _applier(rule, params, at, keys)
+        prediction = rule.network.forward(
+            lambda i, u: held(i, u) + leaves[i] if by_key[i] else held(i, u), k, params.norm
+        )
         objective = (gamma * rule.bias.value(prediction, v)).sum()
-        grads = torch.autograd.grad(objective, at, create_graph=track, allow_unused=True, materialize_grads=True)
-    return tuple(grads) if track else tuple(g.detach() for g in grads)
+        grads = torch.autograd.grad(objective, leaves, create_graph=track, allow_unused=True, materialize_grads=True)
+    if not track:
+        grads = tuple(g.detach() for g in grads)
+    spread = (_as_columns(g, w) if moved else g for g, w, moved in zip(grads, frozen, by_key, strict=True))
+    return tuple(spread)
 
 
-def _closed_form_gradient(rule: Rule, params: Params, frozen: Weights, k: Tensor, v: Tensor, gamma: Tensor) -> Weights:
+def _closed_form_gradient(
+    rule: Rule, params: Params, frozen: Weights, k: Tensor, v: Tensor, gamma: Tensor, keys: Tensor
+) -> Weights:
     """sum_i gamma_i delta_i f_i^T for every matrix."""
-    trace = rule.network.trace(_applier(rule, params, frozen), k)
+    trace = rule.network.trace(_applier(rule, params, frozen, keys), k, params.norm)
     error = gamma[..., None] * rule.bias.derivative(trace.prediction, v)
-    deltas = rule.network.deltas(frozen, trace, error)
-    inputs = zip(rule.network.lifted, trace.inputs, strict=True)
-    features = (rule.features.expand(u, params.sqrt_a) if lifted else u for lifted, u in inputs)
-    return tuple(d.mT @ f for d, f in zip(deltas, features, strict=True))
+    deltas = rule.network.deltas(frozen, trace, error, params.norm)
+    return tuple(
+        _outer(rule, params, i, d, u, frozen[i]) for i, (d, u) in enumerate(zip(deltas, trace.inputs, strict=True))
+    )
 
 
 _by_autograd = partial(_loop, _autograd_gradient)
 _by_closed_form = partial(_loop, _closed_form_gradient)
 
 
-def _applier(rule: Rule, params: Params, weights: Weights) -> Callable[[int, Tensor], Tensor]:
+def _applier(rule: Rule, params: Params, weights: Weights, keys: Tensor) -> Apply:
+    """``apply(i, u)``: W_i phi(u), or W_i u where matrix i is not lifted."""
+
     def apply(i: int, u: Tensor) -> Tensor:
-        return (rule.features.expand(u, params.sqrt_a) if rule.network.lifted[i] else u) @ weights[i].mT
+        if not rule.network.lifted[i]:
+            return u @ weights[i].mT
+        if isinstance(rule.features, Exponential):
+            return rule.features.kernel(u, keys) @ weights[i].mT
+        return rule.features.expand(u, params.sqrt_a) @ weights[i].mT
 
     return apply
 
 
-def _at(gate: Tensor) -> Tensor:
-    return gate[..., None, None]
+def _outer(rule: Rule, params: Params, i: int, deltas: Tensor, u: Tensor, like: Tensor) -> Tensor:
+    """sum over tokens of delta f^T, shaped as matrix i, ``like``; u are the last tokens read."""
+    if not rule.network.lifted[i]:
+        return deltas.mT @ u
+    if isinstance(rule.features, Exponential):
+        return _as_columns(deltas, like)
+    return deltas.mT @ rule.features.expand(u, params.sqrt_a)
+
+
+def _as_columns(deltas: Tensor, like: Tensor) -> Tensor:
+    """``[..., n, rows]`` as the last n columns of a matrix of the shape of ``like``, the others zero."""
+    return F.pad(deltas.mT, (like.shape[-1] - deltas.shape[-2], 0))
+
+
+def _under(rule: Rule, params: Params, inputs: tuple[Tensor, ...], weights: Weights, keys: Tensor) -> Weights:
+    """W f f^T for every matrix: what the memory holds under its input."""
+    apply = _applier(rule, params, weights, keys)
+    return tuple(_outer(rule, params, i, apply(i, u), u, weights[i]) for i, u in enumerate(inputs))
+
+
+def _new_column(
+    rule: Rule, real: Tensor, keys: Tensor, k: Tensor, memories: tuple[Weights, ...]
+) -> tuple[Tensor, list[Weights]]:
+    """A column for token k at the right of all matrices on phi*; rows without a token get an empty one at the left."""
+    at_right = real[:, None, None, None]
+    keys = torch.where(at_right, torch.cat([keys, k], -2), torch.cat([torch.zeros_like(k), keys], -2))
+    grown = []
+    for weights in memories:
+        pairs = zip(weights, rule.network.lifted, strict=False)
+        grown.append(tuple(torch.where(at_right, F.pad(w, (0, 1)), F.pad(w, (1, 0))) if up else w for w, up in pairs))
+    return keys, grown
+
+
+def _forget(weights: Weights, lifted: tuple[bool, ...], forget: Tensor, held: int) -> Weights:
+    """Columns of lifted matrices cleared where ``forget`` ``[batch, n]``, and only the last ``held`` kept."""
+    pairs = zip(weights, lifted, strict=False)
+    return tuple(torch.where(forget[:, None, None], 0.0, w)[..., w.shape[-1] - held :] if up else w for w, up in pairs)
+
+
+def _rows(gate: Tensor, matrix: Tensor) -> Tensor:
+    """A gate ``[batch, heads]``, or ``[batch, heads, dim]`` for groups of adjoining rows, to multiply a matrix."""
+    if gate.dim() == 2:
+        return gate[..., None, None]
+    return gate.repeat_interleave(matrix.shape[-2] // gate.shape[-1], -1)[..., None]
 
 
 def _choose(rows: Tensor, new: Weights, old: Weights) -> Weights:

@@ -6,19 +6,40 @@ optimiser, window. To add a model, compose values and add a row to ``RULES``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .bias import L2, AttentionalBias
-from .features import FeatureMap, Identity, Polynomial
+from .bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
+from .features import Exponential, FeatureMap, Identity, Polynomial
 from .networks import MLP, GatedMLP, Linear, Network, Trace
-from .optimisers import GradientDescent, Momentum, Muon, Optimiser
-from .retention import Decay, Keep, Retention
+from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
+from .retention import (
+    Decay,
+    ElasticNet,
+    FDivergence,
+    Keep,
+    LqNorm,
+    NonLinearRetention,
+    Retention,
+    RowNorm,
+    Sigmoid,
+    Softmax,
+)
 from .windows import Window
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "features": (Identity, Polynomial, Exponential),
+    "network": (Linear, MLP, GatedMLP),
+    "bias": (L2, DotProduct, Lp, Huber, RobustL2),
+    "retention": (Decay, Keep, LqNorm, Softmax, Sigmoid, ElasticNet, FDivergence, RowNorm),
+    "optimiser": (GradientDescent, DeltaGradientDescent, Momentum, Muon),
+    "window": (Window,),
+}
+"""What each part of a rule may be."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +53,28 @@ class Rule:
     optimiser: Optimiser = field(default_factory=Muon)
     window: Window = field(default_factory=lambda: Window(size=8, chunk=16))
 
+    def __post_init__(self) -> None:
+        optimiser, retention = self.optimiser, self.retention
+        settles = isinstance(retention, NonLinearRetention)
+        if isinstance(self.features, Exponential) and (isinstance(optimiser, Muon) or settles):
+            raise ValueError(
+                "Exponential features have no matrix to orthogonalise or to settle: with them take GradientDescent, "
+                "DeltaGradientDescent or Momentum, and Decay or Keep; or take Polynomial features"
+            )
+        if isinstance(optimiser, DeltaGradientDescent) and (self.window.size > 1 or settles):
+            raise ValueError(
+                "DeltaGradientDescent is for a window of one token and linear retention, got "
+                f"window size {self.window.size} and {type(retention).__name__}"
+            )
+        if retention.lag and isinstance(optimiser, Muon):
+            raise ValueError("a lag token is for gradient descent and momentum: with Muon take Softmax(lag=False)")
+        if self.window.read != "after" and settles:
+            raise ValueError(f"{type(retention).__name__} is read after its writes, got read={self.window.read!r}")
+
     def vary(self, **parts: Mapping[str, Any]) -> Rule:
         """The rule with fields of its parts changed: ``rule.vary(optimiser={"every": 16}, window={"size": 4})``.
+
+        The field ``kind`` puts another part there, by its name: ``rule.vary(bias={"kind": "Lp", "p": 3.0})``.
 
         Raises:
             ValueError: a part or field that does not exist, or a value that it refuses.
@@ -45,7 +86,12 @@ class Rule:
                 raise ValueError(f"a rule has no part {name!r}; its parts are {', '.join(known)}")
             if not isinstance(options, Mapping):
                 raise ValueError(f"options of {name!r} must be a mapping of field to value, got {options!r}")
-            part = getattr(self, name)
+            part, options = getattr(self, name), dict(options)
+            if (kind := options.pop("kind", None)) is not None:
+                kinds = {type_.__name__: type_ for type_ in KINDS[name]}
+                if kind not in kinds:
+                    raise ValueError(f"{name} has no kind {kind!r}; its kinds are {', '.join(kinds)}")
+                part = part if isinstance(part, kinds[kind]) else kinds[kind]()
             allowed = [f.name for f in fields(part)]
             for option in options:
                 if option not in allowed:
@@ -58,57 +104,111 @@ class Rule:
         """(rows, columns) of the memory's matrices for heads of ``dim``."""
         return self.network.shapes(self.features.size(dim), dim)
 
-    def token_curvature(self, weights: Sequence[Tensor], trace: Trace, sqrt_a: Tensor | None) -> Tensor:
-        """A bound on the largest eigenvalue of the Gauss-Newton Hessian of each token's loss, ``[..., time]``: the
-        bias's curvature times sum_l |d prediction / d (W_l f_l)|^2 |f_l|^2."""
-        total = torch.zeros_like(trace.prediction[..., 0])
-        gains = self.network.gains(weights, trace)
+    def stiffness(self, weights: Sequence[Tensor], trace: Trace, v: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        """What bounds a step, per token ``[..., time]``: a bound on the largest eigenvalue of the Gauss-Newton Hessian
+        of its loss, the bias's curvature times sum_l |d prediction / d (W_l f_l)|^2 |f_l|^2; and sum_l |f_l|^2."""
+        total = reach = torch.zeros_like(trace.prediction[..., 0])
+        gains = self.network.gains(weights, trace, params.norm)
         for lifted, u, gain in zip(self.network.lifted, trace.inputs, gains, strict=True):
-            total = total + gain * (self.features.squared_norm(u, sqrt_a) if lifted else u.square().sum(-1))
-        return self.bias.curvature * total
+            size = self.features.squared_norm(u, params.sqrt_a) if lifted else u.square().sum(-1)
+            total, reach = total + gain * size, reach + size
+        return self.bias.curvature(trace.prediction, v) * total, reach
 
     def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
         """A random M_0, normal with variance 1 / columns: one ``[heads, rows, columns]`` a matrix. The papers do not
-        state theirs. A matrix memory starts at zero, where its first write is the plain outer product."""
-        if isinstance(self.network, Linear):
+        state theirs. A matrix memory starts at zero, where its first write is the plain outer product (a
+        layer norm has no direction at zero: under one it starts random too)."""
+        if isinstance(self.network, Linear) and not self.network.norm:
             return tuple(torch.zeros(heads, *shape) for shape in self.shapes(dim))
-        return tuple(torch.randn(heads, rows, columns) * columns**-0.5 for rows, columns in self.shapes(dim))
+        return tuple(torch.randn(heads, rows, columns) * max(columns, 1) ** -0.5 for rows, columns in self.shapes(dim))
 
 
 @dataclass(frozen=True)
 class Params:
     """The outer parameters of the inner problem: ``initial``, the learned M_0, one ``[heads, rows, columns]`` a matrix;
-    ``sqrt_a``, the feature map's degree coefficients ``[degree + 1]`` or None for its default."""
+    ``sqrt_a``, the feature map's degree coefficients ``[degree + 1]`` or None for its default; ``norm``, gain and shift
+    ``[heads, dim]`` of the network's layer norm, or None for 1 and 0."""
 
     initial: tuple[Tensor, ...]
     sqrt_a: Tensor | None = None
+    norm: tuple[Tensor, Tensor] | None = None
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Params:
+        """The same with ``fn`` applied to every tensor."""
+        return Params(
+            tuple(map(fn, self.initial)),
+            None if self.sqrt_a is None else fn(self.sqrt_a),
+            None if self.norm is None else (fn(self.norm[0]), fn(self.norm[1])),
+        )
 
 
 ATLAS = Rule()
+LINEAR_KEYS = Rule(features=Identity(), network=Linear(), window=Window(size=1, chunk=16))
+MIRAS = Rule(features=Identity(), network=MLP(norm=True), optimiser=GradientDescent(), window=Window(size=1, chunk=16))
 
 RULES: dict[str, Rule] = {
-    # ATLAS Eqs. 32-33 and 57-58
+    # ATLAS Eqs. 32-33 and 57-58; Eq. 43; Eq. 10, which is also the row "w/o Muon" of Table 6
     "atlas": ATLAS,
-    # ATLAS Eq. 43
     "atlas++": replace(ATLAS, network=GatedMLP()),
-    # ATLAS Eq. 10; also the row "w/o Muon" of ATLAS Table 6
     "omeganet": replace(ATLAS, optimiser=GradientDescent()),
+    # The other ablations of ATLAS Table 6, a line each
+    "atlas-linear": replace(ATLAS, network=Linear()),
+    "atlas-identity": replace(ATLAS, features=Identity()),
+    "atlas-c1": ATLAS.vary(window={"size": 1}),
+    # ATLAS Eqs. 19 and 20: Hebbian writes, deep and linear
+    "dla": replace(ATLAS, bias=DotProduct(), optimiser=GradientDescent(), window=Window(size=1, chunk=16)),
+    "swla": replace(ATLAS, bias=DotProduct(), network=Linear(), optimiser=GradientDescent(bounded=False)),
+    # ATLAS Eqs. 25 and 27: the exponential kernel; SWDT with a state that is bounded by a horizon
+    "deeptransformer": replace(
+        ATLAS,
+        features=Exponential(),
+        bias=DotProduct(),
+        optimiser=GradientDescent(),
+        window=Window(size=1, chunk=16),
+    ),
+    "swdt": replace(ATLAS, features=Exponential(horizon=64), bias=DotProduct(), optimiser=GradientDescent()),
+    "dot": replace(ATLAS, features=Exponential(), optimiser=GradientDescent()),
     # ATLAS Eqs. 12-13; Titans Eqs. 12-14
     "titans": Rule(features=Identity(), optimiser=Momentum(), window=Window(size=1, chunk=16)),
-    # W_t = W_{t-1} - eta~ (W k - v) k^T with gradients at the chunk's start; the delta rule to the letter with
-    # window chunk=1 and optimiser bounded=False (a bounded step never overwrites a value whole: eta~ < 1 / b)
-    "deltanet": Rule(
-        features=Identity(),
-        network=Linear(),
+    # Miras Eqs. 24, 26 and 27
+    "moneta": replace(MIRAS, bias=Lp(3.0), retention=LqNorm(4.0)),
+    "yaad": replace(MIRAS, bias=Huber("mixture")),
+    "memora": replace(MIRAS, retention=Softmax()),
+    # Nested Learning Eqs. 88-89, the memory that answers the query; SelfModifyingMemory has the others
+    "hope": Rule(features=Identity(), optimiser=DeltaGradientDescent(), window=Window(1, 16, read="before")),
+    # The delta rule W_t = W_{t-1} (I - eta k k^T) + eta v k^T, to the letter at any chunk; and gated
+    "deltanet": replace(
+        LINEAR_KEYS, bias=DotProduct(), retention=Keep(), optimiser=DeltaGradientDescent(bounded=False)
+    ),
+    "gated-deltanet": replace(
+        LINEAR_KEYS, bias=DotProduct(), optimiser=DeltaGradientDescent(bounded=False, after_decay=True)
+    ),
+    # TTT (arXiv 2407.04620): x + LN(W x + b) and its two-layer form, mini-batches of 16
+    "ttt-linear": Rule(
+        features=Polynomial(degree=1),
+        network=Linear(residual=True, norm=True),
         bias=L2(scale=0.5),
         retention=Keep(),
         optimiser=GradientDescent(),
         window=Window(size=1, chunk=16),
     ),
-    # The other ablations of ATLAS Table 6, a line each
-    "atlas-linear": replace(ATLAS, network=Linear()),
-    "atlas-identity": replace(ATLAS, features=Identity()),
-    "atlas-c1": ATLAS.vary(window={"size": 1}),
+    "ttt-mlp": Rule(
+        features=Polynomial(degree=1),
+        network=MLP(bias=True, norm=True),
+        bias=L2(scale=0.5),
+        retention=Keep(),
+        optimiser=GradientDescent(),
+        window=Window(size=1, chunk=16),
+    ),
+    # LaCT (arXiv 2505.23884): SwiGLU memory, one Muon step a large chunk, rows kept at their length
+    "lact": Rule(
+        features=Identity(),
+        network=GatedMLP(expansion=1, activation="silu", residual=False),
+        bias=DotProduct(),
+        retention=RowNorm(),
+        optimiser=Muon(every=64),
+        window=Window(size=1, chunk=64),
+    ),
 }
 
 

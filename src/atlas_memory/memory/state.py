@@ -1,12 +1,21 @@
-"""The state of a memory between calls: everything the recurrence needs to go on, of constant size."""
+"""The state of a memory between calls: everything the recurrence needs to go on.
+
+Its size does not depend on what was read, but for ``Exponential`` features without a horizon.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from .features import Exponential
+
+if TYPE_CHECKING:
+    from .rules import Rule
 
 
 @dataclass(frozen=True)
@@ -17,15 +26,21 @@ class MemoryState:
         frozen: the matrices before the current chunk, where gradients are taken; ``[batch, heads, rows, columns]``.
         weights: the matrices now, W_t.
         momentum: S_t of each matrix; empty for an optimiser without momentum.
-        k, v: the last c - 1 keys and values, ``[batch, heads, c - 1, dim]``, zero where the sequence is younger.
+        dual: the accumulators A_t of each matrix; empty for a linear retention.
+        k, v: the last c - 1 keys and values, ``[batch, heads, c - 1, dim]``, zero where the sequence is younger. Values
+            carry the gate delta as a last entry if the bias reads one.
+        keys: ``[batch, heads, n, dim]``, the key of each column of the lifted matrices, the latest at the right; n is 0
+            but for ``Exponential`` features.
         seen: ``[batch]`` int64, tokens read so far; ``seen % chunk`` is the phase within the chunk.
     """
 
     frozen: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     momentum: tuple[Tensor, ...]
+    dual: tuple[Tensor, ...]
     k: Tensor
     v: Tensor
+    keys: Tensor
     seen: Tensor
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> MemoryState:
@@ -34,14 +49,16 @@ class MemoryState:
             tuple(map(fn, self.frozen)),
             tuple(map(fn, self.weights)),
             tuple(map(fn, self.momentum)),
+            tuple(map(fn, self.dual)),
             fn(self.k),
             fn(self.v),
+            fn(self.keys),
             fn(self.seen),
         )
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the state."""
-        yield from (*self.frozen, *self.weights, *self.momentum, self.k, self.v, self.seen)
+        yield from (*self.frozen, *self.weights, *self.momentum, *self.dual, self.k, self.v, self.keys, self.seen)
 
     @property
     def nbytes(self) -> int:
@@ -49,13 +66,32 @@ class MemoryState:
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
 
-def initial_state(initial: tuple[Tensor, ...], has_momentum: bool, window: int, k: Tensor) -> MemoryState:
-    """The state before the first token: W = M_0 (``initial``, each ``[heads, rows, columns]``), S_0 = 0.
+def initial_state(rule: Rule, initial: tuple[Tensor, ...], k: Tensor) -> MemoryState:
+    """The state before the first token: W and A as the retention begins from M_0 (``initial``, each
+    ``[heads, rows, columns]``), S_0 = 0.
 
     ``k`` ``[batch, heads, time, dim]`` gives batch, dim, dtype and device.
     """
     batch, heads, _, dim = k.shape
-    weights = tuple(m.to(k).repeat(batch, 1, 1, 1) for m in initial)  # copies: M_0 may be trained meanwhile
-    past = k.new_zeros(batch, heads, window - 1, dim)
-    momentum = tuple(torch.zeros_like(w) for w in weights) if has_momentum else ()
-    return MemoryState(weights, weights, momentum, past, past, torch.zeros(batch, dtype=torch.int64, device=k.device))
+    past = k.new_zeros(batch, heads, rule.window.size - 1, dim)
+    by_key = isinstance(rule.features, Exponential)
+    keys = past if by_key else past[..., :0, :]
+
+    def spread(matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        copies = tuple(m.to(k).repeat(batch, 1, 1, 1) for m in matrices)  # M_0 may be trained meanwhile
+        if not by_key:
+            return copies
+        lifted = zip(copies, rule.network.lifted, strict=False)
+        return tuple(m.new_zeros(*m.shape[:3], keys.shape[2]) if is_lifted else m for m, is_lifted in lifted)
+
+    weights, dual = map(spread, rule.retention.begin(initial))
+    return MemoryState(
+        frozen=weights,
+        weights=weights,
+        momentum=tuple(map(torch.zeros_like, weights)) if rule.optimiser.has_momentum else (),
+        dual=dual,
+        k=past,
+        v=k.new_zeros(batch, heads, rule.window.size - 1, dim + rule.bias.has_delta),
+        keys=keys,
+        seen=torch.zeros(batch, dtype=torch.int64, device=k.device),
+    )

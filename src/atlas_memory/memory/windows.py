@@ -17,16 +17,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Window:
-    """``size`` = c tokens in the inner loss, ``chunk`` = b tokens between refreshes of the frozen memory."""
+    """``size`` = c tokens in the inner loss, ``chunk`` = b tokens between refreshes of the frozen memory.
+
+    ``read``: which memory answers q_t. "after" the write of token t, M_t (ATLAS); "before" it, M_{t-1} (Hope); or the
+    "frozen" one before the chunk (TNT's global memory).
+    """
 
     size: int = 1
     chunk: int = 16
+    read: str = "after"
 
     def __post_init__(self) -> None:
         for name in ("size", "chunk"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Window {name} must be an integer >= 1, got {value!r}")
+        if self.read not in ("after", "before", "frozen"):
+            raise ValueError(f"Window read must be 'after', 'before' or 'frozen', got {self.read!r}")
 
 
 def band(gamma: Tensor, exists: Tensor | None = None) -> Tensor:

@@ -1,0 +1,266 @@
+"""One chunk of the fast form: gradients in one batched pass at the frozen memory, then the primitive of fast_weight.py,
+matrix after matrix, for every query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .fast_weight import (
+    Schedule,
+    Seen,
+    Steps,
+    Tokens,
+    delta_steps,
+    identity_steps,
+    muon_steps,
+    rows_at,
+    scale,
+    scale_rows,
+    step_tokens,
+)
+from .features import Exponential
+from .networks import Trace
+from .optimisers import DeltaGradientDescent, Muon
+from .retention import NonLinearRetention
+from .rules import Params, Rule
+from .windows import decay_matrix
+
+Weights = tuple[Tensor, ...]
+
+
+class Memory(NamedTuple):
+    """What a chunk begins and ends with; see ``MemoryState``."""
+
+    frozen: Weights
+    weights: Weights
+    momentum: Weights
+    dual: Weights
+
+
+class Chunk(NamedTuple):
+    """One chunk of b tokens and its N = b + c - 1 window tokens; leading dimensions ``[batch, heads]``.
+
+    Attributes:
+        q: ``[..., b, dim]``; k, v: ``[..., N, dim]``.
+        window: Gamma ``[..., b, N]``.
+        alpha, eta: ``[..., b]`` or channel-wise ``[..., b, dim]``, 1 and 0 where there is no token.
+        theta: ``[..., b]``.
+        inside: which slots are tokens of this call, bool ``[batch or 1, 1, b]``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    window: Tensor
+    alpha: Tensor
+    theta: Tensor
+    eta: Tensor
+    inside: Tensor
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where matrices on phi* stand: the keys ``[batch, heads, n, dim]`` of all columns, how many of these can be other
+    than zero yet, and the window tokens' columns ``[batch or 1, N]``."""
+
+    keys: Tensor
+    filled: int
+    window: Tensor
+
+
+Where = Tensor | bool
+
+
+def read_chunk(
+    rule: Rule, params: Params, memory: Memory, chunk: Chunk, first: Tensor, filled: Where, columns: Columns | None
+) -> tuple[Tensor, Memory]:
+    """Read one chunk.
+
+    Args:
+        first: ``[batch]`` int64, where the chunk starts in its sequence.
+        filled: whether the chunk is read to its end, for all rows or each ``[batch]``.
+        columns: for ``Exponential`` features.
+
+    Returns:
+        y ``[..., b, dim]`` and the memory, with ``frozen`` and ``dual`` as the next chunk has them where filled.
+    """
+    network, retention = rule.network, rule.retention
+    see_keys, see_queries, write = _lift(rule, params, chunk.k, chunk.q, columns)
+    frozen, lifted = memory.frozen, network.lifted
+    trace = network.trace(
+        lambda i, u: see_keys.apply(frozen[i]) if lifted[i] else u @ frozen[i].mT, chunk.k, params.norm
+    )
+    deltas = network.deltas(frozen, trace, rule.bias.derivative(trace.prediction, chunk.v), params.norm)
+    plan = _schedule(rule, params, frozen, trace, chunk, first)
+    start = retention.start(params.initial)
+    ends: list[tuple[Tensor, ...]] = []
+
+    def apply_at_each_token(i: int, u: Tensor) -> Tensor:
+        if lifted[i]:
+            tokens, queries = Tokens(see_keys, deltas[i], write), see_queries
+        else:
+            f = trace.inputs[i]
+            tokens = Tokens(_see(f, f), deltas[i], partial(_add, f))
+            queries = _see(u, f)
+        w, s = memory.weights[i], memory.momentum[i] if memory.momentum else None
+        # A memory that fades to M_0 is M_0 plus a memory that fades to zero; on phi* M_0 is zero.
+        home = start[i] if start is not None and (columns is None or not lifted[i]) else None
+        if home is not None:
+            w = w - home
+            if isinstance(rule.optimiser, DeltaGradientDescent):  # it also takes out what home holds under the key
+                held = tokens.inputs.apply(home)
+                held = scale_rows(_by_channel(chunk.alpha), held) if rule.optimiser.after_decay else held
+                tokens = replace(tokens, deltas=tokens.deltas + held)
+        steps = _steps(rule, w, s, tokens, plan)
+        end = steps.weights(-1, w) if home is None else steps.weights(-1, w) + home
+        if rule.window.read == "frozen":
+            out = queries.apply(frozen[i])
+        else:
+            out = steps.read(queries) if home is None else steps.read(queries) + queries.apply(home)
+        if isinstance(retention, NonLinearRetention):
+            initial = params.initial[i]
+            out, end, next_frozen, dual = _settle(
+                retention, initial, memory, i, chunk, plan, steps, queries, out, filled
+            )
+        else:
+            next_frozen, dual = _pick(filled, end, frozen[i]), end
+        ends.append((next_frozen, end, *(() if steps.momentum is None else (steps.momentum,)), dual))
+        return out
+
+    y = network.forward(apply_at_each_token, chunk.q, params.norm)
+    next_frozen, weights, *momentum, dual = zip(*ends, strict=True)
+    return y, Memory(
+        next_frozen, weights, momentum[0] if momentum else (), dual if isinstance(retention, NonLinearRetention) else ()
+    )
+
+
+def _steps(rule: Rule, w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) -> Steps:
+    if isinstance(rule.optimiser, Muon):
+        assert s is not None
+        return muon_steps(w, s, tokens, plan, rule.optimiser.steps)
+    if isinstance(rule.optimiser, DeltaGradientDescent):
+        return delta_steps(w, tokens, plan, rule.optimiser.after_decay)
+    return identity_steps(w, s, tokens, plan)
+
+
+def _settle(
+    retention: NonLinearRetention,
+    initial: Tensor,
+    memory: Memory,
+    i: int,
+    chunk: Chunk,
+    plan: Schedule,
+    steps: Steps,
+    queries: Seen,
+    out: Tensor,
+    filled: Where,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Non-linear retention of matrix i: outputs with the exact token's put right; W, the next frozen W, and A."""
+    frozen = memory.frozen[i]
+    end, a = (steps.weights(-1, x[i]) for x in (memory.weights, memory.dual))
+    if retention.lag:
+        # W_1 is exact. What it differs by from the linear form fades like all else.
+        linear = steps.weights(1, memory.weights[i])
+        exact = retention.settle(steps.weights(1, memory.dual[i]), frozen, initial)
+        jump = torch.where(chunk.inside[..., 0, None, None], exact - linear, 0.0)
+        fade = decay_matrix(_by_channel(chunk.alpha))[..., 0]
+        out = out + scale_rows(fade, queries.apply(jump))
+        end = end + scale(fade[..., -1], jump)
+    if filled is False:
+        return out, end, frozen, a
+    settled = retention.settle(a, frozen, initial)
+    if not retention.lag:
+        end = _pick(filled, settled, end)
+        out = torch.cat([out[..., :-1, :], _pick(filled, queries.apply(settled)[..., -1:, :], out[..., -1:, :])], -2)
+    return out, end, _pick(filled, settled, frozen), _pick(filled, retention.restart(a, settled), a)
+
+
+def _schedule(rule: Rule, params: Params, frozen: Weights, trace: Trace, chunk: Chunk, first: Tensor) -> Schedule:
+    """All scalars of a chunk."""
+    curvature = reach = torch.zeros_like(chunk.theta)
+    if rule.optimiser.bounded:
+        stiffness = rule.stiffness(frozen, trace, chunk.v, params)
+        curvature, reach = ((chunk.window @ x[..., None]).squeeze(-1) for x in stiffness)
+    rates = rule.optimiser.rates(chunk.theta, chunk.eta, curvature, reach, rule.window.chunk)
+    alpha, theta, apply = (_by_channel(x) for x in (chunk.alpha, rates.theta, rates.apply))
+    mixed = _by_channel(rates.write)[..., None] * chunk.window[..., None, :, :]
+    if rule.optimiser.has_momentum:
+        mixed = decay_matrix(theta) @ mixed  # P
+    carried = theta.cumprod(-1)
+    at, valid = step_tokens(first, rule.optimiser.every, rule.window.chunk)
+    steps = decay_matrix(alpha) * torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, :]
+    steps = rows_at(steps.mT, at)
+    if valid is not None:
+        steps = steps * valid[:, None, None, :, None]
+    return Schedule(
+        retained=F.pad(alpha.cumprod(-1), (1, 0), value=1.0),
+        carried=carried,
+        decay=F.pad(steps.mT, (0, 0, 1, 0)),
+        weights=rows_at(mixed, at),
+        carried_steps=rows_at(carried[..., None], at)[..., 0],
+        last=mixed[..., -1, :],
+        read=slice(0, -1) if rule.window.read == "before" else slice(1, None),
+    )
+
+
+def _lift(
+    rule: Rule, params: Params, k: Tensor, q: Tensor, columns: Columns | None
+) -> tuple[Seen, Seen, Callable[[Tensor, Tensor], Tensor]]:
+    """How lifted matrices see the window tokens and the queries, and how they are written."""
+    kernel = partial(rule.features.kernel, sqrt_a=params.sqrt_a)
+    kernels: dict[str, Tensor] = {}  # shared by all lifted matrices
+
+    def once(name: str, x: Tensor, y: Tensor) -> Tensor:
+        if name not in kernels:
+            kernels[name] = kernel(x, y)
+        return kernels[name]
+
+    to_keys = (partial(once, "kk", k, k), partial(once, "qk", q, k))
+    if not isinstance(rule.features, Exponential):
+        phi = rule.features.expand(torch.cat([k, q], -2), params.sqrt_a)
+        phi_k, phi_q = phi.split([k.shape[-2], q.shape[-2]], -2)
+        keys, queries = (Seen(partial(_times, f), f, to) for f, to in zip((phi_k, phi_q), to_keys, strict=True))
+        return keys, queries, partial(_add, phi_k)
+    assert columns is not None
+    known = columns.keys[..., : columns.filled, :]
+
+    def see(x: Tensor, to: Callable[[], Tensor]) -> Seen:
+        against = kernel(x, known)
+        return Seen(lambda w: against @ w[..., : columns.filled].mT, None, to)
+
+    def write(w: Tensor, a: Tensor) -> Tensor:
+        return w.scatter_add(-1, columns.window[:, None, None].expand(*w.shape[:-1], -1), a.mT)
+
+    return see(k, to_keys[0]), see(q, to_keys[1]), write
+
+
+def _see(u: Tensor, f: Tensor) -> Seen:
+    return Seen(partial(_times, u), u, lambda: u @ f.mT)
+
+
+def _times(f: Tensor, w: Tensor) -> Tensor:
+    return f @ w.mT
+
+
+def _add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
+    return w + a.mT @ f
+
+
+def _by_channel(gate: Tensor) -> Tensor:
+    """``[..., b]`` or ``[..., b, dim]`` -> ``[..., C, b]``."""
+    return gate.mT if gate.dim() == 4 else gate[..., None, :]
+
+
+def _pick(filled: Where, new: Tensor, old: Tensor) -> Tensor:
+    """``new`` where ``filled``, for all rows or each ``[batch]``."""
+    if isinstance(filled, bool):
+        return new if filled else old
+    return torch.where(filled[:, None, None, None], new, old)
