@@ -214,6 +214,10 @@ def test_bad_hyperparameters(options: dict[str, Any], message: str) -> None:
 def test_a_vector_is_refused() -> None:
     with pytest.raises(ValueError, match=r"M3 moves matrices, got a parameter of shape \[2\]: .* m3=False"):
         M3([nn.Parameter(torch.ones(2))])
+    optimizer = M3([nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(ValueError, match="M3 moves matrices"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_the_page_runs() -> None:

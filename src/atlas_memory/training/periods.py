@@ -73,7 +73,7 @@ class MultiPeriod(Optimizer):
             found.append((parameter, parameter.grad))
             if parameter.grad is not None:
                 if parameter in self.accumulated:
-                    self.accumulated[parameter] += parameter.grad
+                    self.accumulated[parameter] += parameter.grad.detach()
                 else:
                     self.accumulated[parameter] = parameter.grad.detach().clone()
             parameter.grad = self.accumulated.pop(parameter, None) if self.steps % period == 0 else None
@@ -105,7 +105,7 @@ class MultiPeriod(Optimizer):
         parameters = list(self._parameters())
         self.steps = state_dict["steps"]
         self.accumulated = {
-            parameters[i]: total.to(parameters[i].device, parameters[i].dtype, copy=True)
+            parameters[i]: total.to(parameters[i].device, parameters[i].dtype)
             for i, total in state_dict["accumulated"].items()
         }
 
