@@ -50,6 +50,7 @@ class TrainSection(_Section):
     steps: int = Field(default=1000, ge=1)
     max_minutes: float | None = Field(default=None, gt=0)
     batch_size: int = Field(default=16, ge=1)
+    optimizer: Literal["adamw", "m3"] = "adamw"
     learning_rate: float | None = Field(default=None, gt=0)  # None: the preset's
     warmup_steps: int = Field(default=50, ge=0)
     weight_decay: float = Field(default=0.1, ge=0)

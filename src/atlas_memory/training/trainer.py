@@ -25,6 +25,8 @@ from atlas_memory.models import AtlasForCausalLM
 from atlas_memory.models.presets import PRESETS
 from atlas_memory.training.callbacks import Clock, JsonLog, ProgressBar, StopOnInterrupt
 from atlas_memory.training.config import ConfigError, RunConfig, load_config
+from atlas_memory.training.optimisers import M3, m3_groups
+from atlas_memory.training.periods import MultiPeriod, split_by_period
 from atlas_memory.training.runs import check_fit, cut_log, model_config, newest_checkpoint, read_log
 
 # What may differ between a run and its resumption: everything else would make it another run.
@@ -152,7 +154,13 @@ class _Trainer(Trainer):
             {"params": [p for p in parameters if id(p) in linear], "weight_decay": self.run.weight_decay},
             {"params": [p for p in parameters if id(p) not in linear], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.peak, betas=(0.9, 0.95), fused=True)
+        optimizer: torch.optim.Optimizer
+        if self.run.optimizer == "m3":
+            optimizer = M3(split_by_period(network, m3_groups(network, self.run.weight_decay)), lr=self.peak)
+        else:
+            optimizer = torch.optim.AdamW(split_by_period(network, groups), lr=self.peak, betas=(0.9, 0.95), fused=True)
+        if any(group["period"] > 1 for group in optimizer.param_groups):
+            optimizer = MultiPeriod(optimizer)
         self.optimizer = optimizer
         return optimizer
 

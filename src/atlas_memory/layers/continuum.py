@@ -1,0 +1,82 @@
+"""The continuum memory system: a chain of MLPs that learn at different rates (Nested Learning, arXiv 2512.24695).
+
+    y = MLP_K(... MLP_2(MLP_1(x)))                                                                         (Eq. 70)
+    theta_l <- theta_l - step(sum of the last C_l gradients)  at every C_l-th time, else unchanged         (Eq. 71)
+
+The module here is the chain and the numbers C_l; changing its weights is the optimiser's business, and
+``atlas_memory.training.MultiPeriod`` puts Eq. 71 around any optimiser. **Our unit of time is the optimiser's step**;
+the paper's is the token. An outer optimiser moves once a batch, so C_l = 16 here means every 16th batch, and a trained
+model that only reads does not change its MLPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from .blocks import SwiGLU
+
+
+class ContinuumLevel(nn.Module):
+    """One MLP of the chain: ``x + SwiGLU(RMSNorm(x))``, ``[..., dim]`` to ``[..., dim]``.
+
+    It has the parts of a block's MLP, which can therefore become a level (the paper's ad-hoc stacking, Sec. 7.3):
+    ``level.mlp.load_state_dict(block.mlp.state_dict())``, and the norm likewise.
+    """
+
+    def __init__(self, dim: int, hidden: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim, eps)
+        self.mlp = SwiGLU(dim, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class ContinuumMLP(nn.Module):
+    """A chain of residual MLPs, from the fastest to the slowest (Nested Learning, Eq. 70).
+
+    Residuals and norms are inside: it stands where a block has ``x + mlp(norm(x))``, not where it has ``mlp``. The form
+    of the MLPs (SwiGLU with RMSNorm before it) and the default periods are our choices.
+
+    >>> mlp = ContinuumMLP(dim=64, hidden=128, periods=(1, 4, 16))
+    >>> y = mlp(torch.randn(2, 100, 64))
+
+    Args:
+        dim: width of x.
+        hidden: channels of each level; K levels have K times the parameters of one MLP as wide.
+        periods: C_l, optimiser steps between two changes of each level, never decreasing; its length is the number of
+            levels. Nothing here acts on them: see ``MultiPeriod``.
+        eps: of the norms.
+
+    Raises:
+        ValueError: a size or a period that is no whole number >= 1, no period, or a level slower than the one after it.
+    """
+
+    def __init__(self, dim: int, hidden: int, periods: Sequence[int] = (1, 4, 16), eps: float = 1e-6) -> None:
+        super().__init__()
+        for name, value in (("dim", dim), ("hidden", hidden), *(("every entry of periods", p) for p in periods)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self.periods = tuple(periods)
+        if not self.periods:
+            raise ValueError("periods is empty: give one number of steps for each level, such as (1, 4, 16)")
+        if list(self.periods) != sorted(self.periods):
+            raise ValueError(f"periods={self.periods} must go from the fastest level to the slowest: sort them")
+        self.levels = nn.ModuleList(ContinuumLevel(dim, hidden, eps) for _ in self.periods)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., dim]`` to ``[..., dim]``, in x's dtype."""
+        for level in self.levels:
+            x = level(x)
+        return x
+
+    def parameter_periods(self) -> Iterator[tuple[nn.Parameter, int]]:
+        """Every parameter of the chain with the period of its level."""
+        for level, period in zip(self.levels, self.periods, strict=True):
+            for parameter in level.parameters():
+                yield parameter, period
+
+    def extra_repr(self) -> str:
+        return f"periods={self.periods}"
