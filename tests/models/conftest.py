@@ -27,7 +27,7 @@ def make() -> Callable[..., AtlasForCausalLM]:
             "intermediate_size": 24,
             "rule": rule,
             "block": block,
-            "window": 3,
+            "window": min(3, RULES[rule].window.size),
             "chunk_size": 4,
             "attention_window": 5 if block == "mag" else None,
             "initializer_range": 0.3,
@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest, make: Callable[..., AtlasForCausalLM])
     return make(request.param)
 
 
-@pytest.fixture(params=[(block, rule) for block in ("lmm", "mag") for rule in RULES], ids="-".join)
+@pytest.fixture(params=[("lmm", rule) for rule in RULES] + [("mag", "atlas"), ("mag", "titans")], ids="-".join)
 def every_model(request: pytest.FixtureRequest, make: Callable[..., AtlasForCausalLM]) -> AtlasForCausalLM:
-    """Every block with every rule, for what must hold of all."""
+    """Every rule, and every block, for what must hold of all."""
     return make(*request.param)

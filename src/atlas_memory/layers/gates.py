@@ -45,7 +45,7 @@ class GateProjection(nn.Module):
         if rank is not None and (rank < 1 or self.is_muon):
             raise ValueError(f"gate_rank must be >= 1, and None for Muon, which steps whole matrices; got {rank}")
         self.window = rule.window.size
-        self.max_eta = min(1.0, rule.optimiser.every / rule.window.chunk) if self.is_muon else 1.0
+        self.max_eta = min(1.0, rule.every / rule.window.chunk) if self.is_muon else 1.0
         channels = ["eta"] + ["alpha"] * rule.retention.gated
         others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta
         others += ["gamma"] * (self.window if self.window > 1 else 0)
@@ -74,7 +74,8 @@ class GateProjection(nn.Module):
             groups.append(torch.full((self.heads,), _logit(0.95)))
             groups += [torch.full((self.heads,), _logit(0.05))] * (self.window - 1)
         with torch.no_grad():
-            self.bias.copy_(torch.cat([*groups, self.bias.new_zeros(0).cpu()]).to(self.bias.device))
+            if groups:
+                self.bias.copy_(torch.cat(groups))
             if self.down is not None and self.up is not None and self.up_bias is not None:
                 nn.init.normal_(self.down, std=self.dim**-0.5)
                 nn.init.normal_(self.up, std=0.1 * self.up.shape[1] ** -0.5)

@@ -195,7 +195,7 @@ def _schedule(rule: Rule, params: Params, frozen: Weights, trace: Trace, chunk: 
     if rule.optimiser.has_momentum:
         mixed = decay_matrix(theta) @ mixed  # P
     carried = theta.cumprod(-1)
-    at, valid = step_tokens(first, rule.optimiser.every, rule.window.chunk)
+    at, valid = step_tokens(first, rule.every, rule.window.chunk)
     steps = decay_matrix(alpha) * torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, :]
     steps = rows_at(steps.mT, at)
     if valid is not None:

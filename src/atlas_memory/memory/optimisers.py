@@ -101,7 +101,7 @@ class Muon:
     """S_t = theta_t S_{t-1} + g_t;  W_t = alpha_t W_{t-1} - eta_t NS_steps(S_t), a matrix at a time.
 
     ``every = r`` applies the step only at tokens r - 1, 2r - 1, ... of the sequence; alpha and theta act at all.
-    ``every = 1`` is the paper's Eq. 40, ``every = chunk`` is what LaCT does.
+    ``every = 1`` is the paper's Eq. 40; None is once a chunk, at its end, what LaCT does.
 
     ``precise`` works float32 inputs in float64 within a call. Newton-Schulz multiplies small directions of S by up to
     3.4445^5 = 485, rounding errors among them, so in float32 two exact forms differ by 1e-5 to 1e-3 of their output:
@@ -109,7 +109,7 @@ class Muon:
     """
 
     steps: int = 5
-    every: int = 1
+    every: int | None = 1
     precise: bool = True
 
     has_momentum = True
@@ -118,7 +118,7 @@ class Muon:
     def __post_init__(self) -> None:
         for name in ("steps", "every"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not (value is None and name == "every") and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"Muon {name} must be an integer >= 1, got {value!r}")
 
     def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:

@@ -122,8 +122,8 @@ def _loop(
             s = zip(momentum, g, strict=True)
             g = tuple(_rows(rates.theta, m) * m + _rows(rates.write, d) * d for m, d in s)
             momentum = _choose(real, g, momentum)
-        takes_step = ((seen + 1) % optimiser.every == 0)[:, None]
-        if isinstance(optimiser, Muon) and (optimiser.every == 1 or bool(takes_step.any())):
+        takes_step = ((seen + 1) % rule.every == 0)[:, None]
+        if isinstance(optimiser, Muon) and (rule.every == 1 or bool(takes_step.any())):
             g = tuple(newton_schulz(s, optimiser.steps) for s in g)
         if isinstance(optimiser, DeltaGradientDescent):
             now = tuple(_rows(alpha, w) * w for w in weights) if optimiser.after_decay else weights

@@ -100,6 +100,11 @@ class Rule:
             changed[name] = replace(part, **options)
         return replace(self, **changed)
 
+    @property
+    def every(self) -> int:
+        """A step of the memory is taken after every so many tokens."""
+        return self.optimiser.every or self.window.chunk
+
     def shapes(self, dim: int) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of the memory's matrices for heads of ``dim``."""
         return self.network.shapes(self.features.size(dim), dim)
@@ -206,7 +211,7 @@ RULES: dict[str, Rule] = {
         network=GatedMLP(expansion=1, activation="silu", residual=False),
         bias=DotProduct(),
         retention=RowNorm(),
-        optimiser=Muon(every=64),
+        optimiser=Muon(every=None),
         window=Window(size=1, chunk=64),
     ),
 }

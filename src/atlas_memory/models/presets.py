@@ -24,7 +24,7 @@ class Preset:
 LAPTOP = {
     "network": {"expansion": 1},
     "retention": {"to_start": True},
-    "optimiser": {"every": 16, "precise": False},
+    "optimiser": {"every": None, "precise": False},
 }
 
 
