@@ -115,6 +115,31 @@ class NeuralMemory(nn.Module):
         y, state = self._read(packed, state, length)
         return unpack(y, order, mask), state
 
+    def retrieve(self, x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        """What a memory at fixed weights answers to x: M*(q), read without writing (Titans, Eqs. 15 and 21).
+
+        The way of ``forward`` from x to y with the recurrence left out, and the convolution: queries of another stream
+        than the one that is written would need a second convolution state.
+
+        Args:
+            x: ``[batch, time, dim]``.
+            weights: the memory's matrices, each ``[batch, heads, rows, columns]``, as ``state.memory.weights``.
+
+        Returns:
+            y ``[batch, time, dim]`` in x's dtype, each token's from that token alone.
+        """
+        q = F.silu(F.linear(x, self.qkv.weight[: x.shape[-1]]))
+        q = l2_normalise(q.to(weights[0].dtype).unflatten(-1, (self.heads, -1)).transpose(1, 2))
+        rule = self.rule
+        sqrt_a = None if self.memory.sqrt_a is None else self.memory.sqrt_a.to(q)
+
+        def apply(i: int, u: Tensor) -> Tensor:
+            return (rule.features.expand(u, sqrt_a) if rule.network.lifted[i] else u) @ weights[i].mT
+
+        with torch.autocast(x.device.type, enabled=False):
+            y = rule.network.forward(apply, q)
+        return self._project(y, x)
+
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
         qkv, past = self.convolution(self.qkv(x), state.past if state else None, length)
         kept = torch.promote_types(x.dtype, torch.float32)
@@ -123,5 +148,9 @@ class NeuralMemory(nn.Module):
         if not self.writes:
             gates = replace(gates, eta=torch.zeros_like(gates.eta), alpha=None, theta=None)
         y, memory = self.memory(l2_normalise(q), l2_normalise(k), v, gates, state.memory if state else None)
+        return self._project(y, x), LayerState(memory, past)
+
+    def _project(self, y: Tensor, x: Tensor) -> Tensor:
+        """What the heads read, ``[batch, heads, time, dim]``, normed, gated by x and projected."""
         y = self.norm(y.to(x.dtype)).transpose(1, 2).flatten(2)
-        return self.out(y * F.silu(self.gate(x))), LayerState(memory, past)
+        return self.out(y * F.silu(self.gate(x)))

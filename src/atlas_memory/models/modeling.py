@@ -18,14 +18,16 @@ class AtlasBlock(GradientCheckpointingLayer, MemoryBlock):
     """A `MemoryBlock` made from a configuration, whose activations transformers can recompute."""
 
     def __init__(self, config: AtlasConfig) -> None:
-        mixer = BLOCKS[config.block](
-            config.hidden_size,
-            config.num_attention_heads,
-            attention_window=config.attention_window,
-            eps=config.rms_norm_eps,
-            rule=config.memory_rule(),
-            conv_size=config.conv_size,
-        )
+        kind = BLOCKS[config.block]
+        options: dict[str, Any] = {"attention_window": config.attention_window} if kind.window else {}
+        if kind.memory:
+            options |= {
+                "persistent_tokens": config.persistent_tokens,
+                "eps": config.rms_norm_eps,
+                "rule": config.memory_rule(),
+                "conv_size": config.conv_size,
+            }
+        mixer = kind.make(config.hidden_size, config.num_attention_heads, **options)
         super().__init__(config.hidden_size, mixer, cast(int, config.intermediate_size), config.rms_norm_eps)
 
 
