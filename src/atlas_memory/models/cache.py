@@ -88,7 +88,7 @@ def check_cache(cache: Any, num_hidden_layers: int) -> list[AtlasCacheLayer]:
     layers = getattr(cache, "layers", None)
     if not layers or not all(isinstance(layer, AtlasCacheLayer) for layer in layers):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__} of another kind, but an Atlas model keeps "
+            f"past_key_values is a {type(cache).__name__}, but an Atlas model keeps "
             "states of its own; pass the past_key_values that it returned, or AtlasCache(config.num_hidden_layers)"
         )
     if len(layers) != num_hidden_layers:
