@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from atlas_memory.layers.attention import SlidingWindowAttention
+from atlas_memory.layers.attention import FullAttention, SlidingWindowAttention
 from atlas_memory.layers.padding import pack, unpack
 
 from . import dense
@@ -45,6 +46,29 @@ def test_padding_anywhere_and_in_any_call_changes_nothing(window: int) -> None:
     second, state = layer(noisy[:, 7:], state, mask[:, 7:])
     torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-9, atol=1e-9)
     assert torch.equal(state.seen, mask.sum(1))
+
+
+@pytest.mark.parametrize("time", [0, 1, 9])
+def test_full_attention_equals_dense(time: int) -> None:
+    torch.manual_seed(0)
+    layer = FullAttention(12, 3).double()
+    x = torch.randn(2, time, 12, dtype=torch.float64)
+    y, state = layer(x)
+    for row in range(2):
+        torch.testing.assert_close(y[row], dense.causal(layer, x[row], time + 1), rtol=1e-10, atol=1e-10)
+    assert state.keys.shape == (2, 3, time, 4) and state.seen.tolist() == [time, time]
+
+
+def test_full_attention_without_a_past_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form that fast kernels take, also over a padded batch; from a past on, a mask."""
+    calls: list[dict] = []
+    original = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: (calls.append(k), original(*a, **k))[1])
+    layer = FullAttention(12, 3)
+    x = torch.randn(2, 5, 12)
+    _, state = layer(x, None, torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1]]))
+    layer(x, state)
+    assert calls[0] == {"is_causal": True} and set(calls[1]) == {"attn_mask"}
 
 
 def test_causality_and_rows_are_bitwise() -> None:
