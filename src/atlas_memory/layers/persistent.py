@@ -28,11 +28,11 @@ class PersistentTokens(nn.Module):
 class WithPersistentTokens(nn.Module):
     """A mixer over `[p_1 .. p_N || x]` whose outputs for p are dropped.
 
-    Every row begins with the same p, so a fresh state is that of one row which has read p, for all rows: rows that are
-    still empty, or padded on the left, need no further care, and p is written once.
+    A fresh state reads p first, in every row: rows that are still empty, or padded on the left, need no further care,
+    and p is written once.
 
     Args:
-        mixer: A mixer, as `blocks` describes them, whose state's tensors have the batch as first dimension.
+        mixer: A mixer, as `blocks` describes them.
         tokens: p.
     """
 
@@ -44,6 +44,5 @@ class WithPersistentTokens(nn.Module):
     def forward(self, x: Tensor, state: Any = None, mask: Tensor | None = None) -> tuple[Tensor, Any]:
         """x `[batch, time, dim]`, mask `[batch, time]`; returns y `[batch, time, dim]` and the mixer's state."""
         if state is None:
-            _, state = self.mixer(self.tokens.weight[None].to(x.dtype))
-            state = state.map(lambda t: t.expand(x.shape[0], *t.shape[1:]))
+            _, state = self.mixer(self.tokens.weight.to(x.dtype).expand(x.shape[0], -1, -1))
         return self.mixer(x, state, mask)
