@@ -1,34 +1,13 @@
-"""Sliding-window attention against a dense loop over rows, heads and tokens."""
-
-import math
+"""Sliding-window and full attention against a dense loop over rows, heads and tokens."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from atlas_memory.layers.attention import SlidingWindowAttention
+from atlas_memory.layers.attention import FullAttention, SlidingWindowAttention
 from atlas_memory.layers.padding import pack, unpack
 
-
-def dense(layer: SlidingWindowAttention, x: torch.Tensor) -> torch.Tensor:
-    """The definition, for one row without padding: absolute rotary positions, one softmax a token."""
-    time, dim = x.shape
-    q, k, v = layer.qkv(x).reshape(time, 3, layer.heads, layer.head_dim).unbind(1)
-    half = layer.head_dim // 2
-    turn = 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
-
-    def rotate(z: torch.Tensor) -> torch.Tensor:
-        number = torch.complex(z[..., :half], z[..., half:])
-        angle = torch.arange(time, dtype=x.dtype)[:, None, None] * turn
-        number = number * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat([number.real, number.imag], dim=-1)
-
-    q, k = rotate(q), rotate(k)
-    rows = []
-    for t in range(time):
-        seen = slice(max(0, t - layer.window + 1), t + 1)
-        score = torch.einsum("hd,shd->hs", q[t], k[seen]) / math.sqrt(layer.head_dim)
-        rows.append(torch.einsum("hs,shd->hd", score.softmax(-1), v[seen]).reshape(dim))
-    return layer.out(torch.stack(rows)) if rows else x
+from . import dense
 
 
 def build(window: int, dtype: torch.dtype = torch.float64) -> SlidingWindowAttention:
@@ -44,28 +23,9 @@ def test_equals_dense(window: int, time: int) -> None:
     y, state = layer(x)
     assert y.shape == x.shape
     for row in range(2):
-        torch.testing.assert_close(y[row], dense(layer, x[row]), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(y[row], dense.causal(layer, x[row], window), rtol=1e-10, atol=1e-10)
     assert state.seen.tolist() == [time, time]
     assert state.keys.shape == (2, 3, window - 1, 4)
-
-
-@pytest.mark.parametrize("window", [1, 4, 30])
-def test_every_split_equals_the_whole(window: int) -> None:
-    layer = build(window)
-    x = torch.randn(2, 14, 12, dtype=torch.float64)
-    whole, end = layer(x)
-    for cut in range(15):
-        first, state = layer(x[:, :cut])
-        second, state = layer(x[:, cut:], state)
-        torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(state.keys, end.keys, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(state.values, end.values, rtol=1e-10, atol=1e-10)
-        assert torch.equal(state.seen, end.seen)
-    state, steps = None, []
-    for t in range(14):
-        y, state = layer(x[:, t : t + 1], state)
-        steps.append(y)
-    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("window", [1, 3, 30])
@@ -79,11 +39,36 @@ def test_padding_anywhere_and_in_any_call_changes_nothing(window: int) -> None:
     whole, _ = layer(noisy, None, mask.long())
     assert (whole[~mask] == 0).all()
     for row in range(5):
-        torch.testing.assert_close(whole[row][mask[row]], dense(layer, x[row][mask[row]]), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            whole[row][mask[row]], dense.causal(layer, x[row][mask[row]], window), rtol=1e-9, atol=1e-9
+        )
     first, state = layer(noisy[:, :7], None, mask[:, :7])
     second, state = layer(noisy[:, 7:], state, mask[:, 7:])
     torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-9, atol=1e-9)
     assert torch.equal(state.seen, mask.sum(1))
+
+
+@pytest.mark.parametrize("time", [0, 1, 9])
+def test_full_attention_equals_dense(time: int) -> None:
+    torch.manual_seed(0)
+    layer = FullAttention(12, 3).double()
+    x = torch.randn(2, time, 12, dtype=torch.float64)
+    y, state = layer(x)
+    for row in range(2):
+        torch.testing.assert_close(y[row], dense.causal(layer, x[row], time + 1), rtol=1e-10, atol=1e-10)
+    assert state.keys.shape == (2, 3, time, 4) and state.seen.tolist() == [time, time]
+
+
+def test_full_attention_without_a_past_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form that fast kernels take, also over a padded batch; from a past on, a mask."""
+    calls: list[dict] = []
+    original = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: (calls.append(k), original(*a, **k))[1])
+    layer = FullAttention(12, 3)
+    x = torch.randn(2, 5, 12)
+    _, state = layer(x, None, torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1]]))
+    layer(x, state)
+    assert calls[0] == {"is_causal": True} and set(calls[1]) == {"attn_mask"}
 
 
 def test_causality_and_rows_are_bitwise() -> None:
@@ -108,7 +93,7 @@ def test_gradients_equal_dense() -> None:
     weight = torch.randn(8, 12, dtype=torch.float64)
     inputs = [x, *layer.parameters()]
     ours = torch.autograd.grad((layer(x)[0][0] * weight).sum(), inputs)
-    theirs = torch.autograd.grad((dense(layer, x[0]) * weight).sum(), inputs)
+    theirs = torch.autograd.grad((dense.causal(layer, x[0], 3) * weight).sum(), inputs)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
@@ -123,13 +108,6 @@ def test_bfloat16_is_kept_and_positions_stay_exact_far_out() -> None:
     _, state = layer(torch.zeros(1, 3, 12))
     far = type(state)(state.keys, state.values, state.seen + 10**9)
     assert torch.equal(layer(x, far)[0], near)
-
-
-def test_state_size_is_constant() -> None:
-    layer = build(6, torch.float32)
-    _, small = layer(torch.randn(1, 2, 12))
-    _, large = layer(torch.randn(1, 500, 12))
-    assert small.keys.shape == large.keys.shape == (1, 3, 5, 4)
 
 
 def test_pack_and_unpack_are_inverse() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from atlas_memory.layers.blocks import MemoryBlock
-from atlas_memory.layers.continuum import ContinuumMLP
+from atlas_memory.layers.mlp import ContinuumMLP
 
 
 def by_hand(mlp: ContinuumMLP, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 
@@ -25,28 +26,45 @@ def make() -> Callable[..., AtlasForCausalLM]:
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
             "intermediate_size": 24,
-            "rule": rule,
             "block": block,
-            "window": min(3, RULES[rule].window.size),
-            "chunk_size": 4,
-            "attention_window": 5 if block == "mag" else None,
+            "attention_window": 5 if BLOCKS[block].window else None,
             "initializer_range": 0.3,
             "bos_token_id": 29,
             "eos_token_id": 29,
             "pad_token_id": 30,
         }
+        if BLOCKS[block].memory:
+            sizes |= {"rule": rule, "window": min(3, RULES[rule].window.size), "chunk_size": 4}
         config = AtlasConfig(**(sizes | changes))
         return AtlasForCausalLM(config).eval()
 
     return build
 
 
-@pytest.fixture(params=["lmm", "mag"])
+# Every block, those with a memory also behind persistent tokens; the first two as fits "atlas".
+MODELS: dict[str, dict[str, Any]] = {
+    "lmm": {"block": "lmm"},
+    "mag": {"block": "mag"},
+    "lmm-persistent": {"block": "lmm", "rule": "titans", "window": 1, "persistent_tokens": 2},
+    "mag-persistent": {"block": "mag", "rule": "omeganet", "persistent_tokens": 2},
+    "mal": {"block": "mal", "rule": "omeganet"},
+    "mal-persistent": {"block": "mal", "rule": "titans", "window": 1, "persistent_tokens": 2},
+    "mac": {"block": "mac", "rule": "omeganet"},
+    "mac-persistent": {"block": "mac", "rule": "titans", "window": 1, "persistent_tokens": 2},
+    "swa": {"block": "swa"},
+    "attention": {"block": "attention"},
+}
+
+
+@pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest, make: Callable[..., AtlasForCausalLM]) -> AtlasForCausalLM:
-    return make(request.param)
+    return make(**MODELS[request.param])
 
 
-@pytest.fixture(params=[("lmm", rule) for rule in RULES] + [("mag", "atlas"), ("mag", "titans")], ids="-".join)
+EVERY = {f"lmm-{rule}": {"block": "lmm", "rule": rule} for rule in RULES}
+
+
+@pytest.fixture(params=EVERY | MODELS)
 def every_model(request: pytest.FixtureRequest, make: Callable[..., AtlasForCausalLM]) -> AtlasForCausalLM:
-    """Every rule, and every block, for what must hold of all."""
-    return make(*request.param)
+    """Every block, and every rule, for what must hold of all."""
+    return make(**(EVERY | MODELS)[request.param])

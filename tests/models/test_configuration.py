@@ -28,6 +28,19 @@ from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
         ({"block": "mag", "attention_window": 0}, "attention_window must be a whole number"),
         ({"attention_window": 8}, "attention_window=8 has no use in block='lmm'"),
         ({"block": "mag", "hidden_size": 24, "num_attention_heads": 8}, "heads of an even width"),
+        ({"block": "attention", "attention_window": 8}, "attention_window=8 has no use in block='attention'.*'swa'"),
+        (
+            {"block": "attention", "hidden_size": 24, "num_attention_heads": 8},
+            "block='attention' needs heads of an even",
+        ),
+        ({"block": "swa", "rule": "titans"}, "rule='titans' has no use in block='swa', which has no memory"),
+        ({"block": "swa", "window": 4}, "window=4 has no use in block='swa'"),
+        ({"block": "attention", "chunk_size": 4}, "chunk_size=4 has no use"),
+        ({"block": "attention", "conv_size": 2}, "conv_size=2 has no use"),
+        ({"block": "attention", "rule_options": {}}, "rule_options={} has no use"),
+        ({"block": "swa", "persistent_tokens": 2}, "persistent_tokens=2 has no use"),
+        ({"persistent_tokens": -1}, "persistent_tokens must be at least 0, got -1"),
+        ({"persistent_tokens": 1.5}, "persistent_tokens must be a whole number, got 1.5"),
         ({"block": "mac?"}, "block='mac\\?' is unknown; choose one of lmm, mag"),
         ({"block": ["lmm"]}, "block=\\['lmm'\\] is unknown"),
         ({"use_cache": "no"}, "use_cache must be true or false, got 'no'"),
@@ -55,7 +68,8 @@ def test_defaults() -> None:
     assert AtlasConfig(hidden_size=768).intermediate_size == 2048
     assert AtlasConfig(hidden_size=128).intermediate_size == 384
     assert AtlasConfig(block="mag").attention_window == 64
-    assert AtlasConfig().attention_window is None
+    assert AtlasConfig(block="mac").attention_window == 64
+    assert AtlasConfig().attention_window is None and AtlasConfig(block="attention").attention_window is None
 
 
 def test_saved_files_stay_readable(tmp_path: Path) -> None:
@@ -106,12 +120,12 @@ def test_rule_options_are_added_to_those_of_a_preset() -> None:
     config = AtlasConfig.preset("tiny", rule_options={"optimiser": {"every": 4}})
     rule = config.memory_rule()
     assert (rule.optimiser.every, rule.optimiser.precise, rule.network.expansion) == (4, False, 1)
-    assert AtlasConfig.preset("tiny").memory_rule().optimiser.every == 16
+    assert AtlasConfig.preset("tiny").memory_rule().every == 16
     other = AtlasConfig.preset("tiny", rule="titans", rule_options={"network": {"expansion": 2}})
     assert other.rule_options == {"network": {"expansion": 2}, "retention": {"to_start": True}}
     assert other.memory_rule().window.size == 1
     assert AtlasConfig.preset("tiny", rule="deltanet").rule_options is None
-    assert AtlasConfig.preset("tiny", rule="atlas++").memory_rule().optimiser.every == 16
+    assert AtlasConfig.preset("tiny", rule="atlas++").memory_rule().every == 16
     assert AtlasConfig.preset("170m").rule_options is None
 
 
@@ -119,6 +133,10 @@ def test_preset_overrides_and_unknown_names() -> None:
     config = AtlasConfig.preset("tiny", rule="titans", block="mag")
     assert (config.hidden_size, config.rule, config.attention_window) == (128, "titans", 64)
     assert PRESETS["tiny"].config["rule"] == "atlas", "an override leaves the table alone"
+    config = AtlasConfig.preset("tiny", block="attention")
+    assert (config.hidden_size, config.rule_options, config.window, config.chunk_size) == (128, None, None, None)
+    with pytest.raises(ValueError, match="window=4 has no use in block='attention'"):
+        AtlasConfig.preset("tiny", block="attention", window=4)
     with pytest.raises(ValueError, match="preset 'huge' is unknown; choose one of nano, tiny"):
         AtlasConfig.preset("huge")
     with pytest.raises(ValueError, match="no argument with"):

@@ -141,7 +141,7 @@ def test_what_a_memory_cannot_do_is_refused(model: AtlasForCausalLM) -> None:
 
 def test_a_cache_for_keys_and_values_is_refused(model: AtlasForCausalLM) -> None:
     for cache in (DynamicCache(), DynamicCache(config=model.config)):
-        with pytest.raises(ValueError, match="an Atlas model keeps a memory"):
+        with pytest.raises(ValueError, match="an Atlas model keeps states of its own"):
             model(prompt(), past_key_values=cache)
     with pytest.raises(ValueError, match="has 5 layers but the model has 2"):
         model(prompt(), past_key_values=AtlasCache(5))

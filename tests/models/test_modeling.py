@@ -8,15 +8,16 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM, AtlasModel
 
 Make = Callable[..., AtlasForCausalLM]
-BLOCKS = ["lmm", "mag"]
 
 
 def assert_near(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Equal to 1e-5 of the largest entry: the logits here are well above 1."""
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * b.abs().max().item())
+    """Equal to 1e-5 of the largest entry, in float64 to 1e-8: the logits here are well above 1."""
+    near = 1e-8 if b.dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(a, b, rtol=0, atol=near * b.abs().max().item())
 
 
 def tokens(batch: int = 2, time: int = 11) -> torch.Tensor:
@@ -33,11 +34,13 @@ def test_save_and_load_with_the_auto_classes(model: AtlasForCausalLM, tmp_path: 
         AtlasForCausalLM.from_pretrained(tmp_path),
     ):
         assert type(loaded) is AtlasForCausalLM and not loaded.training
-        assert torch.equal(loaded(tokens()).logits, expected.logits)
+        # Loaded weights lie elsewhere in memory, where the matrix product may round in another order.
+        torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+        assert_near(loaded(tokens()).logits, expected.logits)
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     body = AutoModel.from_pretrained(tmp_path)
     assert type(body) is AtlasModel
-    assert torch.equal(body(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
+    assert_near(body(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
 
 
 def test_an_untied_head_is_saved(make: Make, tmp_path: Path) -> None:
@@ -148,16 +151,18 @@ def test_a_bfloat16_model_keeps_its_memory_in_float32(make: Make, block: str, tm
     out = model(tokens(), use_cache=True)
     assert out.logits.dtype == torch.bfloat16 and out.logits.isfinite().all()
     state = out.past_key_values.layers[0].state
-    dtypes = set()
-    (state if block == "lmm" else state.memory).map(lambda x: (dtypes.add((x.dtype, x.dim() > 3)), x)[1])
-    assert (torch.float32, True) in dtypes
-    if block == "mag":
-        assert state.attention.keys.dtype == torch.bfloat16
+    if BLOCKS[block].memory:
+        memory = (state if block == "lmm" else state.memory).memory
+        assert {w.dtype for w in (*memory.weights, *memory.momentum)} == {torch.float32}
+    if block in ("mag", "mal"):
+        state = state.attention
+    if BLOCKS[block].attention:
+        assert state.keys.dtype == torch.bfloat16
     assert model.generate(tokens(), max_new_tokens=3).shape[0] == 2
 
 
 def test_padding_on_either_side_changes_nothing(every_model: AtlasForCausalLM) -> None:
-    model = every_model
+    model = every_model.double()
     ids = tokens(1, 9)
     expected = model(ids).logits
     for left, right in ((4, 0), (0, 4), (3, 2)):
@@ -196,7 +201,7 @@ def test_causality_rows_and_modes(every_model: AtlasForCausalLM) -> None:
 
 
 def test_any_split_into_calls_equals_the_whole(every_model: AtlasForCausalLM) -> None:
-    model = every_model
+    model = every_model.double()
     ids = tokens(2, 13)
     whole = model(ids).logits
     for cuts in ([4, 5], [3, 8, 8], list(range(1, 13))):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from atlas_memory import AtlasForCausalLM
-from atlas_memory.layers.continuum import ContinuumMLP
+from atlas_memory.layers.mlp import ContinuumMLP
 from atlas_memory.training import M3, MultiPeriod, split_by_period, trainer
 from atlas_memory.training.runs import read_log
 from tests.training.small import settings

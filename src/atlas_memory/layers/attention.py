@@ -1,4 +1,4 @@
-"""Causal softmax attention over a sliding window: the short-term memory of Titans, Sec. 4.2."""
+"""Causal softmax attention: over a sliding window, the short-term memory of Titans, Sec. 4.2, and over everything."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,15 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..memory.windows import take
 from .padding import pack, unpack
+from .rotary import check_heads, rotary, rotate
 
 
 @dataclass(frozen=True)
 class AttentionState:
-    """What attention keeps of the past; its size does not depend on how much was read.
+    """What attention keeps of the past.
 
     Attributes:
-        keys, values: `[batch, heads, window - 1, head_dim]`, the last tokens at the right, keys unrotated.
+        keys, values: `[batch, heads, slots, head_dim]`, the last tokens at the right. A sliding window has
+            `window - 1` slots however much was read, its keys unrotated; full attention has one for every column
+            that it read, padding included, its keys rotated.
         seen: `[batch]` int64, real tokens read by each row. Slots further back than that are empty.
     """
 
@@ -28,7 +32,84 @@ class AttentionState:
         return AttentionState(fn(self.keys), fn(self.values), fn(self.seen))
 
 
-class SlidingWindowAttention(nn.Module):
+class _Attention(nn.Module):
+    """What both attentions share: projections, padding and the check of a state."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        check_heads(dim, heads)
+        self.heads, self.head_dim = heads, dim // heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def _split(self, qkv: Tensor, parts: int = 3) -> Tensor:
+        """`[batch, time, parts * dim]` to `[parts, batch, heads, time, head_dim]`."""
+        return qkv.unflatten(-1, (parts, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+
+    def _start(self, x: Tensor, slots: int, state: AttentionState | None) -> AttentionState:
+        """`state`, or an empty one of so many slots.
+
+        Raises:
+            ValueError: The state is of another batch size.
+        """
+        batch = x.shape[0]
+        if state is None:
+            empty = x.new_zeros(batch, self.heads, slots, self.head_dim)
+            return AttentionState(empty, empty, torch.zeros(batch, dtype=torch.int64, device=x.device))
+        if state.seen.shape[0] != batch:
+            raise ValueError(f"x has batch size {batch} but the state has {state.seen.shape[0]}; give the same rows")
+        return state
+
+
+class FullAttention(_Attention):
+    """Each token attends to itself and everything before it, with rotary positions: the attention of Transformer++.
+
+    Its state grows with the sequence.
+
+    Args:
+        dim: Width of the tokens.
+        heads: Number of heads; `dim / heads` must be a whole even number.
+
+    Raises:
+        ValueError: A bad argument.
+    """
+
+    def forward(
+        self, x: Tensor, state: AttentionState | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, AttentionState]:
+        """Attend; continue from `state` if there is one. Arguments and results as for `SlidingWindowAttention`."""
+        batch, time, dim = x.shape
+        state = self._start(x, 0, state)
+        lengths: Tensor | int = time
+        if mask is not None:
+            x, lengths, order = pack(x, mask)
+        q, k, v = self._split(self.qkv(x))
+        steps = torch.arange(time, device=x.device)
+        cos, sin = rotary((state.seen[:, None] + steps)[:, None], self.head_dim, q)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        past = state.keys.shape[2]
+        if past:
+            k = torch.cat([state.keys.to(k.dtype), k], dim=2)
+            v = torch.cat([state.values.to(v.dtype), v], dim=2)
+        if not time:
+            y = q
+        elif not past:
+            # Real tokens are in front, so that causality alone keeps them from padding: no mask, the fastest kernel.
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            slot = torch.arange(past + time, device=x.device)
+            allowed = (slot <= past + steps[:, None]) & (slot >= (past - state.seen)[:, None, None])
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None])
+        y = self.out(y.transpose(1, 2).reshape(batch, time, dim))
+        if mask is not None:
+            y = unpack(y, order, mask)
+            # Real tokens to the right end: what comes in at the left is empty.
+            source = torch.arange(past + time, device=x.device) - (time - lengths)[:, None]  # type: ignore[index]
+            k, v = (take(slots, source.clamp(min=0)) for slots in (k, v))
+        return y, AttentionState(k, v, state.seen + lengths)
+
+
+class SlidingWindowAttention(_Attention):
     """Each token attends to itself and the `window - 1` tokens before it, with rotary positions.
 
     Queries are taken in blocks of `window`, each against its own block and the one before, so the cost is
@@ -45,20 +126,17 @@ class SlidingWindowAttention(nn.Module):
     """
 
     def __init__(self, dim: int, heads: int, window: int) -> None:
-        super().__init__()
-        if heads < 1 or dim < 1 or dim % (2 * heads):
-            raise ValueError(
-                f"dim={dim} with heads={heads}: rotary attention needs heads of an even width; "
-                f"choose dim as a multiple of {2 * max(heads, 1)}"
-            )
+        super().__init__(dim, heads)
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
-        self.heads, self.head_dim, self.window = heads, dim // heads, window
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.out = nn.Linear(dim, dim, bias=False)
+        self.window = window
 
     def forward(
-        self, x: Tensor, state: AttentionState | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: AttentionState | None = None,
+        mask: Tensor | None = None,
+        prefix: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
         """Attend; continue from `state` if there is one.
 
@@ -66,6 +144,8 @@ class SlidingWindowAttention(nn.Module):
             x: `[batch, time, dim]`, time may be 0.
             state: What the last call returned, or None at the start.
             mask: `[batch, time]`, nonzero for real tokens; padding may be anywhere and its outputs are zero.
+            prefix: `[tokens, dim]`, tokens that every token sees beside its window (Titans, Fig. 3b). They have no
+                position: a distance that grows with the stream would leave what was met in training.
 
         Returns:
             y `[batch, time, dim]` in x's dtype, and the new state.
@@ -74,29 +154,26 @@ class SlidingWindowAttention(nn.Module):
             ValueError: The state is of another batch size, or the mask does not fit x.
         """
         batch, time, dim = x.shape
-        if state is None:
-            empty = x.new_zeros(batch, self.heads, self.window - 1, self.head_dim)
-            state = AttentionState(empty, empty, torch.zeros(batch, dtype=torch.int64, device=x.device))
-        if state.seen.shape[0] != batch:
-            raise ValueError(f"x has batch size {batch} but the state has {state.seen.shape[0]}; give the same rows")
+        state = self._start(x, self.window - 1, state)
         if mask is None:
             lengths = torch.full((batch,), time, device=x.device)
         else:
             x, lengths, order = pack(x, mask)
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        q, k, v = self._split(self.qkv(x))
         keys = torch.cat([state.keys.to(k.dtype), k], dim=2)
         values = torch.cat([state.values.to(v.dtype), v], dim=2)
-        y = self._attend(q, keys, values, state.seen) if time else q
+        seen_by_all = None if prefix is None else self._split(self.qkv(prefix[None].to(x.dtype)))[1:]
+        y = self._attend(q, keys, values, state.seen, seen_by_all) if time else q
         y = self.out(y.transpose(1, 2).reshape(batch, time, dim))
         if mask is not None:
             y = unpack(y, order, mask)
         # The last window - 1 real tokens of each row: they end where the row's padding begins.
         last = lengths[:, None] + torch.arange(self.window - 1, device=x.device)
-        last = last[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
-        return y, AttentionState(keys.gather(2, last), values.gather(2, last), state.seen + lengths)
+        return y, AttentionState(take(keys, last), take(values, last), state.seen + lengths)
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        """q `[batch, heads, time, head_dim]` against keys and values of `window - 1 + time` tokens."""
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, prefix: Tensor | None) -> Tensor:
+        """q `[batch, heads, time, head_dim]` against keys and values of `window - 1 + time` tokens, and against the
+        keys and values `[2, 1, heads, tokens, head_dim]` of a prefix."""
         batch, _, time, width = q.shape
         window, block = self.window, min(self.window, time)
         blocks = -(-time // block)
@@ -115,23 +192,17 @@ class SlidingWindowAttention(nn.Module):
         real = slot + start >= first[:, None, None]
         allowed = (band & real[:, :, None, :]).flatten(0, 1)[:, None]
 
-        cos, sin = _rotary(window + block, width, q)
-        q = _rotate(q, cos[window:], sin[window:])
-        keys = _rotate(keys, cos, sin)
-        q, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, keys, values))
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed)
+        cos, sin = rotary(slot, width, q)
+        turned = rotate(q, cos[window:], sin[window:])
+        keys = rotate(keys, cos, sin)
+        if prefix is not None:
+            # Scores against the prefix are of unrotated queries. One product gives both kinds, with queries [turned,
+            # plain] against keys [key, 0] of tokens and [0, key] of the prefix.
+            prefix_keys, prefix_values = (x[:, :, None].expand(batch, -1, blocks, -1, -1) for x in prefix)
+            turned = torch.cat([turned, q], -1)
+            keys = torch.cat([F.pad(prefix_keys, (width, 0)), F.pad(keys, (0, width))], -2)
+            values = torch.cat([prefix_values, values], -2)
+            allowed = F.pad(allowed, (prefix.shape[-2], 0), value=True)
+        q, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (turned, keys, values))
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed, scale=width**-0.5)
         return y.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :time]
-
-
-def _rotary(length: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[length, width / 2]` of RoPE (RoFormer, Eq. 15), base 10000, at least float32."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    frequency = 10000.0 ** (-torch.arange(0, width, 2, device=like.device, dtype=dtype) / width)
-    angle = torch.arange(length, device=like.device, dtype=dtype)[:, None] * frequency
-    return angle.cos(), angle.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + width / 2) of x `[..., length, width]`; the dtype is kept."""
-    a, b = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)

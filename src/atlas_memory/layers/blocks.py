@@ -1,74 +1,67 @@
 """Residual blocks: a mixer over time, then a SwiGLU MLP over channels.
 
 A mixer is a module with `y, state = mixer(x, state, mask)`, x and y `[batch, time, dim]`, whose state has
-`map(fn)`. `BLOCKS` names the mixers: a new one is a class or function here and one line there.
+`map(fn)`, every tensor of it with the batch first. `BLOCKS` names the mixers: a new one is a class and one line there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import AttentionState, SlidingWindowAttention
+from .attention import FullAttention, SlidingWindowAttention
+from .context import MemoryAsContext
+from .hybrids import MemoryAsGate, MemoryAsLayer
 from .memory import NeuralMemory
+from .mlp import ContinuumMLP, SwiGLU
+from .persistent import PersistentTokens, WithPersistentTokens
 
 
-class SwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))` (Shazeer 2020, Eq. 6), `[..., dim]` to `[..., dim]`."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(dim, hidden, bias=False)
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+def memory_alone(dim: int, heads: int, *, persistent_tokens: int = 0, **memory: Any) -> nn.Module:
+    """The mixer "lmm": the neural memory and no attention (Titans' LMM)."""
+    return _after_persistent(NeuralMemory(dim, heads, **memory), persistent_tokens, dim)
 
 
-def memory_alone(dim: int, heads: int, *, attention_window: int | None, eps: float, **memory: Any) -> NeuralMemory:
-    """The mixer "lmm": the neural memory and no attention (Titans, Sec. 4.1; its LMM rows)."""
-    return NeuralMemory(dim, heads, eps=eps, **memory)
+def memory_as_layer(dim: int, heads: int, *, persistent_tokens: int = 0, **options: Any) -> nn.Module:
+    """The mixer "mal": `MemoryAsLayer`, persistent tokens in front of the sequence."""
+    return _after_persistent(MemoryAsLayer(dim, heads, **options), persistent_tokens, dim)
+
+
+def sliding_window(dim: int, heads: int, *, attention_window: int) -> nn.Module:
+    """The mixer "swa": `SlidingWindowAttention` alone."""
+    return SlidingWindowAttention(dim, heads, attention_window)
+
+
+def _after_persistent(mixer: nn.Module, count: int, dim: int) -> nn.Module:
+    return WithPersistentTokens(mixer, PersistentTokens(count, dim)) if count else mixer
 
 
 @dataclass(frozen=True)
-class GateState:
-    """State of `MemoryAsGate`: that of its two branches."""
+class Mixer:
+    """How to make a mixer, `make(dim, heads, **options)`, and which options it takes.
 
-    memory: Any
-    attention: AttentionState
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "GateState":
-        """The same state with fn applied to every tensor."""
-        return GateState(self.memory.map(fn), self.attention.map(fn))
-
-
-class MemoryAsGate(nn.Module):
-    """The mixer "mag": sliding-window attention gated by the memory beside it (Titans, Eqs. 26-28).
-
-    Both branches read x; `y = norm(attention) * silu(norm(memory))`, the norms with learnable vectors.
+    Attributes:
+        make: The mixer's class or function.
+        memory: Has a memory: takes `persistent_tokens`, `eps` and the arguments of `NeuralMemory`.
+        window: Takes `attention_window`.
+        attention: Has attention: heads need an even width.
     """
 
-    def __init__(self, dim: int, heads: int, *, attention_window: int, eps: float, **memory: Any) -> None:
-        super().__init__()
-        self.memory = NeuralMemory(dim, heads, eps=eps, **memory)
-        self.attention = SlidingWindowAttention(dim, heads, attention_window)
-        self.memory_norm = nn.RMSNorm(dim, eps)
-        self.attention_norm = nn.RMSNorm(dim, eps)
-
-    def forward(
-        self, x: Tensor, state: GateState | None = None, mask: Tensor | None = None
-    ) -> tuple[Tensor, GateState]:
-        """x `[batch, time, dim]`, mask `[batch, time]`; returns y `[batch, time, dim]` and the state."""
-        memory, memory_state = self.memory(x, state.memory if state else None, mask)
-        attention, attention_state = self.attention(x, state.attention if state else None, mask)
-        y = self.attention_norm(attention) * F.silu(self.memory_norm(memory))
-        return y, GateState(memory_state, attention_state)
+    make: Callable[..., nn.Module]
+    memory: bool = True
+    window: bool = True
+    attention: bool = True
 
 
-BLOCKS: dict[str, Callable[..., nn.Module]] = {"lmm": memory_alone, "mag": MemoryAsGate}
+BLOCKS: dict[str, Mixer] = {
+    "lmm": Mixer(memory_alone, window=False, attention=False),
+    "mag": Mixer(MemoryAsGate),
+    "mal": Mixer(memory_as_layer),
+    "mac": Mixer(MemoryAsContext),
+    "swa": Mixer(sliding_window, memory=False),
+    "attention": Mixer(FullAttention, memory=False, window=False),
+}
 
 
 class MemoryBlock(nn.Module):
@@ -79,17 +72,20 @@ class MemoryBlock(nn.Module):
         mixer: A mixer over time, as this module describes them.
         hidden: Channels of the MLP.
         eps: Of the norms.
+        periods: A chain of MLPs in place of one, see `ContinuumMLP`, each of them `hidden` wide.
     """
 
-    def __init__(self, dim: int, mixer: nn.Module, hidden: int, eps: float = 1e-6) -> None:
+    def __init__(
+        self, dim: int, mixer: nn.Module, hidden: int, eps: float = 1e-6, periods: Sequence[int] | None = None
+    ) -> None:
         super().__init__()
         self.mixer_norm = nn.RMSNorm(dim, eps)
         self.mixer = mixer
-        self.mlp_norm = nn.RMSNorm(dim, eps)
-        self.mlp = SwiGLU(dim, hidden)
+        self.mlp_norm = None if periods else nn.RMSNorm(dim, eps)
+        self.mlp = ContinuumMLP(dim, hidden, periods, eps) if periods else SwiGLU(dim, hidden)
 
     def forward(self, x: Tensor, state: Any = None, mask: Tensor | None = None) -> tuple[Tensor, Any]:
         """x `[batch, time, dim]`, mask `[batch, time]`; returns y `[batch, time, dim]` and the state."""
         mixed, state = self.mixer(self.mixer_norm(x), state, mask)
         x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), state
+        return self.mlp(x) if self.mlp_norm is None else x + self.mlp(self.mlp_norm(x)), state

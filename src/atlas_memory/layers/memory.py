@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory import MemoryState, Rule, l2_normalise
+from ..memory import Gates, MemoryState, Rule, l2_normalise
 from .convolution import ShortConvolution
 from .gates import GateProjection
 from .omega import OmegaMemory
@@ -53,6 +53,7 @@ class NeuralMemory(nn.Module):
         chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's.
         conv_size: taps of the convolution.
         eps: of the RMSNorm on what is read.
+        gate_rank: make eta and alpha channel-wise through a map of this rank (Miras section 5.4: 32 or 64).
 
     Attributes:
         writes: set to False and the memory stays as it is, M_0 from a fresh state: what remains is a model without
@@ -71,13 +72,14 @@ class NeuralMemory(nn.Module):
         chunk_size: int | None = None,
         conv_size: int = 4,
         eps: float = 1e-6,
+        gate_rank: int | None = None,
     ) -> None:
         super().__init__()
         if heads < 1 or dim < 1 or dim % heads:
             raise ValueError(f"dim must be a positive multiple of heads, got dim={dim} and heads={heads}")
         self.heads = heads
         self.memory = OmegaMemory(dim // heads, heads, rule, window, chunk_size, gates=False)
-        self.gates = GateProjection(dim, heads, self.rule)
+        self.gates = GateProjection(dim, heads, self.rule, gate_rank)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.convolution = ShortConvolution(3 * dim, conv_size)
         self.norm = nn.RMSNorm(dim // heads, eps=eps)
@@ -115,13 +117,36 @@ class NeuralMemory(nn.Module):
         y, state = self._read(packed, state, length)
         return unpack(y, order, mask), state
 
+    def retrieve(self, x: Tensor, memory: MemoryState) -> Tensor:
+        """What a memory as it is answers to x: M*(q), read without writing (Titans, Eqs. 15 and 21).
+
+        The way of ``forward`` from x to y with the recurrence left out, and the convolution: queries of another stream
+        than the one that is written would need a second convolution state.
+
+        Args:
+            x: ``[batch, time, dim]``.
+            memory: as ``state.memory`` of a ``LayerState``.
+
+        Returns:
+            y ``[batch, time, dim]`` in x's dtype, each token's from that token alone.
+        """
+        q = F.silu(F.linear(x, self.qkv.weight[: x.shape[-1]]))
+        q = q.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return self._project(self.memory.retrieve(l2_normalise(q), memory), x)
+
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
         qkv, past = self.convolution(self.qkv(x), state.past if state else None, length)
         kept = torch.promote_types(x.dtype, torch.float32)
         q, k, v = F.silu(qkv).to(kept).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        gates = replace(self.gates(x), length=length)
-        if not self.writes:
-            gates = replace(gates, eta=torch.zeros_like(gates.eta), alpha=None, theta=None)
-        y, memory = self.memory(l2_normalise(q), l2_normalise(k), v, gates, state.memory if state else None)
+        q, k, memory = l2_normalise(q), l2_normalise(k), state.memory if state else None
+        if self.writes:
+            y, memory = self.memory(q, k, v, replace(self.gates(x), length=length), memory)
+        else:
+            memory = self.memory(q[:, :, :0], k[:, :, :0], v[:, :, :0], Gates(q[:, :, :0, 0]), memory)[1]
+            y = self.memory.retrieve(q, memory)
+        return self._project(y, x), LayerState(memory, past)
+
+    def _project(self, y: Tensor, x: Tensor) -> Tensor:
+        """What the heads read, ``[batch, heads, time, dim]``, normed, gated by x and projected."""
         y = self.norm(y.to(x.dtype)).transpose(1, 2).flatten(2)
-        return self.out(y * F.silu(self.gate(x))), LayerState(memory, past)
+        return self.out(y * F.silu(self.gate(x)))

@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..memory import Gates, MemoryState, Params, Rule, chunkwise, incremental, resolve_rule
+from ..memory import (
+    Gates,
+    MemoryState,
+    Params,
+    Rule,
+    chunkwise,
+    incremental,
+    initial_state,
+    resolve_rule,
+    retrieve,
+)
 from .gates import GateProjection
 
 INCREMENTAL_TOKENS = 2  # from a state, up to so many tokens are cheaper one by one than as a chunk
@@ -50,7 +60,7 @@ class OmegaMemory(nn.Module):
                 raise ValueError(f"{name} must be >= 1, got {value}")
         self.dim, self.heads = dim, heads
         self.rule = resolve_rule(rule, window, chunk_size)
-        self.initial = nn.ParameterList(torch.empty(heads, *shape) for shape in self.rule.shapes(dim))
+        self.initial = nn.ParameterList(torch.empty(heads, *shape) for shape in self._learned_shapes())
         sqrt_a = self.rule.features.initial_sqrt_a()
         self.sqrt_a = None if sqrt_a is None else nn.Parameter(sqrt_a.to(torch.get_default_dtype()))
         norm = self.rule.network.norm
@@ -63,12 +73,19 @@ class OmegaMemory(nn.Module):
     def params(self) -> Params:
         """The outer parameters of the inner problem."""
         norm = None if self.norm_gain is None or self.norm_shift is None else (self.norm_gain, self.norm_shift)
-        return Params(tuple(self.initial), self.sqrt_a, norm)
+        learned = iter(self.initial)
+        initial = (next(learned) if s[1] else torch.zeros(self.heads, *s) for s in self.rule.shapes(self.dim))
+        return Params(tuple(initial), self.sqrt_a, norm)
+
+    def _learned_shapes(self) -> list[tuple[int, int]]:
+        """Of the matrices that have an M_0 to learn: those on phi* have none."""
+        return [shape for shape in self.rule.shapes(self.dim) if shape[1]]
 
     def reset_parameters(self) -> None:
         """A fresh random M_0, the Taylor coefficients of exp, a plain layer norm, and fresh gates."""
         with torch.no_grad():
-            for parameter, value in zip(self.initial, self.rule.initial_weights(self.heads, self.dim), strict=True):
+            values = (m for m in self.rule.initial_weights(self.heads, self.dim) if m.numel())
+            for parameter, value in zip(self.initial, values, strict=True):
                 parameter.copy_(value)
             sqrt_a = self.rule.features.initial_sqrt_a()
             if self.sqrt_a is not None and sqrt_a is not None:
@@ -104,3 +121,13 @@ class OmegaMemory(nn.Module):
         few = state is not None and k.shape[-2] <= INCREMENTAL_TOKENS
         form = incremental if few else chunkwise
         return form(self.rule, self.params, q, k, v, gates, state)
+
+    def retrieve(self, q: Tensor, state: MemoryState | None = None) -> Tensor:
+        """What the memory answers to q ``[batch, heads, time, dim]`` as it is now, without writing; shaped as q.
+
+        A fresh memory where ``state`` is None.
+        """
+        if state is None:
+            kept = q.to(torch.promote_types(q.dtype, torch.float32))
+            state = initial_state(self.rule, self.params.initial, kept)
+        return retrieve(self.rule, self.params, q, state)

@@ -22,7 +22,7 @@ from .gates import Gates
 from .networks import MLP, GatedMLP, Linear, Network
 from .newton_schulz import gram_polynomial, newton_schulz
 from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
-from .recurrent import incremental, recurrent
+from .recurrent import incremental, recurrent, retrieve
 from .retention import Decay, ElasticNet, FDivergence, Keep, LqNorm, Retention, RowNorm, Sigmoid, Softmax
 from .rules import KINDS, RULES, Params, Rule, resolve_rule
 from .state import MemoryState, initial_state
@@ -73,4 +73,5 @@ __all__ = [
     "newton_schulz",
     "recurrent",
     "resolve_rule",
+    "retrieve",
 ]

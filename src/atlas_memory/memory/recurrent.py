@@ -79,6 +79,15 @@ def incremental(
     return compute(_by_closed_form, rule, params, q, k, v, gates, state)
 
 
+def retrieve(rule: Rule, params: Params, q: Tensor, state: MemoryState) -> Tensor:
+    """M(phi(q)) at the memory as it is now, without writing; q and the result ``[batch, heads, time, dim]``."""
+    work = torch.promote_types(q.dtype, torch.float32)
+    params = params.map(lambda t: t.to(work))
+    with torch.autocast(q.device.type, enabled=False):
+        apply = _applier(rule, params, tuple(w.to(work) for w in state.weights), state.keys.to(work))
+        return rule.network.forward(apply, q.to(work), params.norm).to(q.dtype)
+
+
 def _loop(
     gradient: Gradient,
     rule: Rule,

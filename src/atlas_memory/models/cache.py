@@ -7,7 +7,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class AtlasCacheLayer(CacheLayerMixin):
-    """The state of one block: memory and window of attention, not keys and values of every token.
+    """The state of one block: memory and window of attention; keys and values of every token in full attention only.
 
     Attributes:
         state: What the block returned, or None before the first token. Detached: no gradient flows through.
@@ -88,8 +88,8 @@ def check_cache(cache: Any, num_hidden_layers: int) -> list[AtlasCacheLayer]:
     layers = getattr(cache, "layers", None)
     if not layers or not all(isinstance(layer, AtlasCacheLayer) for layer in layers):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__} for keys and values, but an Atlas model keeps "
-            "a memory; pass the past_key_values that it returned, or AtlasCache(config.num_hidden_layers)"
+            f"past_key_values is a {type(cache).__name__}, but an Atlas model keeps "
+            "states of its own; pass the past_key_values that it returned, or AtlasCache(config.num_hidden_layers)"
         )
     if len(layers) != num_hidden_layers:
         raise ValueError(

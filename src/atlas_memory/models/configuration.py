@@ -25,6 +25,9 @@ _HANDLED_BY_TRANSFORMERS = {
     "use_return_dict",
 }
 
+# Options of a memory: no use in a block without one.
+_OF_MEMORY = ("rule", "rule_options", "window", "chunk_size", "conv_size", "gate_rank", "persistent_tokens")
+
 
 class AtlasConfig(PreTrainedConfig):
     """Sizes and choices of an `AtlasModel`.
@@ -33,15 +36,23 @@ class AtlasConfig(PreTrainedConfig):
         vocab_size: Number of tokens of the vocabulary.
         hidden_size: Width of the model; a multiple of `num_attention_heads`.
         num_hidden_layers: Number of blocks.
-        num_attention_heads: Heads of every memory, and of the attention in "mag" blocks.
+        num_attention_heads: Heads of every memory and attention.
         intermediate_size: Channels of the MLPs; None takes 8/3 of `hidden_size`, rounded up to 64s.
         rule: Name of the memory's learning rule, a key of `RULES`.
         rule_options: Changes to that rule, as `Rule.vary` takes them: `{"optimiser": {"every": 16}}`.
-        block: What mixes over time: "lmm", the memory alone, or "mag", sliding-window attention gated by it.
+        block: What mixes over time: "lmm", the memory alone; "mag", sliding-window attention gated by it; "mal", the
+            memory and then sliding-window attention; "mac", attention within segments that reads from the memory and
+            is written to it; and without memory, "swa", sliding-window attention, and "attention", full attention.
+            A block without memory takes no option of one: `rule` to `persistent_tokens`, and `conv_size`.
         window: Tokens that a write of the memory optimises over (c of the Omega rule); None keeps the rule's.
         chunk_size: Tokens whose gradients are taken at one state of the memory (b); None keeps the rule's.
-        attention_window: Tokens that the attention of "mag" sees; None takes 64. No use in "lmm".
+        persistent_tokens: Learned tokens in front of the sequence, in "mac" of every segment (Titans, Eq. 19).
+        attention_window: Tokens that the attention of "mag", "mal" and "swa" sees, and the length of a segment in
+            "mac"; None takes 64. No use in "lmm" and "attention".
         conv_size: Length of the memory's short convolution.
+        gate_rank: Make the memory's eta and alpha channel-wise, through a map of this rank (Miras: 32 or 64).
+        continuum_periods: One MLP after another in each block instead of one, the l-th with new weights only every so
+            many steps of training (Hope's continuum memory system; `ContinuumMLP`). None takes one MLP.
         rms_norm_eps: Epsilon of the norms.
         initializer_range: Standard deviation of the initial linear and embedding weights.
         max_position_embeddings: Nothing is limited by it; evaluation programs read the usable length here.
@@ -66,8 +77,11 @@ class AtlasConfig(PreTrainedConfig):
     block: str = "lmm"
     window: int | None = None
     chunk_size: int | None = None
+    persistent_tokens: int = 0
     attention_window: int | None = None
     conv_size: int = 4
+    gate_rank: int | None = None
+    continuum_periods: list[int] | None = None
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     max_position_embeddings: int = 1_048_576
@@ -81,9 +95,19 @@ class AtlasConfig(PreTrainedConfig):
         self._check_unknown(kwargs)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "conv_size"):
             _positive(name, getattr(self, name))
-        for name in ("intermediate_size", "window", "chunk_size", "attention_window"):
+        for name in ("intermediate_size", "window", "chunk_size", "attention_window", "gate_rank"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if self.continuum_periods is not None:
+            if not isinstance(self.continuum_periods, list | tuple) or not self.continuum_periods:
+                raise ValueError(f"continuum_periods must be a list of whole numbers, got {self.continuum_periods!r}")
+            self.continuum_periods = list(self.continuum_periods)
+            for period in self.continuum_periods:
+                _positive("each of continuum_periods", period)
+        if isinstance(self.persistent_tokens, bool) or not isinstance(self.persistent_tokens, int):
+            raise ValueError(f"persistent_tokens must be a whole number, got {self.persistent_tokens!r}")
+        if self.persistent_tokens < 0:
+            raise ValueError(f"persistent_tokens must be at least 0, got {self.persistent_tokens}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} does not divide into num_attention_heads="
@@ -98,21 +122,32 @@ class AtlasConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if not isinstance(self.block, str) or self.block not in BLOCKS:
             raise ValueError(f"block={self.block!r} is unknown; choose one of {', '.join(BLOCKS)}")
-        if self.block == "lmm" and self.attention_window is not None:
-            raise ValueError(
-                f"attention_window={self.attention_window} has no use in block='lmm'; drop it or take 'mag'"
-            )
-        if self.block == "mag":
-            self.attention_window = self.attention_window or 64
-            if self.hidden_size // self.num_attention_heads % 2:
-                raise ValueError(
-                    f"block='mag' needs heads of an even width, but hidden_size={self.hidden_size} over "
-                    f"num_attention_heads={self.num_attention_heads} is odd"
-                )
+        self._check_block()
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
         self.memory_rule()
         super().__post_init__(**kwargs)
+
+    def _check_block(self) -> None:
+        """Refuse options that the block does not read, and set the window of one that has a window."""
+        kind = BLOCKS[self.block]
+        if not kind.window and self.attention_window is not None:
+            others = ", ".join(repr(name) for name, other in BLOCKS.items() if other.window)
+            raise ValueError(
+                f"attention_window={self.attention_window} has no use in block={self.block!r}; drop it or take one of "
+                f"{others}"
+            )
+        if kind.window:
+            self.attention_window = self.attention_window or 64
+        if kind.attention and self.hidden_size // self.num_attention_heads % 2:
+            raise ValueError(
+                f"block={self.block!r} needs heads of an even width, but hidden_size={self.hidden_size} over "
+                f"num_attention_heads={self.num_attention_heads} is odd"
+            )
+        for name in _OF_MEMORY if not kind.memory else ():
+            value = getattr(self, name)
+            if value != getattr(type(self), name):
+                raise ValueError(f"{name}={value!r} has no use in block={self.block!r}, which has no memory; drop it")
 
     def memory_rule(self) -> Rule:
         """The rule of every memory: `rule` with `rule_options`, `window` and `chunk_size` applied.
@@ -135,7 +170,8 @@ class AtlasConfig(PreTrainedConfig):
         """The configuration of a named size from `PRESETS`, with some arguments changed.
 
         `rule_options` are added to the preset's, option by option. With another `rule`, the preset's options apply as
-        far as that rule has such fields, and its window as far as that rule looks back.
+        far as that rule has such fields, and its window as far as that rule looks back; with a `block` without memory,
+        the preset's options of a memory do not apply.
 
         Raises:
             ValueError: No such preset, or a bad override.
@@ -143,6 +179,9 @@ class AtlasConfig(PreTrainedConfig):
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
         base, given = deepcopy(PRESETS[name].config), overrides.get("rule_options")
+        block = overrides.get("block")
+        if isinstance(block, str) and block in BLOCKS and not BLOCKS[block].memory:
+            return cls(**{k: v for k, v in base.items() if k not in _OF_MEMORY} | overrides)
         values = base | overrides
         rule = RULES.get(values["rule"]) if isinstance(values.get("rule"), str) else None
         if rule is not None and "rule_options" in base:

@@ -18,15 +18,19 @@ class AtlasBlock(GradientCheckpointingLayer, MemoryBlock):
     """A `MemoryBlock` made from a configuration, whose activations transformers can recompute."""
 
     def __init__(self, config: AtlasConfig) -> None:
-        mixer = BLOCKS[config.block](
-            config.hidden_size,
-            config.num_attention_heads,
-            attention_window=config.attention_window,
-            eps=config.rms_norm_eps,
-            rule=config.memory_rule(),
-            conv_size=config.conv_size,
-        )
-        super().__init__(config.hidden_size, mixer, cast(int, config.intermediate_size), config.rms_norm_eps)
+        kind = BLOCKS[config.block]
+        options: dict[str, Any] = {"attention_window": config.attention_window} if kind.window else {}
+        if kind.memory:
+            options |= {
+                "persistent_tokens": config.persistent_tokens,
+                "eps": config.rms_norm_eps,
+                "rule": config.memory_rule(),
+                "conv_size": config.conv_size,
+                "gate_rank": config.gate_rank,
+            }
+        mixer = kind.make(config.hidden_size, config.num_attention_heads, **options)
+        hidden, periods = cast(int, config.intermediate_size), config.continuum_periods
+        super().__init__(config.hidden_size, mixer, hidden, config.rms_norm_eps, periods)
 
 
 class AtlasPreTrainedModel(PreTrainedModel):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atlas_memory.layers.continuum import ContinuumMLP
+from atlas_memory.layers.mlp import ContinuumMLP
 
 
 class MultiPeriod(Optimizer):

@@ -1,4 +1,5 @@
-"""The continuum memory system: a chain of MLPs that learn at different rates (Nested Learning, arXiv 2512.24695).
+"""The MLP of a block, and the continuum memory system of Nested Learning (arXiv 2512.24695): a chain of MLPs that learn
+at different rates.
 
     y = MLP_K(... MLP_2(MLP_1(x)))                                                                         (Eq. 70)
     theta_l <- theta_l - step(sum of the last C_l gradients)  at every C_l-th time, else unchanged         (Eq. 71)
@@ -13,9 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import SwiGLU
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))` (Shazeer 2020, Eq. 6), `[..., dim]` to `[..., dim]`."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class ContinuumLevel(nn.Module):

@@ -1,0 +1,195 @@
+"""Memory as a context of attention: MAC (Titans, Sec. 4.1)."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..memory import Exponential
+from ..memory.windows import shift_right, take
+from .memory import LayerState, NeuralMemory
+from .padding import pack, unpack
+from .persistent import PersistentTokens
+from .rotary import check_heads, rotary, rotate
+
+
+@dataclass(frozen=True)
+class ContextState:
+    """What `MemoryAsContext` carries; its size is constant.
+
+    Attributes:
+        memory: The memory's state. It counts the tokens of each row, and thereby where in its segment a row is.
+        start: The memory's matrices as they stood when the segment began.
+        keys, values: `[batch, heads, 2, segment, head_dim]` of the segment so far: first of what the memory was asked,
+            then of the tokens; keys unrotated. Slots that the row has not reached hold the segment before.
+    """
+
+    memory: LayerState
+    start: tuple[Tensor, ...]
+    keys: Tensor
+    values: Tensor
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "ContextState":
+        """The same state with fn applied to every tensor."""
+        return ContextState(self.memory.map(fn), tuple(map(fn, self.start)), fn(self.keys), fn(self.values))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The tokens of one call that fall into one segment, rows at their own places in it.
+
+    Attributes:
+        x: `[batch, width, dim]`, real tokens in front.
+        slot: `[batch]`, where in the segment the first one belongs.
+        real: bool `[batch, width]`, or None: all.
+    """
+
+    x: Tensor
+    slot: Tensor
+    real: Tensor | None
+
+
+class MemoryAsContext(nn.Module):
+    """The mixer "mac": attention within segments over persistent tokens, memories and tokens (Titans, Eqs. 21-25).
+
+    For each segment of tokens x, with M_0 the memory as it stood when the segment began,
+
+        h = M_0*(x)    y = Attn([p || h || x])    o = norm(y) * silu(norm(M*(y)))
+
+    A token attends to all p, and to the h and x of itself and earlier tokens of its segment: h_j is made of x_j, so a
+    later one would tell the future. The memory then writes y token by token and is read after each write. Segments are
+    counted from each sequence's first real token. Rotary positions are those of the concatenation.
+
+    Args:
+        dim: Width of the tokens.
+        heads: Heads of the memory and of the attention.
+        attention_window: Tokens in a segment.
+        persistent_tokens: How many p there are.
+        eps: Of all norms.
+        memory: Further arguments of `NeuralMemory`.
+
+    Raises:
+        ValueError: A bad argument.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, *, attention_window: int, persistent_tokens: int = 0, eps: float, **memory: Any
+    ) -> None:
+        super().__init__()
+        check_heads(dim, heads)
+        if attention_window < 1:
+            raise ValueError(f"attention_window, the length of a segment, must be at least 1, got {attention_window}")
+        self.heads, self.segment = heads, attention_window
+        self.persistent = PersistentTokens(persistent_tokens, dim) if persistent_tokens else None
+        self.memory = NeuralMemory(dim, heads, eps=eps, **memory)
+        if isinstance(self.memory.rule.features, Exponential):
+            raise ValueError(
+                "mac keeps a copy of the memory as each segment began, and Exponential features have none of constant "
+                "size; take Polynomial features, or the memory in mag or mal"
+            )
+        self.q = nn.Linear(dim, dim, bias=False)
+        self.kv = nn.Linear(dim, 2 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.memory_norm = nn.RMSNorm(dim, eps)
+        self.attention_norm = nn.RMSNorm(dim, eps)
+
+    def forward(
+        self, x: Tensor, state: ContextState | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, ContextState]:
+        """x `[batch, time, dim]`, mask `[batch, time]`; returns y `[batch, time, dim]` and the state.
+
+        Raises:
+            ValueError: x, state or mask of a shape that does not fit.
+        """
+        if mask is None:
+            return self._read(x, state, None)
+        packed, length, order = pack(x, mask)
+        y, state = self._read(packed, state, length)
+        return unpack(y, order, mask), state
+
+    def _read(self, x: Tensor, state: ContextState | None, length: Tensor | None) -> tuple[Tensor, ContextState]:
+        """Read x, whose real tokens are the first `length` of each row."""
+        time = x.shape[1]
+        whole = state is None and length is None  # then segments are plain slices
+        if state is None:
+            memory = self.memory(x[:, :0])[1]
+            empty = x.new_zeros(x.shape[0], self.heads, 2, self.segment, x.shape[2] // self.heads)
+            state = ContextState(memory, memory.memory.weights, empty, empty)
+        phase = state.memory.memory.seen % self.segment
+        if phase.shape[0] != x.shape[0]:
+            raise ValueError(f"x has batch size {x.shape[0]} but the state has {phase.shape[0]}; give the same rows")
+        persistent = None if self.persistent is None else self.kv(self.persistent.weight[None].to(x.dtype))
+        pieces = self._slices(x, phase) if whole else self._pieces(x, phase, length)
+        outputs = []
+        for piece in pieces:
+            y, state = self._read_piece(piece, persistent, state)
+            outputs.append(y)
+        if not outputs:
+            return torch.zeros_like(x), state
+        y = torch.cat(outputs, 1)
+        if whole:
+            return y, state
+        # Token n of a row is in piece (phase + n) // segment, where the first piece starts at token 0.
+        token = torch.arange(time, device=x.device)
+        piece_of = (phase[:, None] + token) // self.segment
+        first = (piece_of * self.segment - phase[:, None]).clamp(min=0)
+        return take(y, piece_of * outputs[0].shape[1] + token - first), state
+
+    def _slices(self, x: Tensor, phase: Tensor) -> Iterator[_Piece]:
+        for piece in x.split(self.segment, 1) if x.shape[1] else ():
+            yield _Piece(piece, phase, None)
+
+    def _pieces(self, x: Tensor, phase: Tensor, length: Tensor | None) -> Iterator[_Piece]:
+        """x cut where segments end, which is at another place in every row."""
+        time, size = x.shape[1], self.segment
+        width = min(size, time)
+        for j in range(-(-(time + size - 1) // size) if time else 0):
+            first = (j * size - phase).clamp(min=0)
+            index = first[:, None] + torch.arange(width, device=x.device)
+            end = ((j + 1) * size - phase).clamp(max=time if length is None else length)
+            yield _Piece(
+                take(x, index.clamp(max=time - 1)), phase if j == 0 else torch.zeros_like(phase), index < end[:, None]
+            )
+
+    def _read_piece(self, piece: _Piece, persistent: Tensor | None, state: ContextState) -> tuple[Tensor, ContextState]:
+        """The outputs `[batch, width, dim]` of a piece, and the state after it."""
+        x, slot, real = piece.x, piece.slot, piece.real
+        count = torch.full_like(slot, x.shape[1]) if real is None else real.sum(1)
+        asked = torch.stack([self.memory.retrieve(x, replace(state.memory.memory, weights=state.start)), x], 1)
+        k, v = self.kv(asked).unflatten(-1, (2, self.heads, -1)).permute(3, 0, 4, 1, 2, 5)
+        keys, values = (self._place(new, old, slot, count) for new, old in ((k, state.keys), (v, state.values)))
+        y = self._attend(x, slot, keys, values, persistent)
+        read, memory = self.memory(y, state.memory, real)
+        ended = (slot + count == self.segment)[:, None, None, None]
+        start = tuple(torch.where(ended, w, s) for w, s in zip(memory.memory.weights, state.start, strict=True))
+        y = self.attention_norm(y) * F.silu(self.memory_norm(read))
+        return y, ContextState(memory, start, keys, values)
+
+    def _place(self, new: Tensor, old: Tensor, slot: Tensor, count: Tensor) -> Tensor:
+        """Put the first `count` of new `[batch, heads, 2, width, head_dim]` into the segment's slots from `slot` on."""
+        grid, _ = shift_right(new, slot, self.segment)
+        at = torch.arange(self.segment, device=slot.device) - slot[:, None]
+        inside = (at >= 0) & (at < count[:, None])
+        return torch.where(inside[:, None, None, :, None], grid, old.to(grid.dtype))
+
+    def _attend(self, x: Tensor, slot: Tensor, keys: Tensor, values: Tensor, persistent: Tensor | None) -> Tensor:
+        """x `[batch, width, dim]`, from `slot` of the segment on, over `[p || h || segment]`."""
+        batch, width, dim = x.shape
+        keys, values = keys.flatten(2, 3), values.flatten(2, 3)
+        own = (slot[:, None] + torch.arange(width, device=x.device)).clamp(max=self.segment - 1)
+        allowed = (torch.arange(self.segment, device=x.device) <= own[..., None]).repeat(1, 1, 2)
+        before = 0
+        if persistent is not None:
+            before = persistent.shape[1]
+            k, v = persistent.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).expand(-1, batch, -1, -1, -1)
+            keys, values = torch.cat([k, keys], 2), torch.cat([v, values], 2)
+            allowed = F.pad(allowed, (before, 0), value=True)
+        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        cos, sin = rotary(torch.arange(before + 2 * self.segment, device=x.device), q.shape[-1], q)
+        at = before + self.segment + own[:, None]
+        q, keys = rotate(q, cos[at], sin[at]), rotate(keys, cos, sin)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed[:, None])
+        return self.out(y.transpose(1, 2).reshape(batch, width, dim))

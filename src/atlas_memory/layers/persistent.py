@@ -1,0 +1,48 @@
+"""Persistent memory: learned tokens, the same for every input, in front of the sequence (Titans, Eq. 19)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class PersistentTokens(nn.Module):
+    """Learned tokens `weight` `[count, dim]`; they start at the scale of the normed tokens before which they stand.
+
+    Raises:
+        ValueError: `count` below 1.
+    """
+
+    def __init__(self, count: int, dim: int) -> None:
+        super().__init__()
+        if count < 1:
+            raise ValueError(f"persistent_tokens must be at least 1 here, got {count}")
+        self.weight = nn.Parameter(torch.empty(count, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal, with a standard deviation of 1."""
+        nn.init.normal_(self.weight)
+
+
+class WithPersistentTokens(nn.Module):
+    """A mixer over `[p_1 .. p_N || x]` whose outputs for p are dropped.
+
+    A fresh state reads p first, in every row: rows that are still empty, or padded on the left, need no further care,
+    and p is written once.
+
+    Args:
+        mixer: A mixer, as `blocks` describes them.
+        tokens: p.
+    """
+
+    def __init__(self, mixer: nn.Module, tokens: PersistentTokens) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.tokens = tokens
+
+    def forward(self, x: Tensor, state: Any = None, mask: Tensor | None = None) -> tuple[Tensor, Any]:
+        """x `[batch, time, dim]`, mask `[batch, time]`; returns y `[batch, time, dim]` and the mixer's state."""
+        if state is None:
+            _, state = self.mixer(self.tokens.weight.to(x.dtype).expand(x.shape[0], -1, -1))
+        return self.mixer(x, state, mask)

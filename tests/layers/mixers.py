@@ -1,0 +1,62 @@
+"""Every mixer over time that a block can have, small, for the contract that all keep."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atlas_memory import RULES
+from atlas_memory.layers.blocks import BLOCKS
+from atlas_memory.memory import Exponential
+
+DIM, HEADS, WINDOW, CHUNK, ATTENTION_WINDOW = 12, 2, 3, 4, 5
+
+# block, rule, persistent tokens
+MIXERS: dict[str, tuple[str, str, int]] = {
+    **{f"lmm-{rule}": ("lmm", rule, 0) for rule in RULES},
+    "lmm-titans-persistent": ("lmm", "titans", 2),
+    "mag": ("mag", "omeganet", 0),
+    "mag-persistent": ("mag", "titans", 2),
+    "mal": ("mal", "omeganet", 0),
+    "mal-persistent": ("mal", "titans", 2),
+    "mac": ("mac", "omeganet", 0),
+    "mac-titans": ("mac", "titans", 0),
+    "mac-persistent": ("mac", "omeganet", 2),
+    "mac-atlas-persistent": ("mac", "atlas", 3),
+    "swa": ("swa", "", 0),
+    "attention": ("attention", "", 0),
+}
+
+
+def grows(name: str) -> bool:
+    """Whether the state grows with the tokens read: full attention's, and the exact exponential kernel's."""
+    _, rule, _ = MIXERS[name]
+    return name == "attention" or (rule != "" and isinstance(RULES[rule].features, Exponential))
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The mixer of that name, no weight of it at a round value."""
+    block, rule, persistent = MIXERS[name]
+    kind = BLOCKS[block]
+    options: dict[str, Any] = {"attention_window": ATTENTION_WINDOW} if kind.window else {}
+    if kind.memory:
+        window = None if RULES[rule].window.size == 1 else WINDOW
+        options |= {"rule": rule, "window": window, "chunk_size": CHUNK, "eps": 1e-6, "persistent_tokens": persistent}
+    torch.manual_seed(0)
+    mixer = kind.make(DIM, HEADS, **options)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return mixer.to(dtype)
+
+
+def tensors(state: Any) -> list[Tensor]:
+    """All tensors of a state, in one order."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    state.map(keep)
+    return found

@@ -1,0 +1,140 @@
+"""MAG, MAL and MAC against the equations of Titans, token by token, for one sequence."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atlas_memory import NeuralMemory
+from atlas_memory.layers.context import MemoryAsContext
+from atlas_memory.layers.hybrids import MemoryAsGate, MemoryAsLayer
+from atlas_memory.layers.persistent import WithPersistentTokens
+
+from . import dense
+from .mixers import ATTENTION_WINDOW, DIM, HEADS, build
+
+
+def steps(memory: NeuralMemory, x: Tensor) -> Tensor:
+    """The outputs of the memory, written and read one token at a time."""
+    state, out = None, []
+    for token in x:
+        y, state = memory(token[None, None], state)
+        out.append(y[0, 0])
+    return torch.stack(out)
+
+
+def rms(norm: torch.nn.RMSNorm, x: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight
+
+
+def gate(layer: MemoryAsGate | MemoryAsContext, attention: Tensor, memory: Tensor) -> Tensor:
+    return rms(layer.attention_norm, attention) * F.silu(rms(layer.memory_norm, memory))
+
+
+def mag(layer: MemoryAsGate, x: Tensor) -> Tensor:
+    """o = SW-Attn*(x~) (x) M(x~), x~ = [p || x] (Eqs. 26-28)."""
+    if isinstance(layer.memory, WithPersistentTokens):
+        p, memory = layer.memory.tokens.weight, layer.memory.mixer
+    else:
+        p, memory = x[:0], layer.memory
+    read = steps(memory, torch.cat([p, x]))[len(p) :]
+    return gate(layer, dense.causal(layer.attention, x, ATTENTION_WINDOW, p), read)
+
+
+def mal(layer: MemoryAsLayer | WithPersistentTokens, x: Tensor) -> Tensor:
+    """o = SW-Attn(M([p || x])) (Eqs. 29-31)."""
+    p = x[:0]
+    if isinstance(layer, WithPersistentTokens):
+        p, layer = layer.tokens.weight, layer.mixer
+    return dense.causal(layer.attention, steps(layer.memory, torch.cat([p, x])), ATTENTION_WINDOW)[len(p) :]
+
+
+def ask(memory: NeuralMemory, weights: list[Tensor], x: Tensor) -> Tensor:
+    """M*(x W_Q) of one token `[dim]`, each head's M(q) = q + W_2 gelu(W_1 phi(q)) at fixed weights."""
+    q = F.silu(memory.qkv.weight[:DIM] @ x).reshape(HEADS, -1)
+    read = []
+    for head, query in enumerate(q):
+        query = query / query.norm()
+        lifted = memory.rule.features.expand(query, memory.memory.sqrt_a)
+        answer = query + weights[1][head] @ F.gelu(weights[0][head] @ lifted)
+        read.append(rms(memory.norm, answer))
+    return memory.out(torch.cat(read) * F.silu(memory.gate(x)))
+
+
+def mac(layer: MemoryAsContext, x: Tensor) -> Tensor:
+    """h = M_{t-1}(S W_Q), y = Attn([p || h || S]), M_t = M_{t-1}(y), o = y (x) M_t(y) (Eqs. 21-25)."""
+    size, state, out = ATTENTION_WINDOW, None, []
+    p = x[:0] if layer.persistent is None else layer.persistent.weight
+    first_h, first_x = len(p), len(p) + size
+
+    def heads(z: Tensor) -> Tensor:
+        return z.reshape(len(z), HEADS, -1)
+
+    for segment in x.split(size):
+        weights = list(layer.memory.memory.params.initial) if state is None else [w[0] for w in state.memory.weights]
+        h = torch.stack([ask(layer.memory, weights, token) for token in segment])
+        for i in range(len(segment)):
+            seen = torch.cat([p, h[: i + 1], segment[: i + 1]])
+            order = torch.arange(i + 1)
+            position = torch.cat([torch.arange(len(p)), first_h + order, first_x + order])
+            k, v = layer.kv(seen).chunk(2, -1)
+            q = dense.turn(heads(layer.q(segment[i : i + 1])), torch.tensor([first_x + i]))[0]
+            y = layer.out(dense.attend(dense.scores(q, dense.turn(heads(k), position)), heads(v)))
+            read, state = layer.memory(y[None, None], state)
+            out.append(gate(layer, y, read[0, 0]))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    ("equations", "name"),
+    [
+        (mag, "mag"),
+        (mag, "mag-persistent"),
+        (mal, "mal"),
+        (mal, "mal-persistent"),
+        (mac, "mac"),
+        (mac, "mac-titans"),
+        (mac, "mac-persistent"),
+    ],
+)
+@pytest.mark.parametrize("time", [3, 5, 17])
+def test_equals_the_equations(equations, name, time):
+    mixer = build(name, torch.float64)
+    x = torch.randn(2, time, DIM, dtype=torch.float64)
+    y, _ = mixer(x)
+    for row in range(2):
+        torch.testing.assert_close(y[row], equations(mixer, x[row]), rtol=0, atol=1e-8)
+
+
+def test_retrieving_writes_nothing_and_is_what_the_layer_reads_without_convolution():
+    torch.manual_seed(0)
+    memory = NeuralMemory(DIM, HEADS, "atlas", window=3, chunk_size=4).double()
+    with torch.no_grad():
+        memory.convolution.weight.zero_()[:, -1] = 1.0
+    memory.writes = False
+    x = torch.randn(2, 7, DIM, dtype=torch.float64)
+    y, state = memory(x)
+    torch.testing.assert_close(memory.retrieve(x, state.memory), y, rtol=0, atol=1e-12)
+
+
+def test_half_precision():
+    for name in ("mac-persistent", "mag-persistent", "mal-persistent", "lmm-titans-persistent"):
+        x = torch.randn(2, 7, DIM)
+        y, state = build(name, torch.bfloat16)(x.bfloat16())
+        assert y.dtype == torch.bfloat16 and y.isfinite().all()
+        near, _ = build(name)(x)
+        assert (y.float() - near).abs().max() < 0.2 * near.abs().max()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mixer = build(name)
+            y, state = mixer(x)
+            y, _ = mixer(x[:, :1], state)
+        assert y.isfinite().all()
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="the length of a segment, must be at least 1, got 0"):
+        MemoryAsContext(8, 2, attention_window=0, eps=1e-6)
+    with pytest.raises(ValueError, match="dim=6 with heads=2: rotary attention needs heads of an even width"):
+        MemoryAsContext(6, 2, attention_window=4, eps=1e-6)
+    with pytest.raises(ValueError, match="persistent_tokens must be at least 1 here, got -1"):
+        MemoryAsContext(8, 2, attention_window=4, persistent_tokens=-1, eps=1e-6)

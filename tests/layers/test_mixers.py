@@ -1,0 +1,117 @@
+"""The contract of every mixer: causal, isolated, the same in every mode, at any split, under any padding."""
+
+import pytest
+import torch
+
+from .mixers import DIM, MIXERS, build, grows, tensors
+
+NEAR = {"rtol": 0.0, "atol": 1e-8}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("training", [True, False])
+def test_causal_bitwise_and_rows_apart(name, training):
+    mixer = build(name).train(training)
+    x = torch.randn(3, 15, DIM)
+    y, _ = mixer(x)
+    for t in (0, 3, 5, 6, 8, 14):
+        changed = x.clone()
+        changed[1, t:] += torch.randn(15 - t, DIM)
+        y2, _ = mixer(changed)
+        assert torch.equal(y2[1, :t], y[1, :t]) and not torch.equal(y2[1, t], y[1, t])
+        assert torch.equal(y2[[0, 2]], y[[0, 2]])
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_modes_agree(name):
+    mixer = build(name)
+    x = torch.randn(2, 15, DIM)
+    y, state = mixer.train()(x)
+    y_eval, _ = mixer.eval()(x)
+    with torch.inference_mode():
+        y_inference, state_inference = mixer(x)
+        y_next, _ = mixer(x[:, :1], state_inference)
+    assert torch.equal(y, y_eval) and torch.equal(y, y_inference)
+    assert torch.equal(y_next, mixer(x[:, :1], state)[0])
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_any_split_into_calls(name):
+    """Outputs, the state at the end, and what gradients flow through the states between."""
+    mixer = build(name, torch.float64)
+    x = torch.randn(2, 19, DIM, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(x)
+    inputs = [x, *mixer.parameters()]
+
+    def read(pieces):
+        state, out = None, []
+        for piece in x.split(pieces, 1):
+            y, state = mixer(piece, state)
+            out.append(y)
+        y = torch.cat(out, 1)
+        return y, tensors(state), torch.autograd.grad((y * weight).sum(), inputs)
+
+    y, end, gradients = read([19])
+    for pieces in ([1] * 19, [8, 11], [5, 1, 6, 7], [0, 18, 1], [2, 2, 15]):
+        torch.testing.assert_close(read(pieces), (y, end, gradients), **NEAR)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_padding_of_any_pattern_changes_nothing(name):
+    """Nor in any later call, when the rows are at different places of their chunks and segments."""
+    mixer = build(name, torch.float64)
+    x = torch.randn(5, 13, DIM, dtype=torch.float64)
+    mask = torch.ones(5, 13, dtype=torch.bool)
+    mask[0, :5] = False  # left
+    mask[1, 9:] = False  # right
+    mask[2] = torch.rand(13) > 0.4  # anywhere
+    mask[3] = False  # everywhere
+    later = mask.flip(1).roll(1, 0)
+    y, state = mixer(torch.where(mask[..., None], x, 1e3), None, mask.long())
+    y_later, state_later = mixer(torch.where(later[..., None], x, 1e3), state, later)
+    y_last, _ = mixer(x[:, :1], state_later)
+    assert y[~mask].count_nonzero() == 0 and y_later[~later].count_nonzero() == 0
+    for row in range(5):
+        alone, one = mixer(x[row : row + 1][:, mask[row]])
+        torch.testing.assert_close(y[row][mask[row]], alone[0], **NEAR)
+        alone, one_later = mixer(x[row : row + 1][:, later[row]], one)
+        torch.testing.assert_close(y_later[row][later[row]], alone[0], **NEAR)
+        torch.testing.assert_close(y_last[row], mixer(x[row : row + 1, :1], one_later)[0][0], **NEAR)
+        if not grows(name):  # else it has a slot for every column of the batch
+            row_of_batch = state.map(lambda t, r=row: t[r : r + 1])
+            torch.testing.assert_close(tensors(row_of_batch), tensors(one), **NEAR)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_parameter_gets_a_gradient(name):
+    """Through the write too: to q, k, v, every gate, M_0, the a_i and the persistent tokens."""
+    mixer = build(name)
+    y, _ = mixer(torch.randn(2, 13, DIM))
+    (y * torch.randn_like(y)).sum().backward()
+    for parameter_name, parameter in mixer.named_parameters():
+        if parameter.numel():  # M_0 on phi* is empty
+            assert parameter.grad is not None and parameter.grad.count_nonzero() > 0, parameter_name
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_state_has_constant_size_and_rows(name):
+    mixer = build(name)
+    x = torch.randn(3, 40, DIM)
+    _, small = mixer(x[:, :0])
+    _, large = mixer(x)
+    assert all(len(t) == 3 for t in tensors(large))
+    same = [t.shape for t in tensors(small)] == [t.shape for t in tensors(large)]
+    assert same == (not grows(name))
+    order = torch.tensor([2, 0, 0])
+    y, _ = mixer(x[order, :6], large.map(lambda t: t.index_select(0, order)))
+    torch.testing.assert_close(y, mixer(x[:, :6], large)[0][order])
+
+
+@pytest.mark.parametrize("name", ["mac", "attention", "swa", "mag", "mal"])
+def test_a_state_or_mask_of_another_shape_is_refused(name):
+    mixer = build(name)
+    x = torch.randn(2, 3, DIM)
+    with pytest.raises(ValueError, match="batch"):
+        mixer(x[:1], mixer(x)[1])
+    with pytest.raises(ValueError, match=r"mask has shape \[2, 4\]"):
+        mixer(x, None, torch.ones(2, 4))
