@@ -7,7 +7,7 @@ Each is a sigmoid of an affine map of x, one a head (and, for gamma, one a place
 * eta: for gradient descent and momentum in (0, 1), starting at 1/2, within their bounded step; for Muon at most
   ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most about 1, starting at a
   quarter of that;
-* delta: a softplus, starting at 1;
+* delta: a softplus, starting where the bias says;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 """
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory import Gates, Muon, Rule
+from ..memory import Gates, Huber, Muon, RobustL2, Rule
 
 HALF_LIVES = (8.0, 512.0)
 
@@ -47,6 +47,7 @@ class GateProjection(nn.Module):
         self.window = rule.window.size
         self.max_eta = min(1.0, rule.every / rule.window.chunk) if self.is_muon else 1.0
         channels = ["eta"] + ["alpha"] * rule.retention.gated
+        self.start_delta = rule.bias.start_delta(dim // heads) if isinstance(rule.bias, Huber | RobustL2) else 1.0
         others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta
         others += ["gamma"] * (self.window if self.window > 1 else 0)
         self.per_head = others if rank else channels + others
@@ -63,7 +64,8 @@ class GateProjection(nn.Module):
         if name == "alpha":
             half_life = torch.logspace(math.log10(HALF_LIVES[0]), math.log10(HALF_LIVES[1]), self.heads)
             return torch.logit(0.5 ** (1.0 / half_life))
-        start = {"eta": _logit(0.25 if self.is_muon else 0.5), "theta": _logit(0.8), "delta": math.log(math.e - 1.0)}
+        delta = math.log(math.expm1(self.start_delta))  # of a softplus
+        start = {"eta": _logit(0.25 if self.is_muon else 0.5), "theta": _logit(0.8), "delta": delta}
         return torch.full((self.heads,), start[name])
 
     def reset_parameters(self) -> None:

@@ -4,7 +4,7 @@ A bias is a function of the prediction M(phi(k)) and the value v alone. It gives
 differentiates), its derivative with respect to the prediction (what the fast forms back-propagate), and a curvature:
 a bound on the Hessian with respect to the prediction, or where that does not exist on |derivative| / |error|, which is
 what bounds a step (optimisers.py). Biases with ``has_delta`` read one more number a token, the gate delta, which
-reaches them as one more entry of the value: ``v`` is then ``[..., dim + 1]``.
+reaches them as one more entry of the value: ``v`` is then ``[..., dim + 1]``. ``start_delta`` is where it starts.
 """
 
 from __future__ import annotations
@@ -114,6 +114,11 @@ class Huber:
         if self.over not in ("coordinates", "norm", "mixture"):
             raise ValueError(f"Huber over must be 'coordinates', 'norm' or 'mixture', got {self.over!r}")
 
+    def start_delta(self, dim: int) -> float:
+        """About twice the usual error of a head of ``dim``: outliers alone should meet the linear part, through whose
+        absolute values hardly any outer gradient flows."""
+        return 2.0 if self.over == "coordinates" else 2.0 * dim**0.5
+
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
         """``[..., dim], [..., dim + 1] -> [...]``."""
         e, delta = _error(prediction, v)
@@ -144,6 +149,10 @@ class RobustL2:
     shift of the value (Miras, section 5.1)."""
 
     has_delta = True
+
+    def start_delta(self, dim: int) -> float:
+        """A tenth of the usual length of a value of ``dim``."""
+        return 0.1 * dim**0.5
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
         """``[..., dim], [..., dim + 1] -> [...]``."""

@@ -68,6 +68,8 @@ class NonLinearRetention:
 
     lag = False
     gated = True
+    logits = False
+    """Whether M_0 is learned as logits, which start with variance 1."""
 
     def start(self, initial: Weights) -> Weights | None:
         """Nothing fades to M_0."""
@@ -106,10 +108,10 @@ class LqNorm(NonLinearRetention):
 
 @dataclass(frozen=True)
 class Softmax(NonLinearRetention):
-    """W = scale * softmax(A) along each row: the KL retention with entropy on the scaled simplex (Miras Eqs. 21 and 27,
-    Memora's). A is log W up to a constant a row, which softmax does not see, so that the paper's
+    """W = scale * columns * softmax(A) along each row: the KL retention with entropy on the scaled simplex (Miras Eqs. 21
+    and 27, Memora's). A is log W up to a constant a row, which softmax does not see, so that the paper's
     alpha_t log W_{t-1} - eta_t grad is the accumulator's own recurrence. Whether the simplex is a row, a column or the
-    matrix is not stated.
+    matrix is not stated, nor its size; ``scale`` is the mean of the entries.
 
     ``lag``: the exact token is the chunk's first, Memora's "lag token".
     """
@@ -117,13 +119,15 @@ class Softmax(NonLinearRetention):
     scale: float = 1.0
     lag: bool = True
 
+    logits = True
+
     def __post_init__(self) -> None:
         if not self.scale > 0:
             raise ValueError(f"Softmax scale must be > 0, got {self.scale!r}")
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """See the class."""
-        return self.scale * a.softmax(-1)
+        return self.scale * a.shape[-1] * a.softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ class Sigmoid(NonLinearRetention):
     """W = scale * sigmoid(A): the Bregman retention that keeps every entry in (0, scale) (Miras, section 5.2)."""
 
     scale: float = 1.0
+
+    logits = True
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
@@ -167,7 +173,7 @@ class ElasticNet(NonLinearRetention):
 
 @dataclass(frozen=True)
 class FDivergence(NonLinearRetention):
-    """W = W_f * max(0, 1 + A - zeta), zeta such that each row sums to ``scale``: the retention of Pearson's divergence,
+    """W = W_f * max(0, 1 + A - zeta), zeta such that the mean of each row is ``scale``: Pearson's divergence,
     f(u) = (u - 1)^2 / 2, on the scaled simplex (Miras Eq. 18, g = (f')^-1). A, the sum of the chunk's steps, starts at
     zero in each chunk. The divergence of Kullback and Leibler, f(u) = u log u, is ``Softmax`` with alpha = 1.
 
@@ -177,22 +183,24 @@ class FDivergence(NonLinearRetention):
     scale: float = 1.0
 
     gated = False
+    logits = True
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
             raise ValueError(f"FDivergence scale must be > 0, got {self.scale!r}")
 
     def begin(self, initial: Weights) -> tuple[Weights, Weights]:
-        """W_0 = scale * softmax(M_0), A_0 = 0."""
-        return tuple(self.scale * m.softmax(-1) for m in initial), tuple(map(torch.zeros_like, initial))
+        """W_0 = scale * columns * softmax(M_0), A_0 = 0."""
+        start = tuple(self.scale * m.shape[-1] * m.softmax(-1) for m in initial)
+        return start, tuple(map(torch.zeros_like, initial))
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """See the class."""
-        # sum_j w_j max(0, a_j - x) = scale, x = zeta - 1, is solved on the largest entries of a: the right number of
-        # them is the last at which the smallest still lies above the x that they give.
+        # sum_j w_j max(0, a_j - x) = scale * columns, x = zeta - 1, is solved on the largest entries of a: the right
+        # number of them is the last at which the smallest still lies above the x that they give.
         ordered, order = a.sort(-1, descending=True)
         mass = frozen.gather(-1, order).cumsum(-1)
-        level = ((frozen * a).gather(-1, order).cumsum(-1) - self.scale) / mass.clamp_min(1e-30)
+        level = ((frozen * a).gather(-1, order).cumsum(-1) - self.scale * a.shape[-1]) / mass.clamp_min(1e-30)
         inside = ((ordered > level) & (mass > 0)).long()
         last = (inside * torch.arange(1, a.shape[-1] + 1, device=a.device)).amax(-1, keepdim=True).clamp_min(1) - 1
         return frozen * (a - level.gather(-1, last)).clamp_min(0.0)

@@ -120,12 +120,17 @@ class Rule:
         return self.bias.curvature(trace.prediction, v) * total, reach
 
     def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
-        """A random M_0, normal with variance 1 / columns: one ``[heads, rows, columns]`` a matrix. The papers do not
-        state theirs. A matrix memory starts at zero, where its first write is the plain outer product (a
+        """A random M_0, normal with variance 1 / columns (1 for logits): one ``[heads, rows, columns]`` a matrix. The
+        papers do not state theirs. A matrix memory starts at zero, where its first write is the plain outer product (a
         layer norm has no direction at zero: under one it starts random too)."""
         if isinstance(self.network, Linear) and not self.network.norm:
             return tuple(torch.zeros(heads, *shape) for shape in self.shapes(dim))
-        return tuple(torch.randn(heads, rows, columns) * max(columns, 1) ** -0.5 for rows, columns in self.shapes(dim))
+        logits = isinstance(self.retention, NonLinearRetention) and self.retention.logits
+
+        def draw(rows: int, columns: int) -> Tensor:
+            return torch.randn(heads, rows, columns) * (1.0 if logits else max(columns, 1) ** -0.5)
+
+        return tuple(draw(*shape) for shape in self.shapes(dim))
 
 
 @dataclass(frozen=True)
