@@ -48,6 +48,21 @@ def test_report(tmp_path: Path) -> None:
     )
 
 
+def test_a_report_of_a_model_without_memory(tmp_path: Path) -> None:
+    train(settings(tmp_path, "model.block=swa", "model.attention_window=4"))
+    numbers = write_report(tmp_path / "run", streams=2, sample_tokens=5)
+    assert numbers["gates"]["layers"] == [] and numbers["margin"]["bits_per_byte"] == 0
+    assert not (tmp_path / "run" / "report" / "gates.png").exists()
+
+
+def test_channel_wise_gates_are_watched() -> None:
+    config = AtlasConfig.preset("nano", hidden_size=16, num_attention_heads=2, rule="yaad", gate_rank=2)
+    model = AtlasForCausalLM(config).eval()
+    with watch_gates(model) as log, torch.inference_mode():
+        model(input_ids=torch.randint(0, 256, (1, 20)))
+    assert log.layers[0]["eta"].shape == (1, 16, 20) and log.layers[0]["delta"].shape == (1, 2, 20)
+
+
 def test_a_report_needs_a_run(tmp_path: Path) -> None:
     train(settings(tmp_path))
     (tmp_path / "run" / "run.yaml").unlink()

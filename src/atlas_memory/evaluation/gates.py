@@ -12,13 +12,13 @@ from torch import nn
 
 from atlas_memory.layers.memory import NeuralMemory
 
-NAMES = ("alpha", "eta", "theta", "gamma")
+NAMES = ("alpha", "eta", "theta", "gamma", "delta")
 
 
 class GateLog:
     """The gates of every layer, in the order of the layers: a list of dictionaries from a gate's name to
-    float32 `[batch, heads, time]` (gamma `[batch, heads, time, c]`); a gate that the rule does not use is
-    left out."""
+    float32 `[batch, heads, time]` (gamma `[batch, heads, time, c]`; channel-wise gates count as dim heads); a gate
+    that the rule does not use is left out."""
 
     def __init__(self, layers: int) -> None:
         self._parts: list[dict[str, list[torch.Tensor]]] = [{} for _ in range(layers)]
@@ -27,6 +27,8 @@ class GateLog:
         for name in NAMES:
             value = getattr(gates, name, None)
             if value is not None:
+                if value.dim() == 4 and name != "gamma":
+                    value = value.transpose(2, 3).flatten(1, 2)
                 self._parts[layer].setdefault(name, []).append(value.detach().float().cpu())
 
     @property

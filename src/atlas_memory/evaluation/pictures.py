@@ -22,6 +22,7 @@ GATES = {  # name: (label, colour)
     "eta": ("η  step size", ORANGE),
     "theta": ("θ  momentum", GREEN),
     "gamma": ("Σγ  tokens in window", PINK),
+    "delta": ("δ  threshold", GREY),
 }
 _BINS = 96
 

@@ -67,7 +67,8 @@ def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400
         scale, unit = (1 / math.log(2), "bits per byte") if bits else (1.0, "nats per token")
         loss_curve(target / "loss.png", [e["step"] for e in log], [scale * e["loss"] for e in log], unit)
     bits_by_position(target / "position.png", on, off, recent, trained)
-    gates_over_time(target / "gates.png", gates.layers, document)
+    if gates.layers:
+        gates_over_time(target / "gates.png", gates.layers, document)
     (target / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     (target / "report.html").write_text(_page(numbers, bool(log)), encoding="utf-8")
     return numbers
@@ -133,6 +134,12 @@ def _page(numbers: dict[str, Any], has_log: bool) -> str:
         else ""
     )
     minutes = f"{numbers['training_seconds'] / 60:.1f} minutes" if numbers["training_seconds"] is not None else ""
+    if gates:
+        gates = (
+            '<h2>Gates</h2><img src="gates.png" alt="Gates of each layer over a held-out document">'
+            "<table><tr><th>layer</th><th>gate</th><th>mean</th><th>std</th><th>std over time</th>"
+            f"<th>5% / 50% / 95%</th></tr>{gates}</table>"
+        )
     loss = '<h2>Training</h2><img src="loss.png" alt="Training loss against steps">' if has_log else ""
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Report: {html.escape(numbers["preset"])}</title>
@@ -153,10 +160,7 @@ td, th {{ padding: .2rem 1rem .2rem 0; text-align: left; font-variant-numeric: t
 <h2>By position</h2><img src="position.png" alt="Bits per byte by position, memory on and writes off">
 <table><tr><th>tokens</th><th>memory on</th><th>memory of the last {trained:,}</th><th>writes off</th></tr>
 {rows}</table>
-<h2>Gates</h2><img src="gates.png" alt="Gates of each layer over a held-out document">
-<table><tr><th>layer</th><th>gate</th><th>mean</th><th>std</th><th>std over time</th>
-<th>5% / 50% / 95%</th></tr>
-{gates}</table>
+{gates}
 <h2>A sample</h2><pre>{html.escape(numbers["sample"])}</pre>
 </html>
 """

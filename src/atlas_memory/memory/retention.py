@@ -108,8 +108,8 @@ class LqNorm(NonLinearRetention):
 
 @dataclass(frozen=True)
 class Softmax(NonLinearRetention):
-    """W = scale * columns * softmax(A) along each row: the KL retention with entropy on the scaled simplex (Miras Eqs. 21
-    and 27, Memora's). A is log W up to a constant a row, which softmax does not see, so that the paper's
+    """W = scale * columns * softmax(A) along each row: the KL retention with entropy on the scaled simplex (Miras
+    Eqs. 21 and 27, Memora's). A is log W up to a constant a row, which softmax does not see, so that the paper's
     alpha_t log W_{t-1} - eta_t grad is the accumulator's own recurrence. Whether the simplex is a row, a column or the
     matrix is not stated, nor its size; ``scale`` is the mean of the entries.
 
