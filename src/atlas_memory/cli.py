@@ -156,7 +156,7 @@ def report(run: RunFolder) -> None:
 
 @app.command()
 def rules(
-    name: Annotated[str | None, typer.Argument(metavar="[RULE]", help="Only this rule, every field of it.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="RULE", help="Only this rule, every field of it.")] = None,
     dim: Annotated[int, typer.Option(min=1, help="Width of the layer whose state and cost are shown.")] = 256,
     heads: Annotated[int, typer.Option(min=1, help="Its heads.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; of all rules or of one.")] = False,
