@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from atlas_memory.cli import main
+from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
+from atlas_memory.memory.cost import state_bytes
+from atlas_memory.models.presets import PRESETS
 from tests.training.small import overrides
 
 
@@ -30,10 +33,35 @@ def refused(capsys, *arguments: object) -> tuple[int, str]:
     return code, err
 
 
-def test_rules(capsys) -> None:
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_rules(capsys, monkeypatch, columns) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     assert main(["rules"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in RULES)
+    assert all(name in out for name in (*RULES, *BLOCKS, *PRESETS))
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= int(columns)
+
+
+def test_rules_as_json(capsys) -> None:
+    assert main(["rules", "--json", "--dim", "8", "--heads", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == list(RULES)
+    assert found["titans"]["state_bytes"] == state_bytes(RULES["titans"], 4, 2)
+    assert found["dot"]["multiply_adds"] is None
+    # The parts of a rule are its `rule_options`: from any other rule they lead there.
+    for name, rule in RULES.items():
+        parts = {key: value for key, value in found[name].items() if isinstance(value, dict)}
+        assert RULES["deltanet"].vary(**parts) == rule
+
+
+def test_one_rule(capsys) -> None:
+    assert main(["rules", "yaad"]) == 0
+    out = capsys.readouterr().out
+    assert "over='mixture'" in out
+    assert "layer of width 256, 4 heads, float32: state 1.05M bytes" in out
+    assert refused(capsys, "rules", "yada")[0] == 2
+    assert refused(capsys, "rules", "--dim", "10")[0] == 2
 
 
 def test_help(capsys) -> None:

@@ -2,8 +2,6 @@
 
 import io
 import math
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,10 +216,3 @@ def test_a_vector_is_refused() -> None:
     with pytest.raises(ValueError, match="M3 moves matrices"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert len(optimizer.param_groups) == 1
-
-
-def test_the_page_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "optimisers.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 2
-    exec("\n".join(blocks), {})

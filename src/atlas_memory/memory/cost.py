@@ -1,0 +1,104 @@
+"""What a rule costs: bytes of state, and multiply-adds a token.
+
+The multiply-adds are those of the matrix products in chunkwise.py, chunk.py and fast_weight.py, forward, for one chunk
+of b tokens with its N = b + c - 1 window tokens, divided by b. Element-wise work is left out, as are projections, gates
+and convolution, which belong to the layer. Both numbers are held against a real call in tests/memory/test_cost.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .fast_weight import prefers_output_space
+from .features import Exponential, Polynomial
+from .optimisers import DeltaGradientDescent, Muon
+from .retention import NonLinearRetention
+from .rules import Rule
+from .state import initial_state
+
+
+def state_bytes(rule: Rule, dim: int, heads: int) -> int | None:
+    """Bytes of the ``MemoryState`` of one sequence in float32, for ``heads`` memories over keys of width ``dim``.
+
+    None where it grows with what is read; with a horizon, the size that it reaches.
+    """
+    k = torch.empty(1, heads, 0, dim, device="meta")  # shapes without numbers
+    size = initial_state(rule, tuple(k.new_empty(heads, *shape) for shape in rule.shapes(dim)), k).nbytes
+    if not isinstance(rule.features, Exponential):
+        return size
+    if rule.features.horizon is None:
+        return None
+    copies = 3 if rule.optimiser.has_momentum else 2  # frozen and weights, momentum
+    rows = sum(m for (m, _), up in zip(rule.shapes(dim), rule.network.lifted, strict=True) if up)
+    return size + 4 * heads * (_columns(rule) - (rule.window.size - 1)) * (dim + copies * rows)
+
+
+def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
+    """Multiply-adds a token to read and write the ``heads`` memories of a layer, in ``chunkwise``.
+
+    None where they grow with what is read; with a horizon, those of a call of one chunk (a longer call keeps the
+    columns of its own tokens to its end).
+    """
+    b, n = rule.window.chunk, rule.window.chunk + rule.window.size - 1
+    by_key = isinstance(rule.features, Exponential)
+    if by_key and rule.features.horizon is None:  # type: ignore[union-attr]
+        return None
+    total, shared = 0, False
+    if by_key:
+        total += (n + b) * _columns(rule) * dim  # the kernel against the columns held
+    elif isinstance(rule.features, Polynomial) and rule.features.degree > 1:
+        total += (n + b) * dim**2 * (dim + 1)  # the two factors of the monomials of degree 2
+    if rule.optimiser.has_momentum:
+        total += b * b * n  # P
+    if rule.optimiser.bounded:
+        total += 2 * b * n  # lambda over the window
+    for (m, f), lifted in zip(rule.shapes(dim), rule.network.lifted, strict=True):
+        if not lifted:
+            apply, write, inner = m * f, m * f, f
+            total += n * m * f  # the error at its input
+            total += n * f * sum(rule.network.lifted) if rule.optimiser.bounded else 0
+        else:
+            apply, write, inner = (m * _columns(rule), 0, dim) if by_key else (m * f, m * f, dim)
+        keys, queries, steps = _steps(rule, m, f, apply, write)
+        total += n * apply + steps
+        if not (lifted and shared):  # lifted matrices share their kernels
+            total += (keys * n + queries * b) * n * inner
+        shared = shared or lifted
+    return round(heads * total / b)
+
+
+def _steps(rule: Rule, m: int, f: int, apply: int, write: int) -> tuple[bool, bool, int]:
+    """Whether the steps of one matrix need the kernel among keys, and that of queries with keys; and their
+    multiply-adds in a chunk without these, given those of applying it to a token and of adding a token to it."""
+    b, n = rule.window.chunk, rule.window.chunk + rule.window.size - 1
+    taken, optimiser, retention = -(-b // rule.every), rule.optimiser, rule.retention
+    delta, reads = isinstance(optimiser, DeltaGradientDescent), rule.window.read != "frozen"
+    keys, queries = delta, reads
+    total, end = b * apply, n * write  # reading what was there before the chunk; making a W_b
+    if not isinstance(optimiser, Muon):
+        total += (b + 1) * taken * (n + 1) + (b * n * m if reads else 0)
+        total += b * apply if optimiser.has_momentum and reads else 0
+        total += n * apply + n * n * m // 2 if delta else 0  # what is held under the keys; a triangular system
+    elif prefers_output_space(m, f, taken, n, b):
+        keys, gram = True, (4 * optimiser.steps - 3) * m**3
+        total += n * apply + m * m * f + taken * (n * n * m + n * m * m + gram)
+        total += b * apply + taken * b * m * (n + m) if reads else 0
+        end += m * m * f + taken * n * m * m
+    else:
+        short, long = sorted((m, f))
+        schulz = optimiser.steps * (2 * short**2 * long + short**3)
+        total += taken * (n * m * f + schulz + (b * m * f if reads else 0))
+        queries, end = False, 0
+    if optimiser.has_momentum:
+        total += n * write
+    if isinstance(retention, NonLinearRetention):
+        total += b * apply + end * (4 if retention.lag else 2)  # the exact token, the accumulator
+    elif retention.start(()) is not None:
+        total += b * apply + (n * apply if delta else 0)
+    return keys, queries, total + end
+
+
+def _columns(rule: Rule) -> int:
+    """Columns on phi* that a state with a horizon comes to hold."""
+    features, window = rule.features, rule.window
+    return (getattr(features, "horizon", None) or 0) + window.chunk + window.size - 2

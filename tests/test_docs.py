@@ -1,0 +1,78 @@
+"""The pages: their examples run, and they name the rules that there are."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from atlas_memory.memory import RULES
+from atlas_memory.memory.cost import multiply_adds, state_bytes
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+INDEX = (ROOT / "docs" / "rules" / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=named)
+def test_examples_run(page: Path, tmp_path, monkeypatch) -> None:
+    """All examples of a page in one namespace, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    rows = dict(RULES)
+    torch.manual_seed(0)
+    try:
+        exec(compile("\n".join(blocks(page)), str(page), "exec"), {"__name__": "page"})
+    finally:
+        RULES.clear()
+        RULES.update(rows)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_every_rule_has_a_page_and_every_page_a_rule() -> None:
+    rows = dict(re.findall(r"^\| \[(.+?)\]\((.+?)\) \|", INDEX, re.MULTILINE))
+    assert list(rows) == list(RULES)
+    pages = {page.name for page in (ROOT / "docs" / "rules").glob("*.md")} - {"README.md"}
+    assert set(rows.values()) == pages
+    for rule, page in rows.items():
+        text = (ROOT / "docs" / "rules" / page).read_text(encoding="utf-8")
+        assert rule in text.splitlines()[0] and f'RULES["{Path(page).stem}"]' in text
+        assert Path(page).stem in RULES
+
+
+def test_the_numbers_of_the_index() -> None:
+    """Bytes and multiply-adds in three figures."""
+    units = {"k": 1e3, "M": 1e6, "G": 1e9}
+    for name, state, work in re.findall(r"^\| \[(.+?)\]\(.+?\|.+?\| (\S+) \| (\S+) \|$", INDEX, re.MULTILINE):
+        for printed, exact in ((state, state_bytes(RULES[name], 64, 4)), (work, multiply_adds(RULES[name], 64, 4))):
+            if printed == "grows":
+                assert exact is None
+            else:
+                assert exact == pytest.approx(float(printed[:-1]) * units[printed[-1]], rel=0.005)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "rules").glob("*.md")), ids=named)
+def test_a_rule_is_told_in_a_screen_and_a_half_and_its_other_readings_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 80
+    for options in re.findall(r"`((?:features|network|bias|retention|optimiser|window)=\{[^`]*\})`", text):
+        RULES[page.stem].vary(**eval(f"dict({options})"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_rows_of_a_table_have_as_many_cells(page: Path) -> None:
+    for table in re.findall(r"(?:^\|.*\|\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
+        cells = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
+        assert len(set(cells)) == 1, table.splitlines()[0]
