@@ -5,7 +5,7 @@ OUT ?= runs/demo
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test clean
+.PHONY: demo test test-slow clean
 
 demo: $(STAMP)
 	$(BIN)/atlas train --config examples/demo.yaml output_dir=$(OUT) $(if $(wildcard $(OUT)/run.yaml),--resume)
@@ -18,6 +18,10 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+# What every rule does over 2,000 training steps: half an hour.
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \

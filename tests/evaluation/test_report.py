@@ -49,7 +49,7 @@ def test_report(tmp_path: Path) -> None:
 
 
 def test_a_report_of_a_model_without_memory(tmp_path: Path) -> None:
-    train(settings(tmp_path, "model.block=swa", "model.attention_window=4"))
+    train(settings(tmp_path, "model.block=swa", "model.rule=atlas", "model.attention_window=4"))
     numbers = write_report(tmp_path / "run", streams=2, sample_tokens=5)
     assert numbers["gates"]["layers"] == [] and numbers["margin"]["bits_per_byte"] == 0
     assert not (tmp_path / "run" / "report" / "gates.png").exists()
