@@ -90,9 +90,10 @@ class SelfModifyingMemory(nn.Module):
     """A layer whose projections and gates learn while it reads too: ``y, state = memory(x)``, as ``NeuralMemory``.
 
     A depthwise convolution on x; the memories of a head see its share of the channels. Whatever a memory is asked has
-    unit length a head: q and k as in Sec. 8.3 and, ours, x and v too. A memory is trained at unit keys alone; and a
-    target M(v) longer than M(k) would be a memory's own growth. RMSNorm a head, an output gate and an output
-    projection as in ``NeuralMemory``. The memories are computed in at least float32, whatever the dtype of x.
+    unit length a head: q and k as in Sec. 8.3 and, ours, x and v too. A memory is trained at unit keys alone, and a
+    target M(v) at a long v would be larger than what it is made of: the memory would grow by itself. RMSNorm a head,
+    an output gate and an output projection as in ``NeuralMemory``. The memories are computed in at least float32,
+    whatever the dtype of x.
 
     >>> memory = SelfModifyingMemory(dim=64, heads=4)
     >>> x = torch.randn(2, 100, 64)
@@ -113,6 +114,9 @@ class SelfModifyingMemory(nn.Module):
     Raises:
         ValueError: a width that is no multiple of ``heads``, a size below 1, or a rule that is unknown or needs more
             than k, v, eta and alpha of the current token.
+
+    As printed, with ``Decay()``, what makes k differ from v fades with M_0, and then nothing is left to learn. To read
+    on for longer than the half-lives take ``RULES["hope"].vary(retention={"to_start": True})``: see docs/rules/hope.md.
     """
 
     def __init__(
@@ -172,21 +176,12 @@ class SelfModifyingMemory(nn.Module):
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
         mixed, past = self.convolution(x, state.past if state else None, length)
         kept = torch.promote_types(x.dtype, torch.float32)
-        q, u = (
-            l2_normalise(z.to(kept).unflatten(-1, (self.heads, -1)).transpose(1, 2)) for z in (self.q(mixed), mixed)
-        )
+        both = (z.to(kept).unflatten(-1, (self.heads, -1)).transpose(1, 2) for z in (self.q(mixed), mixed))
+        q, u = map(l2_normalise, both)
         with torch.autocast(x.device.type, enabled=False):
             asked = _for_all(q)
-            check_inputs(
-                self.rule,
-                self.memory.params,
-                asked,
-                asked,
-                asked,
-                Gates(asked[..., 0]),
-                state.memory if state else None,
-            )
             memory = initial_state(self.rule, self.memory.params.initial, asked) if state is None else state.memory
+            check_inputs(self.rule, self.memory.params, asked, asked, asked, Gates(asked[..., 0]), memory)
             if not self.writes:
                 y = self._answer(self.memory.retrieve(asked, memory))
             elif state is not None and x.shape[1] <= INCREMENTAL_TOKENS:
@@ -212,8 +207,8 @@ class SelfModifyingMemory(nn.Module):
         slot = torch.arange(count * chunk, device=u.device) - start
         inside = (slot >= 0) & (slot < (time if length is None else length[:, None]))
         inside = inside.reshape(-1, 1, count, chunk)
-        first, end = state.seen - start if phase is None else state.seen - phase, time if length is None else length
-        end = end if phase is None else end + phase
+        first = state.seen if phase is None else state.seen - phase
+        end = (time if length is None else length) + (0 if phase is None else phase)
         outputs = []
         for j, (q_j, u_j, real) in enumerate(zip(*grids, inside.unbind(2), strict=True)):
             lesson = self._lesson(u_j, state)
@@ -274,7 +269,7 @@ def _check(given: str | Rule, rule: Rule) -> None:
         raise ValueError(
             "a self-modifying memory makes k, v, eta and alpha, and a rule of its memories reads no more: a window of "
             "one token, GradientDescent or DeltaGradientDescent, Decay, a bias without delta and features of finite "
-            f"size; got rule={given!r}: take 'hope', or a variation of it"
+            f"size; got rule={given!r}: take rule='hope', or a variation of it"
         )
 
 
