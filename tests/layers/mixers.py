@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from atlas_memory import RULES
 from atlas_memory.layers.blocks import BLOCKS
-from atlas_memory.memory import Exponential
+from atlas_memory.memory import Exponential, resolve_rule
 
 DIM, HEADS, WINDOW, CHUNK, ATTENTION_WINDOW = 12, 2, 3, 4, 5
 
@@ -23,6 +23,8 @@ MIXERS: dict[str, tuple[str, str, int]] = {
     "mac-titans": ("mac", "titans", 0),
     "mac-persistent": ("mac", "omeganet", 2),
     "mac-atlas-persistent": ("mac", "atlas", 3),
+    "hope": ("hope", "hope", 0),
+    "hope-persistent": ("hope", "hope", 2),
     "swa": ("swa", "", 0),
     "attention": ("attention", "", 0),
 }
@@ -41,7 +43,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     options: dict[str, Any] = {"attention_window": ATTENTION_WINDOW} if kind.window else {}
     if kind.memory:
         window = None if RULES[rule].window.size == 1 else WINDOW
-        options |= {"rule": rule, "window": window, "chunk_size": CHUNK, "eps": 1e-6, "persistent_tokens": persistent}
+        options |= {"rule": resolve_rule(rule, window, CHUNK), "eps": 1e-6, "persistent_tokens": persistent}
     torch.manual_seed(0)
     mixer = kind.make(DIM, HEADS, **options)
     with torch.no_grad():

@@ -18,8 +18,9 @@ def one_thread() -> None:
 
 @pytest.fixture
 def make() -> Callable[..., AtlasForCausalLM]:
-    def build(block: str = "lmm", rule: str = "atlas", **changes: Any) -> AtlasForCausalLM:
+    def build(block: str = "lmm", rule: str | None = None, **changes: Any) -> AtlasForCausalLM:
         torch.manual_seed(0)
+        rule = rule or ("hope" if block == "hope" else "atlas")
         sizes: dict[str, Any] = {
             "vocab_size": 31,
             "hidden_size": 16,
@@ -51,6 +52,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "mal-persistent": {"block": "mal", "rule": "titans", "window": 1, "persistent_tokens": 2},
     "mac": {"block": "mac", "rule": "omeganet"},
     "mac-persistent": {"block": "mac", "rule": "titans", "window": 1, "persistent_tokens": 2},
+    "hope": {"block": "hope", "continuum_periods": [1, 4]},
+    "hope-persistent": {"block": "hope", "persistent_tokens": 2},
+    "hope-attention": {"block": "attention", "continuum_periods": [1, 4]},
     "swa": {"block": "swa"},
     "attention": {"block": "attention"},
 }

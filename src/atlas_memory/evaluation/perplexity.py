@@ -15,6 +15,7 @@ from torch import nn
 from atlas_memory.data.text import Document
 from atlas_memory.data.tokens import bytes_per_token, encode
 from atlas_memory.layers.memory import NeuralMemory
+from atlas_memory.layers.self_modifying import SelfModifyingMemory
 
 SEGMENT = 256  # tokens given to the model in one call
 ROWS = 8  # streams read side by side
@@ -84,8 +85,8 @@ def _paired(gaps: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 @contextmanager
 def memory_writes(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Inside, every `NeuralMemory` of `model` writes or stays at its learned M_0; restored afterwards."""
-    layers = [module for module in model.modules() if isinstance(module, NeuralMemory)]
+    """Inside, every memory layer of `model` writes or stays at its learned M_0; restored afterwards."""
+    layers = [module for module in model.modules() if isinstance(module, NeuralMemory | SelfModifyingMemory)]
     before = [layer.writes for layer in layers]
     try:
         for layer in layers:

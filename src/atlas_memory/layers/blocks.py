@@ -16,6 +16,7 @@ from .hybrids import MemoryAsGate, MemoryAsLayer
 from .memory import NeuralMemory
 from .mlp import ContinuumMLP, SwiGLU
 from .persistent import PersistentTokens, WithPersistentTokens
+from .self_modifying import SelfModifyingMemory
 
 
 def memory_alone(dim: int, heads: int, *, persistent_tokens: int = 0, **memory: Any) -> nn.Module:
@@ -26,6 +27,15 @@ def memory_alone(dim: int, heads: int, *, persistent_tokens: int = 0, **memory: 
 def memory_as_layer(dim: int, heads: int, *, persistent_tokens: int = 0, **options: Any) -> nn.Module:
     """The mixer "mal": `MemoryAsLayer`, persistent tokens in front of the sequence."""
     return _after_persistent(MemoryAsLayer(dim, heads, **options), persistent_tokens, dim)
+
+
+def self_modifying(
+    dim: int, heads: int, *, persistent_tokens: int = 0, gate_rank: int | None = None, **options: Any
+) -> nn.Module:
+    """The mixer "hope": `SelfModifyingMemory`. Its gates are its memories', so `gate_rank` must be None."""
+    if gate_rank is not None:
+        raise ValueError(f"gate_rank={gate_rank} has no use in block='hope', whose gates memories make; drop it")
+    return _after_persistent(SelfModifyingMemory(dim, heads, **options), persistent_tokens, dim)
 
 
 def sliding_window(dim: int, heads: int, *, attention_window: int) -> nn.Module:
@@ -59,6 +69,7 @@ BLOCKS: dict[str, Mixer] = {
     "mag": Mixer(MemoryAsGate),
     "mal": Mixer(memory_as_layer),
     "mac": Mixer(MemoryAsContext),
+    "hope": Mixer(self_modifying, window=False, attention=False),
     "swa": Mixer(sliding_window, memory=False),
     "attention": Mixer(FullAttention, memory=False, window=False),
 }

@@ -42,8 +42,10 @@ class AtlasConfig(PreTrainedConfig):
         rule_options: Changes to that rule, as `Rule.vary` takes them: `{"optimiser": {"every": 16}}`.
         block: What mixes over time: "lmm", the memory alone; "mag", sliding-window attention gated by it; "mal", the
             memory and then sliding-window attention; "mac", attention within segments that reads from the memory and
-            is written to it; and without memory, "swa", sliding-window attention, and "attention", full attention.
-            A block without memory takes no option of one: `rule` to `persistent_tokens`, and `conv_size`.
+            is written to it; "hope", a memory whose projections and gates are memories too, with `rule="hope"` or a
+            variation of it, and without `gate_rank`; and without memory, "swa", sliding-window attention, and
+            "attention", full attention. A block without memory takes no option of one: `rule` to
+            `persistent_tokens`, and `conv_size`.
         window: Tokens that a write of the memory optimises over (c of the Omega rule); None keeps the rule's.
         chunk_size: Tokens whose gradients are taken at one state of the memory (b); None keeps the rule's.
         persistent_tokens: Learned tokens in front of the sequence, in "mac" of every segment (Titans, Eq. 19).

@@ -1,0 +1,282 @@
+"""Self-modifying Titans: the memory of Hope (Nested Learning, arXiv 2512.24695, Sec. 8.1).
+
+Where ``NeuralMemory`` has projections and gates, this layer has memories, which learn while the model reads as the
+memory itself does. A head has five: M_memory answers the query, the others make what all five learn from,
+
+    k_t = M_k(x_t)    v_t = M_v(x_t)    eta_t = M_eta(x_t)    alpha_t = M_alpha(x_t)    q_t = W_q x_t
+    M_t = M_{t-1} (alpha_t I - eta_t k_t k_t^T) - eta_t grad |M(k_t) - v^_t|^2,  v^_t = M(v_t)      for each M  (Eq. 88)
+    y_t = M_memory,t-1(q_t)
+
+and by chunks (Eq. 90): k, v, eta, alpha, every v^ and every gradient are made by the memories as they stood before the
+chunk, so that the five are one call of the chunkwise form, five times as many heads wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..memory import (
+    Decay,
+    DeltaGradientDescent,
+    Exponential,
+    Gates,
+    GradientDescent,
+    MemoryState,
+    Rule,
+    initial_state,
+    l2_normalise,
+)
+from ..memory.chunk import Chunk, Memory, read_chunk
+from ..memory.precision import check_inputs
+from ..memory.windows import shift_right, take
+from .convolution import ShortConvolution
+from .gates import HALF_LIVES
+from .memory import LayerState
+from .omega import INCREMENTAL_TOKENS, OmegaMemory
+from .padding import pack, unpack
+
+MEMORIES = ("memory", "k", "v", "eta", "alpha")
+"""What the five memories of a head are for, in the order in which they are stacked: all heads of one, then the next."""
+
+
+class GateReadout(nn.Module):
+    """eta and alpha from what their memories answer: a sigmoid of ``<w, M(x)> + b``, each its own w and b a head.
+
+    They start where those of ``GateProjection`` do: eta at 1/2, alpha with half-lives of 8 to 512 tokens.
+
+    Args:
+        dim: width of a head.
+        heads: number of heads.
+    """
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, heads, dim))
+        self.bias = nn.Parameter(torch.empty(2, heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Small random weights, and the biases described above."""
+        nn.init.normal_(self.weight, std=0.1)  # what is read is about as long as its query, which has length 1
+        first, last = torch.tensor(HALF_LIVES).log2()
+        with torch.no_grad():
+            self.bias[0].zero_()
+            self.bias[1].copy_(torch.logit(0.5 ** (1.0 / torch.logspace(first, last, self.bias.shape[1], base=2.0))))
+
+    def forward(self, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """What M_eta and M_alpha answer, ``[batch, heads, time, dim]`` -> the gates, ``[batch, heads, time]``."""
+        weight, bias = self.weight.to(eta.dtype), self.bias.to(eta.dtype)
+        logits = ((torch.stack([eta, alpha]) * weight[:, None, :, None]).sum(-1) + bias[:, None, :, None]).unbind(0)
+        return logits[0].sigmoid(), logits[1].sigmoid()
+
+
+class _Lesson(NamedTuple):
+    """What the memories make of tokens: k and each memory's own target, ``[batch, 5 heads, time, dim]``, and the gates
+    ``[batch, 5 heads, time]``."""
+
+    k: Tensor
+    target: Tensor
+    eta: Tensor
+    alpha: Tensor
+
+
+class SelfModifyingMemory(nn.Module):
+    """A layer whose projections and gates learn while it reads too: ``y, state = memory(x)``, as ``NeuralMemory``.
+
+    A depthwise convolution on x; the memories of a head see its share of the channels. Whatever a memory is asked has
+    unit length a head: q and k as in Sec. 8.3 and, ours, x and v too. A memory is trained at unit keys alone, and a
+    target M(v) at a long v would be larger than what it is made of: the memory would grow by itself. RMSNorm a head,
+    an output gate and an output projection as in ``NeuralMemory``. The memories are computed in at least float32,
+    whatever the dtype of x.
+
+    >>> memory = SelfModifyingMemory(dim=64, heads=4)
+    >>> x = torch.randn(2, 100, 64)
+    >>> y, state = memory(x)
+    >>> y_next, state = memory(x[:, :1], state)  # goes on, from any point
+
+    Args:
+        dim: width of x, a multiple of ``heads``.
+        heads: heads of width dim / heads, each with five memories.
+        rule: of all five; "hope", or it with parts changed, such as plain gradient descent for the delta step.
+        chunk_size: b, tokens between refreshes of the frozen memories, the same for all five; None: the rule's.
+        conv_size: taps of the convolution.
+        eps: of the RMSNorm on what is read.
+
+    Attributes:
+        writes: set to False and the memories stay as they are, M_0 from a fresh state, as in ``NeuralMemory``.
+
+    Raises:
+        ValueError: a width that is no multiple of ``heads``, a size below 1, or a rule that is unknown or needs more
+            than k, v, eta and alpha of the current token.
+
+    As printed, with ``Decay()``, what makes k differ from v fades with M_0, and then nothing is left to learn. To read
+    on for longer than the half-lives take ``RULES["hope"].vary(retention={"to_start": True})``: see docs/rules/hope.md.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        rule: str | Rule = "hope",
+        chunk_size: int | None = None,
+        conv_size: int = 4,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or dim < 1 or dim % heads:
+            raise ValueError(f"dim must be a positive multiple of heads, got dim={dim} and heads={heads}")
+        self.heads = heads
+        self.memory = OmegaMemory(dim // heads, len(MEMORIES) * heads, rule, None, chunk_size, gates=False)
+        _check(rule, self.rule)
+        self.gates = GateReadout(dim // heads, heads)
+        self.q = nn.Linear(dim, dim, bias=False)
+        self.convolution = ShortConvolution(dim, conv_size)
+        self.norm = nn.RMSNorm(dim // heads, eps=eps)
+        self.gate = nn.Linear(dim, dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.writes = True
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of all five memories, chunk included."""
+        return self.memory.rule
+
+    def forward(
+        self, x: Tensor, state: LayerState | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """Read x, learning from it.
+
+        Args:
+            x: ``[batch, time, dim]``.
+            state: where an earlier call stopped, its memories ``[batch, 5 heads, rows, columns]`` in the order of
+                ``MEMORIES``; None: fresh memories.
+            mask: ``[batch, time]``, nonzero at real tokens, in any pattern. Others are skipped as if absent; their
+                outputs are zero. None: all real.
+
+        Returns:
+            y ``[batch, time, dim]`` and the state.
+
+        Raises:
+            ValueError: x, state or mask of a shape that does not fit.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.q.in_features:
+            raise ValueError(f"x must be [batch, time, {self.q.in_features}], got {list(x.shape)}")
+        if mask is None:
+            return self._read(x, state, None)
+        packed, length, order = pack(x, mask)
+        y, state = self._read(packed, state, length)
+        return unpack(y, order, mask), state
+
+    def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
+        mixed, past = self.convolution(x, state.past if state else None, length)
+        kept = torch.promote_types(x.dtype, torch.float32)
+        both = (z.to(kept).unflatten(-1, (self.heads, -1)).transpose(1, 2) for z in (self.q(mixed), mixed))
+        q, u = map(l2_normalise, both)
+        with torch.autocast(x.device.type, enabled=False):
+            asked = _for_all(q)
+            memory = initial_state(self.rule, self.memory.params.initial, asked) if state is None else state.memory
+            check_inputs(self.rule, self.memory.params, asked, asked, asked, Gates(asked[..., 0]), memory)
+            if not self.writes:
+                y = self._answer(self.memory.retrieve(asked, memory))
+            elif state is not None and x.shape[1] <= INCREMENTAL_TOKENS:
+                y, memory = self._learn_by_token(q, u, memory, length)
+            else:
+                y, memory = self._learn(q, u, memory, length, aligned=state is None)
+        y = self.norm(y.to(x.dtype)).transpose(1, 2).flatten(2)
+        return self.out(y * F.silu(self.gate(x))), LayerState(memory, past)
+
+    def _learn(
+        self, q: Tensor, u: Tensor, state: MemoryState, length: Tensor | None, aligned: bool
+    ) -> tuple[Tensor, MemoryState]:
+        """Read q and learn from u, both ``[batch, heads, time, dim]``, chunk after chunk. The rows are laid on a grid
+        of chunks; ``aligned``: all of them begin one."""
+        rule, chunk, time = self.rule, self.rule.window.chunk, u.shape[-2]
+        if time == 0:
+            return q, state
+        params = self.memory.params.map(_to(u.dtype))
+        phase = None if aligned else state.seen % chunk
+        count = -(-(time if phase is None else time + chunk - 1) // chunk)
+        start = 0 if phase is None else phase[:, None]
+        grids = [shift_right(z, phase, count * chunk)[0].unflatten(-2, (count, chunk)).unbind(2) for z in (q, u)]
+        slot = torch.arange(count * chunk, device=u.device) - start
+        inside = (slot >= 0) & (slot < (time if length is None else length[:, None]))
+        inside = inside.reshape(-1, 1, count, chunk)
+        first = state.seen if phase is None else state.seen - phase
+        end = (time if length is None else length) + (0 if phase is None else phase)
+        outputs = []
+        for j, (q_j, u_j, real) in enumerate(zip(*grids, inside.unbind(2), strict=True)):
+            lesson = self._lesson(u_j, state)
+            tokens = Chunk(
+                q=_for_all(q_j),
+                k=lesson.k,
+                v=lesson.target,
+                window=torch.diag_embed(real.to(u.dtype)),
+                alpha=torch.where(real, lesson.alpha, 1.0),
+                theta=torch.zeros_like(lesson.eta),
+                eta=torch.where(real, lesson.eta, 0.0),
+                inside=real,
+            )
+            memory = Memory(state.frozen, state.weights, (), ())
+            y, memory = read_chunk(rule, params, memory, tokens, first + j * chunk, (j + 1) * chunk <= end, None)
+            state = replace(state, frozen=memory.frozen, weights=memory.weights)
+            outputs.append(self._answer(y))
+        y = torch.cat(outputs, -2)
+        y = y[..., :time, :] if phase is None else take(y, start + torch.arange(time, device=u.device))
+        return y, replace(state, seen=state.seen + (time if length is None else length))
+
+    def _learn_by_token(
+        self, q: Tensor, u: Tensor, state: MemoryState, length: Tensor | None
+    ) -> tuple[Tensor, MemoryState]:
+        """As ``_learn``, for a few tokens: constant work for each."""
+        outputs = [q[..., :0, :]]
+        for t in range(u.shape[-2]):
+            now = slice(t, t + 1)
+            k, target, eta, alpha = self._lesson(u[..., now, :], state)
+            real = None if length is None else (length > t).long()
+            y, state = self.memory(_for_all(q[..., now, :]), k, target, Gates(eta, alpha, length=real), state)
+            outputs.append(self._answer(y))
+        return torch.cat(outputs, -2), state
+
+    def _lesson(self, u: Tensor, state: MemoryState) -> _Lesson:
+        """What the memories as they stood before the current chunk make of its tokens u."""
+        frozen = replace(state, weights=state.frozen)
+        asked = self.memory.retrieve(_for_all(u), frozen).unflatten(1, (len(MEMORIES), -1))
+        _, k, v, eta, alpha = asked.unbind(1)
+        target = self.memory.retrieve(_for_all(l2_normalise(v)), frozen)
+        eta, alpha = self.gates(eta, alpha)
+        return _Lesson(_for_all(l2_normalise(k)), target, _for_all(eta), _for_all(alpha))
+
+    def _answer(self, y: Tensor) -> Tensor:
+        """Of what all memories answer, what the first of each head does."""
+        return y[:, : self.heads]
+
+
+def _check(given: str | Rule, rule: Rule) -> None:
+    """Raise ValueError unless k, v, eta and alpha of the current token are all that the rule reads."""
+    if (
+        rule.window.size > 1
+        or not isinstance(rule.optimiser, GradientDescent | DeltaGradientDescent)
+        or not isinstance(rule.retention, Decay)
+        or rule.bias.has_delta
+        or isinstance(rule.features, Exponential)
+    ):
+        raise ValueError(
+            "a self-modifying memory makes k, v, eta and alpha, and a rule of its memories reads no more: a window of "
+            "one token, GradientDescent or DeltaGradientDescent, Decay, a bias without delta and features of finite "
+            f"size; got rule={given!r}: take rule='hope', or a variation of it"
+        )
+
+
+def _for_all(x: Tensor) -> Tensor:
+    """``[batch, heads, ...]`` -> ``[batch, 5 heads, ...]``: the same for the five memories of a head."""
+    return x.repeat(1, len(MEMORIES), *(1,) * (x.dim() - 2))
+
+
+def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda t: t.to(dtype)
