@@ -116,7 +116,7 @@ class SelfModifyingMemory(nn.Module):
             than k, v, eta and alpha of the current token.
 
     As printed, with ``Decay()``, what makes k differ from v fades with M_0, and then nothing is left to learn. To read
-    on for longer than the half-lives take ``RULES["hope"].vary(retention={"to_start": True})``: see docs/rules/hope.md.
+    on for longer than the half-lives take ``RULES["hope"].vary(retention={"to_start": True})``: see docs/hope.md.
     """
 
     def __init__(
