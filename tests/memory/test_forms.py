@@ -204,9 +204,10 @@ def test_rows_of_different_length_and_phase(name):
                 )
                 assert error(y[row : row + 1, :, :n], y_row) < 1e-10
             for a, b in zip(state.tensors(), alone.tensors(), strict=True):
+                a = a[row : row + 1]
                 if isinstance(rule.features, Exponential):  # a column for each token of the longest row
                     a, b = latest_columns(a, b)
-                assert error(a[row : row + 1], b) < 1e-10
+                assert error(a, b) < 1e-10
 
 
 def latest_columns(a, b):
