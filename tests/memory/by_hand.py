@@ -144,7 +144,7 @@ def lp(p):
 def huber_mixture(m, v, delta):
     """Miras Eq. 26: l2 near, delta times l1 far."""
     e = m - v
-    return 0.5 * (e**2).sum() if e.norm() <= delta else delta * (smooth(e).sum() - 0.5 * delta)
+    return 0.5 * (e**2).sum() if e.norm() <= delta else delta * smooth(e).sum()
 
 
 # Optimisers: (S, gradient, inputs, W, gates) -> (S, step)
@@ -205,9 +205,11 @@ def spread(gate, matrix):
 
 @dataclass
 class Exact:
-    """A non-linear retention. ``token``: the paper's own recurrence, (A, W, step, at, M_0) -> (A, W); ``begin``: A and
-    W of M_0. ``settle``, ``again``: what memory/retention.py says of chunks: W of (A, W_f, M_0); the A with which a chunk
-    begins, of (A, W)."""
+    """A non-linear retention.
+
+    ``token``: the paper's own recurrence, (A, W, step, at, M_0) -> (A, W); ``begin``: A and W of M_0. ``settle`` and
+    ``again``: what memory/retention.py says of chunks: W of (A, W_f, M_0); the A with which a chunk begins, of (A, W).
+    """
 
     begin: Callable
     token: Callable
