@@ -240,3 +240,19 @@ def test_every_rule_is_its_equations(name, bounded, chunk):
 def test_every_retention_is_its_equations(name, chunk):
     rule, base, retention = OTHERS[name]
     agree(rule, replace(HAND[base], retention=retention), base == "omeganet", chunk)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 16])
+@pytest.mark.parametrize("name", ["deltanet", "gated-deltanet"])
+def test_delta_rules_are_token_by_token_at_any_chunk(name, chunk):
+    """W_t = alpha W_{t-1} (I - beta k k^T) + beta v k^T as the linear-attention papers print it; alpha = 1 ungated."""
+    problem = random_problem(RULES[name].vary(window={"chunk": chunk}), 2, BATCH, 1, TIME, 3)
+    y, state = recurrent(*problem.arguments())
+    w = problem.params.initial[0][0].detach()
+    for t in range(TIME):
+        q, k, v = (x[0, 0, t].detach() for x in (problem.q, problem.k, problem.v))
+        beta = (problem.gates.eta[0, 0, t] * problem.gates.gamma[0, 0, t, 0]).detach()
+        alpha = 1.0 if name == "deltanet" else problem.gates.alpha[0, 0, t].detach()
+        w = alpha * w @ (torch.eye(3).double() - beta * torch.outer(k, k)) + beta * torch.outer(v, k)
+        assert error(y[0, 0, t], w @ q) < 1e-10
+    assert error(state.weights[0][0, 0], w) < 1e-10
