@@ -1,178 +1,258 @@
-"""``recurrent`` against the equations written once more, by hand, one sequence and head, without the library's parts.
+"""``recurrent`` against the equations written by hand (by_hand.py): every row of RULES, every bias and retention.
 
-What the library adds to the papers, the bounded step, is written out here too.
+Equation numbers are the papers': ATLAS (A), Titans (T), Miras (M), Nested Learning (N).
 """
 
-import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from atlas_memory.memory import RULES, recurrent
+from atlas_memory.memory import (
+    RULES,
+    Decay,
+    ElasticNet,
+    Exponential,
+    FDivergence,
+    LqNorm,
+    Sigmoid,
+    Softmax,
+    recurrent,
+)
 
+from .by_hand import (
+    Exact,
+    Hand,
+    bias_first,
+    bias_last,
+    delta_step,
+    delta_step_after_decay,
+    descent,
+    dot_product,
+    gated,
+    half_l2,
+    huber_mixture,
+    l2,
+    linear,
+    lp,
+    mlp,
+    momentum,
+    muon,
+    muon_at_the_end,
+    run,
+    same,
+    smooth,
+    square,
+    square_basis,
+    star,
+    star_basis,
+    swiglu,
+    ttt_linear,
+    ttt_mlp,
+)
 from .problems import error, random_problem
 
-B, H, T, D, C, CHUNK = 2, 2, 11, 3, 3, 4
+BATCH, HEADS, TIME = 1, 2, 10
 
 
-def phi(x, a):
-    """Degree-2 features as the full tensor square: another basis, the same kernel."""
-    return torch.cat([a[0] * torch.ones(1).double(), a[1] * x, a[2] * torch.outer(x, x).flatten()])
+def l_q(q):
+    """M Eq. 24: A_t = alpha A_{t-1} - eta g, W_t = A_t / |A_t|_q^(q - 2)."""
+
+    def of(a):
+        return a / (a.abs() ** q).sum() ** ((q - 2) / q)
+
+    def token(a, w, step, at, m):
+        a = at.alpha_times(a) - step
+        return a, of(a)
+
+    return Exact(lambda m: (m, of(m)), token, lambda a, f, m: of(a))
 
 
-def to_square_basis(matrix, d):
-    """A matrix on distinct monomials as one on (1, x, x (x) x)."""
-    out = [matrix[:, 0:1], matrix[:, 1 : 1 + d]]
-    square = torch.zeros(matrix.shape[0], d, d, dtype=matrix.dtype)
-    column = 1 + d
-    for i in range(d):
-        for j in range(i, d):
-            value = matrix[:, column] / (1 if i == j else math.sqrt(2))
-            square[:, i, j] = value
-            square[:, j, i] = value
-            column += 1
-    return torch.cat([*out, square.flatten(1)], 1)
+def kullback_leibler(scale=1.0, lag=True):
+    """M Eqs. 21 and 27: W_t = scale Softmax(alpha log W_{t-1} - eta g); A is log W."""
+
+    def of(a):
+        return scale * torch.exp(a) / torch.exp(a).sum(-1, keepdim=True)
+
+    def token(a, w, step, at, m):
+        w = of(at.alpha_times(torch.log(w)) - step)
+        return a, w
+
+    return Exact(lambda m: (m, of(m)), token, lambda a, f, m: of(a), lag=lag)
 
 
-def gelu(x):
-    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+def bregman(scale=1.0):
+    """M section 5.2: W_t = g(F'(W_{t-1}) - eta g), g the sigmoid and F' = g^-1 the logit."""
+
+    def of(a):
+        return scale / (1 + torch.exp(-a))
+
+    def token(a, w, step, at, m):
+        return a, of(at.alpha_times(torch.log(w / scale / (1 - w / scale))) - step)
+
+    return Exact(lambda m: (m, of(m)), token, lambda a, f, m: of(a))
 
 
-def orthogonalise(s):
-    x = s / s.norm()
-    for _ in range(5):
-        x = 3.4445 * x - 4.7750 * x @ x.mT @ x + 2.0315 * x @ x.mT @ x @ x.mT @ x
-    return x
+def elastic_net(threshold, local):
+    """M Eq. 22, W_t = S(lambda W_{t-1} - zeta g), lambda being alpha and zeta eta; and Eq. 23, A going on by itself."""
+
+    def of(a):
+        return a.sign() * (a.abs() - threshold).clamp_min(0)
+
+    def token(a, w, step, at, m):
+        a = at.alpha_times(w if local else a) - step
+        return a, of(a)
+
+    def again(a, w):
+        return w if local else a
+
+    return Exact(lambda m: (again(m, of(m)), of(m)), token, lambda a, f, m: of(a), again)
 
 
-def run(problem, b, h, objective, memory, weights, update):
-    """The loop of the papers: gradient at the chunk's first memory, update, read."""
-    q, k, v = (x[b, h].detach() for x in (problem.q, problem.k, problem.v))
-    gates = {n: getattr(problem.gates, n)[b, h].detach() for n in ("alpha", "eta", "theta", "gamma")}
-    size, chunk = problem.rule.window.size, problem.rule.window.chunk
-    now, momentum, out = [w.clone() for w in weights], [torch.zeros_like(w) for w in weights], []
-    for t in range(q.shape[0]):
-        if t % chunk == 0:
-            frozen = [w.clone().requires_grad_() for w in now]
-        window = [(gates["gamma"][t, t - i], k[i], v[i]) for i in range(max(0, t - size + 1), t + 1)]
-        loss = sum(g * objective(memory(frozen, k_i), v_i) for g, k_i, v_i in window)
-        grads = torch.autograd.grad(loss, frozen)
-        at = {n: gates[n][t] for n in ("alpha", "eta", "theta")}
-        now, momentum = update(now, momentum, grads, at, frozen, window, chunk)
-        out.append(memory(now, q[t]))
-    return torch.stack(out).detach(), [w.detach() for w in now]
+def pearson(scale=1.0):
+    """M Eq. 18, W_t = W_{t-1} * g(-zeta - eta g) with g = (f')^-1, f' (u) = u - 1, and W >= 0: zeta by bisection."""
+
+    def of(a, w):
+        low, high = a.amin(-1, keepdim=True) - 2, a.amax(-1, keepdim=True) + 2
+        for _ in range(100):
+            zeta = (low + high) / 2
+            too_much = (w * (1 + a - zeta).clamp_min(0)).sum(-1, keepdim=True) > scale
+            low, high = torch.where(too_much, zeta, low), torch.where(too_much, high, zeta)
+        return w * (1 + a - (low + high) / 2).clamp_min(0)
+
+    def begin(m):
+        return 0 * m, scale * torch.softmax(m, -1)
+
+    def token(a, w, step, at, m):
+        return a, of(-step, w)
+
+    return Exact(begin, token, lambda a, f, m: of(a, f), lambda a, w: 0 * a, gated=False)
 
 
-def compare(problem, make):
+def row_length():
+    """LaCT: every row at the length it has in M_0 (1e-10 is the library's)."""
+
+    def of(a, m):
+        return a * m.norm(dim=-1, keepdim=True) / ((a**2).sum(-1, keepdim=True) + 1e-10).sqrt()
+
+    def token(a, w, step, at, m):
+        return a, of(w - step, m)
+
+    return Exact(lambda m: (m, m), token, lambda a, f, m: of(a, m), lambda a, w: w, gated=False)
+
+
+SQUARE = {"phi": square, "basis": (square_basis, same)}
+STAR = {"phi": star, "basis": (star_basis, same), "curvature": lambda m, v, delta: 1.0}
+HEBB = {"curvature": lambda m, v, delta: 1.0}
+MATRIX = {"residual": False}
+ATLAS = Hand(l2, mlp, muon, **SQUARE)
+MIRAS = Hand(l2, mlp, descent, norm=True)
+
+HAND = {
+    "atlas": ATLAS,  # A32-33
+    "atlas++": replace(ATLAS, body=gated, basis=(square_basis, square_basis, same)),  # A43
+    "omeganet": replace(ATLAS, optimiser=descent),  # A10
+    "atlas-linear": replace(ATLAS, body=linear, **MATRIX),
+    "atlas-identity": Hand(l2, mlp, muon),
+    "atlas-c1": ATLAS,
+    "dla": Hand(dot_product, mlp, descent, **SQUARE, **HEBB),  # A19
+    "swla": Hand(dot_product, linear, descent, **SQUARE, **HEBB, **MATRIX),  # A20, with the alpha it loses
+    "deeptransformer": Hand(dot_product, mlp, descent, **STAR),  # A25
+    "swdt": Hand(dot_product, mlp, descent, **STAR),
+    "dot": Hand(l2, mlp, descent, **{**STAR, "curvature": lambda m, v, delta: 2.0}),  # A27
+    "titans": Hand(l2, mlp, momentum),  # T13-14: our eta, inside S, is their theta; our theta their eta
+    "moneta": replace(  # M24
+        MIRAS,
+        objective=lp(3),
+        retention=l_q(4),
+        curvature=lambda m, v, delta: 6 * smooth(m - v).max(),
+    ),
+    "yaad": replace(MIRAS, objective=huber_mixture, curvature=lambda m, v, delta: 1.0),  # M26
+    "memora": replace(MIRAS, retention=kullback_leibler()),  # M27
+    "hope": Hand(l2, mlp, delta_step, read="before"),  # N88-90, at given k and v
+    "deltanet": Hand(dot_product, linear, delta_step, retention="keep", **HEBB, **MATRIX),
+    "gated-deltanet": Hand(dot_product, linear, delta_step_after_decay, **HEBB, **MATRIX),
+    "ttt-linear": Hand(half_l2, ttt_linear, descent, basis=(bias_first,), norm=True, retention="keep"),
+    "ttt-mlp": Hand(half_l2, ttt_mlp, descent, basis=(bias_first, bias_last), norm=True, retention="keep"),
+    "lact": Hand(dot_product, swiglu, muon_at_the_end, residual=False, retention=row_length()),
+}
+
+OTHERS = {
+    "decay to M_0": (replace(RULES["omeganet"], retention=Decay(to_start=True)), "omeganet", "decay to start"),
+    "decay to M_0, Muon": (replace(RULES["atlas"], retention=Decay(to_start=True)), "atlas", "decay to start"),
+    "L_3": (replace(RULES["yaad"], retention=LqNorm(3.0)), "yaad", l_q(3)),
+    "softmax, no lag": (
+        replace(RULES["memora"], retention=Softmax(2.0, lag=False)),
+        "memora",
+        kullback_leibler(2, False),
+    ),
+    "sigmoid": (replace(RULES["memora"], retention=Sigmoid(2.0)), "memora", bregman(2.0)),
+    "elastic net": (replace(RULES["memora"], retention=ElasticNet(0.05)), "memora", elastic_net(0.05, True)),
+    "elastic net, FTRL": (
+        replace(RULES["memora"], retention=ElasticNet(0.05, local=False)),
+        "memora",
+        elastic_net(0.05, False),
+    ),
+    "f-divergence": (replace(RULES["memora"], retention=FDivergence(2.0)), "memora", pearson(2.0)),
+}
+
+
+def agree(rule, hand, bounded, chunk, seed=0):
+    size = 1 if rule.window.size == 1 else 3
+    rule = rule.vary(window={"size": size, "chunk": chunk})
+    if hasattr(rule.optimiser, "bounded") and hand.optimiser not in (muon, muon_at_the_end):
+        rule = rule.vary(optimiser={"bounded": bounded})
+    dim = 2 if isinstance(rule.features, Exponential) else 3
+    per_channel = hand.norm and "ttt" not in hand.body.__name__  # Miras's gates
+    problem = random_problem(rule, seed, BATCH, HEADS, TIME, dim, channels=per_channel)
+    if "ttt" in hand.body.__name__:
+        problem.params = replace(problem.params, sqrt_a=torch.ones(2).double())
+    if not bounded and hand.body is not linear and hand.optimiser not in (muon, muon_at_the_end):
+        # the bare equations of a deep memory explode at larger steps
+        problem.gates = replace(problem.gates, eta=0.03 * problem.gates.eta.detach())
     y, state = recurrent(*problem.arguments())
-    for b in range(B):
-        for h in range(H):
-            expected, weights = make(problem, b, h)
+    for b in range(BATCH):
+        for h in range(HEADS):
+            expected, weights = run(hand, problem, b, h, bounded)
             assert error(y[b, h], expected) < 1e-10
-            assert error(state.weights[-1][b, h], weights[-1]) < 1e-10
+            ours = hand.in_basis([w[b, h].detach() for w in state.weights], state.keys[b, h].detach())
+            assert max(error(w, e) for w, e in zip(ours, weights, strict=True)) < 1e-9
 
 
-def deep(rule_name):
-    """(objective, memory, weights) of the degree-2, two-layer memory of atlas and omeganet."""
-
-    def parts(problem, h):
-        a = problem.params.sqrt_a.detach()
-        first, second = (w[h].detach() for w in problem.params.initial)
-        return (
-            lambda prediction, v: ((prediction - v) ** 2).sum(),
-            lambda w, x: x + w[1] @ gelu(w[0] @ phi(x, a)),
-            [to_square_basis(first, D), second],
-        )
-
-    rule = RULES[rule_name].vary(window={"size": C, "chunk": CHUNK})
-    return parts, random_problem(rule, 0, B, H, T, D)
+def bounds(hand):
+    """Whether steps are bounded, where there is a choice; TTT's are not."""
+    fixed = hand.optimiser in (muon, muon_at_the_end) or hand.body in (ttt_linear, ttt_mlp)
+    return [False] if fixed else [False, True]
 
 
-@pytest.mark.parametrize("to_start", [False, True])
-def test_atlas_is_equations_32_and_33(to_start):
-    """In the square basis a Newton-Schulz step is the same matrix, since the change of basis is an isometry."""
-    parts, problem = deep("atlas")
-    problem.rule = problem.rule.vary(retention={"to_start": to_start})
-
-    def make(p, b, h):
-        objective, memory, first = parts(p, h)
-
-        def update(now, momentum, grads, at, *_):
-            momentum = [at["theta"] * s + g for s, g in zip(momentum, grads, strict=True)]
-            new = [at["alpha"] * w - at["eta"] * orthogonalise(s) for w, s in zip(now, momentum, strict=True)]
-            if to_start:
-                new = [w + (1 - at["alpha"]) * m for w, m in zip(new, first, strict=True)]
-            return new, momentum
-
-        return run(p, b, h, objective, memory, first, update)
-
-    compare(problem, make)
+def test_every_row_is_written_by_hand():
+    assert HAND.keys() == RULES.keys()
 
 
-@pytest.mark.parametrize("bounded", [True, False])
-def test_omeganet_is_equation_10(bounded):
-    parts, problem = deep("omeganet")
-    problem.rule = problem.rule.vary(optimiser={"bounded": bounded})
-    if not bounded:  # the bare equation explodes at these step sizes
-        problem.gates = problem.gates.__class__(
-            **{**problem.gates.__dict__, "eta": (0.01 * problem.gates.eta).detach().requires_grad_()}
-        )
-    a = problem.params.sqrt_a.detach()
-
-    def slope(x):
-        return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-
-    def update(now, momentum, grads, at, frozen, window, chunk):
-        eta = at["eta"]
-        if bounded:
-            curvature = 0.0
-            for g, k, _ in window:
-                hidden = frozen[0] @ phi(k, a)
-                outer = (frozen[1] * slope(hidden)).norm() ** 2 * phi(k, a).norm() ** 2
-                curvature = curvature + g * 2 * (outer + gelu(hidden).norm() ** 2)
-            eta = eta / (1 + eta * chunk * curvature)
-        return [at["alpha"] * w - eta * g for w, g in zip(now, grads, strict=True)], momentum
-
-    compare(problem, lambda p, b, h: run(p, b, h, *parts(p, h), update))
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("name,bounded", [(name, bounded) for name in HAND for bounded in bounds(HAND[name])])
+def test_every_rule_is_its_equations(name, bounded, chunk):
+    agree(RULES[name], HAND[name], bounded, chunk)
 
 
-def test_titans_is_equations_13_and_14():
-    """alpha = 1 - Titans' alpha, theta = Titans' eta, eta = Titans' theta, which multiplies the gradient inside S."""
-    rule = RULES["titans"].vary(window={"chunk": CHUNK}, optimiser={"bounded": False})
-    problem = random_problem(rule, 1, B, H, T, D)
-    problem.gates = problem.gates.__class__(
-        **{**problem.gates.__dict__, "eta": (0.01 * problem.gates.eta).detach().requires_grad_()}
-    )
-
-    def update(now, momentum, grads, at, *_):
-        momentum = [at["theta"] * s - at["eta"] * g for s, g in zip(momentum, grads, strict=True)]
-        return [at["alpha"] * w + s for w, s in zip(now, momentum, strict=True)], momentum
-
-    def make(p, b, h):
-        weights = [w[h].detach() for w in p.params.initial]
-        return run(
-            p,
-            b,
-            h,
-            lambda m, v: ((m - v) ** 2).sum(),
-            lambda w, x: x + w[1] @ gelu(w[0] @ x),
-            weights,
-            update,
-        )
-
-    compare(problem, make)
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_retention_is_its_equations(name, chunk):
+    rule, base, retention = OTHERS[name]
+    agree(rule, replace(HAND[base], retention=retention), base == "omeganet", chunk)
 
 
-def test_deltanet_with_chunk_one_is_the_delta_rule():
-    rule = RULES["deltanet"].vary(window={"chunk": 1}, optimiser={"bounded": False})
-    problem = random_problem(rule, 2, B, H, T, D)
+@pytest.mark.parametrize("chunk", [1, 4, 16])
+@pytest.mark.parametrize("name", ["deltanet", "gated-deltanet"])
+def test_delta_rules_are_token_by_token_at_any_chunk(name, chunk):
+    """W_t = alpha W_{t-1} (I - beta k k^T) + beta v k^T as the linear-attention papers print it; alpha = 1 ungated."""
+    problem = random_problem(RULES[name].vary(window={"chunk": chunk}), 2, BATCH, 1, TIME, 3)
     y, state = recurrent(*problem.arguments())
-    for b in range(B):
-        for h in range(H):
-            w = problem.params.initial[0][h].detach().clone()
-            for t in range(T):
-                q, k, v = (x[b, h, t].detach() for x in (problem.q, problem.k, problem.v))
-                beta = (problem.gates.eta[b, h, t] * problem.gates.gamma[b, h, t, 0]).detach()
-                w = w @ (torch.eye(D).double() - beta * torch.outer(k, k)) + beta * torch.outer(v, k)
-                assert error(y[b, h, t], w @ q) < 1e-10
-            assert error(state.weights[0][b, h], w) < 1e-10
+    w = problem.params.initial[0][0].detach()
+    for t in range(TIME):
+        q, k, v = (x[0, 0, t].detach() for x in (problem.q, problem.k, problem.v))
+        beta = (problem.gates.eta[0, 0, t] * problem.gates.gamma[0, 0, t, 0]).detach()
+        alpha = 1.0 if name == "deltanet" else problem.gates.alpha[0, 0, t].detach()
+        w = alpha * w @ (torch.eye(3).double() - beta * torch.outer(k, k)) + beta * torch.outer(v, k)
+        assert error(y[0, 0, t], w @ q) < 1e-10
+    assert error(state.weights[0][0, 0], w) < 1e-10

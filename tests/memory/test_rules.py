@@ -1,29 +1,176 @@
-"""The table of rules and what can be changed in a rule."""
+"""The table of rules, what can be changed in a rule, and what a new one must do."""
+
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 from atlas_memory import RULES, Rule
 from atlas_memory.memory import (
+    KINDS,
     MLP,
+    Decay,
+    DeltaGradientDescent,
+    DotProduct,
+    ElasticNet,
+    Exponential,
     GatedMLP,
     GradientDescent,
+    Huber,
     Identity,
+    Keep,
     Linear,
+    Lp,
+    LqNorm,
     Momentum,
     Muon,
+    Polynomial,
+    RowNorm,
+    Sigmoid,
+    Softmax,
     Window,
+    chunkwise,
+    incremental,
+    recurrent,
     resolve_rule,
 )
+from atlas_memory.memory.bias import AttentionalBias
+from atlas_memory.memory.features import FeatureMap
+from atlas_memory.memory.networks import Network
+from atlas_memory.memory.optimisers import Optimiser
+from atlas_memory.memory.retention import NonLinearRetention, Retention
+
+from .problems import error, everything, random_problem, worst
 
 
-def test_the_rows_are_what_the_papers_say():
-    assert isinstance(RULES["atlas"].optimiser, Muon) and RULES["atlas"].optimiser.every == 1
-    assert RULES["atlas"].network == MLP(depth=2, expansion=4)
-    assert isinstance(RULES["atlas++"].network, GatedMLP)
-    assert isinstance(RULES["omeganet"].optimiser, GradientDescent)
-    assert RULES["titans"].window.size == 1 and isinstance(RULES["titans"].optimiser, Momentum)
-    assert isinstance(RULES["deltanet"].network, Linear) and RULES["deltanet"].features == Identity()
+def test_a_new_rule_is_a_row():
+    """Yaad that forgets nothing, steps with momentum and sees four tokens: values composed, nothing written."""
+    rule = replace(RULES["yaad"], retention=Keep(), optimiser=Momentum(), window=Window(size=4, chunk=8))
+    problem = random_problem(rule, seed=0, time=19)
+    definition = everything(recurrent, problem)
+    for form in (chunkwise, incremental):  # outputs, state and every outer gradient
+        assert worst(everything(form, problem), definition)[0] < 1e-8
+    y, end = chunkwise(*problem.arguments())
+    first, state = chunkwise(*problem.between(0, 7).arguments())  # any split into calls gives the whole
+    rest, state = chunkwise(*problem.between(7, 19).arguments(), state)
+    assert error(torch.cat([first, rest], 2), y) < 1e-10
+    assert max(error(a, b) for a, b in zip(state.tensors(), end.tensors(), strict=True)) < 1e-10
+
+
+# What by_hand.py reads off the rules and so cannot check, beside the equations: the rows' named numbers.
+ROWS = {
+    "atlas": (Polynomial(2), MLP(2, 4), Decay(), Muon(steps=5, every=1)),
+    "atlas++": (Polynomial(2), GatedMLP(4), Decay(), Muon()),
+    "omeganet": (Polynomial(2), MLP(2, 4), Decay(), GradientDescent()),
+    "dla": (Polynomial(2), MLP(2, 4), Decay(), GradientDescent()),
+    "swla": (Polynomial(2), Linear(), Decay(), GradientDescent(bounded=False)),
+    "deeptransformer": (Exponential(), MLP(2, 4), Decay(), GradientDescent()),
+    "swdt": (Exponential(64), MLP(2, 4), Decay(), GradientDescent()),
+    "dot": (Exponential(), MLP(2, 4), Decay(), GradientDescent()),
+    "titans": (Identity(), MLP(2, 4), Decay(), Momentum()),
+    "moneta": (Identity(), MLP(2, 4, norm=True), LqNorm(4), GradientDescent()),
+    "yaad": (Identity(), MLP(2, 4, norm=True), Decay(), GradientDescent()),
+    "memora": (Identity(), MLP(2, 4, norm=True), Softmax(), GradientDescent()),
+    "hope": (Identity(), MLP(2, 4), Decay(), DeltaGradientDescent()),
+    "deltanet": (Identity(), Linear(), Keep(), DeltaGradientDescent(bounded=False)),
+    "gated-deltanet": (Identity(), Linear(), Decay(), DeltaGradientDescent(bounded=False, after_decay=True)),
+    "ttt-linear": (Polynomial(1), Linear(residual=True, norm=True), Keep(), GradientDescent()),
+    "ttt-mlp": (Polynomial(1), MLP(2, 4, bias=True, norm=True), Keep(), GradientDescent()),
+    "lact": (Identity(), GatedMLP(1, "silu", residual=False), RowNorm(), Muon(every=None)),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_rows_are_what_the_papers_say(name):
+    rule = RULES[name]
+    assert (rule.features, rule.network, rule.retention, rule.optimiser) == ROWS[name]
+
+
+def test_windows_and_biases_of_the_rows():
+    wide = {name for name, rule in RULES.items() if rule.window.size > 1}
+    assert wide == {"atlas", "atlas++", "omeganet", "atlas-linear", "atlas-identity", "swla", "swdt", "dot"}
+    hebbian = {name for name, rule in RULES.items() if rule.bias == DotProduct()}
+    assert hebbian == {"dla", "swla", "deeptransformer", "swdt", "deltanet", "gated-deltanet", "lact"}
+    assert RULES["moneta"].bias == Lp(3) and RULES["yaad"].bias == Huber("mixture")
+    assert {name for name, rule in RULES.items() if rule.window.read != "after"} == {"hope"}
+
+
+def test_kinds_are_what_a_rule_is_typed_with():
+    unions = {
+        "features": FeatureMap,
+        "network": Network,
+        "bias": AttentionalBias,
+        "retention": Retention,
+        "optimiser": Optimiser,
+    }
+    assert {name: set(KINDS[name]) for name in unions} == {name: set(get_args(union)) for name, union in unions.items()}
+    assert KINDS["window"] == (Window,) and len(KINDS) == 6
+
+
+@pytest.mark.parametrize("part,kind", [(part, kind) for part, kinds in KINDS.items() for kind in kinds])
+def test_vary_puts_any_kind_there(part, kind):
+    """From a rule that goes with every one of them."""
+    rule = Rule(Identity(), optimiser=GradientDescent(), window=Window(1, 4))
+    changed = rule.vary(**{part: {"kind": kind.__name__}})
+    present = getattr(rule, part)
+    assert getattr(changed, part) == (present if isinstance(present, kind) else kind())
+    assert replace(changed, **{part: present}) == rule
+
+
+def test_vary_of_a_kind_that_is_there_keeps_its_other_fields():
+    rule = RULES["lact"].vary(optimiser={"kind": "Muon", "steps": 3}, bias={"kind": "Lp", "p": 1.5})
+    assert rule.optimiser == Muon(steps=3, every=None) and rule.bias == Lp(1.5)
+    options = {"kind": "Lp"}
+    RULES["lact"].vary(bias=options)
+    assert options == {"kind": "Lp"}  # what is passed stays as it is
+
+
+def test_every_none_is_once_a_chunk():
+    once = RULES["atlas"].vary(optimiser={"every": None}, window={"size": 2, "chunk": 4})
+    assert once.every == 4 and RULES["atlas"].every == 1 and RULES["titans"].every == 1
+    problem = random_problem(once, 0, time=11)
+    at_the_end = replace(problem, rule=once.vary(optimiser={"every": 4}))
+    for form in (recurrent, chunkwise, incremental):
+        assert worst(everything(form, problem), everything(form, at_the_end))[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    "parts,message",
+    [
+        (
+            {"features": Exponential()},
+            "Exponential features have no matrix to orthogonalise or to settle: with them take",
+        ),
+        ({"features": Exponential(), "optimiser": GradientDescent(), "retention": LqNorm()}, "to settle"),
+        (
+            {"optimiser": DeltaGradientDescent()},
+            "for a window of one token and linear retention, got window size 8 and Decay",
+        ),
+        (
+            {"optimiser": DeltaGradientDescent(), "window": Window(1), "retention": RowNorm()},
+            "got window size 1 and RowNorm",
+        ),
+        ({"retention": Softmax()}, r"with Muon take Softmax\(lag=False\)"),
+        (
+            {"retention": Sigmoid(), "window": Window(1, read="before")},
+            "Sigmoid is read after its writes, got read='before'",
+        ),
+        ({"retention": ElasticNet(), "window": Window(1, read="frozen")}, "got read='frozen'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(parts, message):
+    with pytest.raises(ValueError, match=message):
+        Rule(**parts)
+    with pytest.raises(ValueError, match=message):
+        replace(Rule(), **parts)
+
+
+@pytest.mark.parametrize("retention", [kind for kind in KINDS["retention"] if issubclass(kind, NonLinearRetention)])
+def test_every_nonlinear_retention_goes_with_muon_and_momentum(retention):
+    value = Softmax(lag=False) if retention is Softmax else retention()
+    assert Rule(retention=value).retention == value
+    assert Rule(retention=retention(), optimiser=Momentum()).optimiser == Momentum()
 
 
 def test_ablations_differ_from_atlas_in_one_part():
@@ -50,6 +197,14 @@ def test_vary_changes_only_what_it_names():
         ({"optimiser": 3}, "must be a mapping"),
         ({"optimiser": {"steps": 0}}, "Muon steps must be an integer >= 1"),
         ({"features": {"degree": 0}}, "degree must be an integer >= 1"),
+        (
+            {"features": {"kind": "Fourier"}},
+            "features has no kind 'Fourier'; its kinds are Identity, Polynomial, Expon",
+        ),
+        ({"bias": {"kind": "Muon"}}, "bias has no kind 'Muon'; its kinds are L2, DotProduct"),
+        ({"features": {"kind": "Identity", "degree": 2}}, "features Identity has no field 'degree'; it has no fields"),
+        ({"bias": {"kind": "Lp", "p": 0.5}}, "Lp p must be >= 1"),
+        ({"retention": {"kind": "Softmax"}}, "a lag token is for gradient descent and momentum"),
     ],
 )
 def test_vary_refuses(parts, message):
@@ -70,3 +225,11 @@ def test_initial_weights_have_unit_fan_in():
     first, second = RULES["titans"].initial_weights(heads=4, dim=32)
     assert first.shape == (4, 128, 32) and second.shape == (4, 32, 128)
     assert abs(first.var().item() * 32 - 1) < 0.1
+
+
+def test_a_matrix_memory_starts_at_zero_unless_a_layer_norm_would_see_it():
+    (zero,) = RULES["deltanet"].initial_weights(heads=2, dim=3)
+    (random,) = RULES["ttt-linear"].initial_weights(heads=2, dim=3)
+    assert zero.count_nonzero() == 0 and random.count_nonzero() == random.numel() == 2 * 3 * 4
+    lifted, second = RULES["dot"].initial_weights(heads=2, dim=3)
+    assert lifted.shape == (2, 12, 0) and second.shape == (2, 3, 12)

@@ -64,7 +64,7 @@ class Keep(LinearRetention):
 
 
 class NonLinearRetention:
-    """What the others share: M_0 is learned as A_0."""
+    """What the others share: M_0 is learned as an accumulator, W_0 = ``settle``(M_0)."""
 
     lag = False
     gated = True
@@ -77,7 +77,8 @@ class NonLinearRetention:
 
     def begin(self, initial: Weights) -> tuple[Weights, Weights]:
         """W_0 and A_0 from the learned M_0."""
-        return tuple(self.settle(a, a, a) for a in initial), initial
+        settled = tuple(self.settle(a, a, a) for a in initial)
+        return settled, tuple(map(self.restart, initial, settled))
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """The exact W from A, the chunk's first memory and the learned M_0; ``[..., rows, columns]`` each."""

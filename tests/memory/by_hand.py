@@ -1,0 +1,319 @@
+"""The papers' recurrences written once more, token by token for one sequence and head, without the library's parts.
+
+A rule is a row of small functions (``Hand``); one loop runs them all. Matrices are kept in another basis than the
+library's where it has one: polynomial features as the tensor square, phi* as products of one-dimensional Taylor series,
+biases as vectors of their own. ``Hand.basis`` takes the library's matrices there.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+EPS, NORM_EPS = 1e-6, 1e-6  # of Miras's smooth |x|, and of layer norms
+
+
+def gelu(x):
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+def layer_norm(x, gain, shift):
+    centred = x - x.mean()
+    return gain * centred / ((centred**2).mean() + NORM_EPS).sqrt() + shift
+
+
+def orthogonalise(s):
+    """Newton-Schulz, five steps."""
+    x = s / s.norm()
+    for _ in range(5):
+        x = 3.4445 * x - 4.7750 * x @ x.mT @ x + 2.0315 * x @ x.mT @ x @ x.mT @ x
+    return x
+
+
+# Features: (phi, the library's first matrix in this basis)
+
+
+def plain(x, a):
+    return x
+
+
+def square(x, a):
+    """Degree 2 as (1, x, x (x) x): the same kernel as that of distinct monomials."""
+    return torch.cat([a[0] * torch.ones(1).double(), a[1] * x, a[2] * torch.outer(x, x).flatten()])
+
+
+def square_basis(matrix, keys):
+    d = next(d for d in range(1, 99) if (d + 1) * (d + 2) // 2 == matrix.shape[1])
+    full, column = torch.zeros(matrix.shape[0], d, d, dtype=matrix.dtype), 1 + d
+    for i in range(d):
+        for j in range(i, d):
+            full[:, i, j] = full[:, j, i] = matrix[:, column] / (1 if i == j else math.sqrt(2))
+            column += 1
+    return [torch.cat([matrix[:, : 1 + d], full.flatten(1)], 1)]
+
+
+def star(x, a=None, degree=16):
+    """phi* (ATLAS Eq. 22) for vectors of length at most 1, to 1e-12: exp(x.y) = prod_d sum_n x_d^n y_d^n / n!."""
+    out = torch.ones(1).double()
+    for entry in x:
+        series = torch.stack([entry**n / math.sqrt(math.factorial(n)) for n in range(degree)])
+        out = torch.outer(out, series).flatten()
+    return out
+
+
+def star_basis(columns, keys):
+    """sum_j column_j phi*(x_j)^T."""
+    size = star(keys[0]).shape[0] if len(keys) else star(torch.zeros(keys.shape[1])).shape[0]
+    return [columns @ torch.stack([star(x) for x in keys]) if len(keys) else columns.new_zeros(len(columns), size)]
+
+
+def same(matrix, keys):
+    return [matrix]
+
+
+def bias_first(matrix, keys):
+    """(b, W) of a matrix on (1, x)."""
+    return [matrix[:, 0], matrix[:, 1:]]
+
+
+def bias_last(matrix, keys):
+    return [matrix[:, :-1], matrix[:, -1]]
+
+
+# Networks: body(w, f, taps) -> (body, the inputs of all matrices); a tap is added to a matrix's output
+
+
+def linear(w, f, taps):
+    return w[0] @ f + taps[0], [f]
+
+
+def mlp(w, f, taps):
+    u = gelu(w[0] @ f + taps[0])
+    return w[1] @ u + taps[1], [f, u]
+
+
+def gated(w, f, taps, activation=gelu):
+    u = activation(w[0] @ f + taps[0]) * (w[1] @ f + taps[1])
+    return w[2] @ u + taps[2], [f, f, u]
+
+
+def swiglu(w, f, taps):
+    return gated(w, f, taps, silu)
+
+
+def ttt_linear(w, f, taps):
+    b, w = w
+    return w @ f + b, [f]
+
+
+def ttt_mlp(w, f, taps):
+    b1, w1, w2, b2 = w
+    u = gelu(w1 @ f + b1)
+    return w2 @ u + b2, [f, u]
+
+
+# Biases: objective(prediction, v, delta), and what bounds its curvature
+
+
+def l2(m, v, delta):
+    return ((m - v) ** 2).sum()
+
+
+def half_l2(m, v, delta):
+    return 0.5 * l2(m, v, delta)
+
+
+def dot_product(m, v, delta):
+    """ATLAS Eqs. 19-20 and 25 with the sign that writes +v k^T."""
+    return -(m @ v)
+
+
+def smooth(x):
+    return (x**2 + EPS).sqrt()
+
+
+def lp(p):
+    return lambda m, v, delta: (smooth(m - v) ** p).sum()
+
+
+def huber_mixture(m, v, delta):
+    """Miras Eq. 26: l2 near, delta times l1 far."""
+    e = m - v
+    return 0.5 * (e**2).sum() if e.norm() <= delta else delta * smooth(e).sum()
+
+
+# Optimisers: (S, gradient, inputs, W, gates) -> (S, step)
+
+
+def descent(s, g, under, at):
+    return s, at.eta_times(g)
+
+
+def momentum(s, g, under, at):
+    s = at.theta * s + at.eta_times(g)
+    return s, s
+
+
+def muon(s, g, under, at):
+    s = at.theta * s + g
+    return s, at.eta_times(orthogonalise(s))
+
+
+def muon_at_the_end(s, g, under, at):
+    s = at.theta * s + g
+    return s, at.eta_times(orthogonalise(s)) if at.last else 0.0 * s
+
+
+def delta_step(s, g, under, at):
+    """-eta g - eta W f f^T."""
+    return s, at.eta_times(g + at.gamma * under)
+
+
+def delta_step_after_decay(s, g, under, at):
+    return s, at.eta_times(g + at.gamma * at.alpha_times(under))
+
+
+@dataclass
+class At:
+    """The gates at one token; ``last``: the chunk's last."""
+
+    eta: torch.Tensor
+    alpha: torch.Tensor
+    theta: torch.Tensor
+    gamma: torch.Tensor
+    last: bool
+
+    def eta_times(self, m):
+        return spread(self.eta, m) * m
+
+    def alpha_times(self, m):
+        return spread(self.alpha, m) * m
+
+
+def spread(gate, matrix):
+    """A scalar gate as it is; one of d channels for the rows of a matrix (or entries of a vector)."""
+    if gate.dim() == 0:
+        return gate
+    rows = torch.cat([g * torch.ones(len(matrix) // len(gate)).double() for g in gate])
+    return rows[:, None] if matrix.dim() == 2 else rows
+
+
+@dataclass
+class Exact:
+    """A non-linear retention.
+
+    ``token``: the paper's own recurrence, (A, W, step, at, M_0) -> (A, W); ``begin``: A and W of M_0. ``settle`` and
+    ``again``: what memory/retention.py says of chunks: W of (A, W_f, M_0); the A with which a chunk begins, of (A, W).
+    """
+
+    begin: Callable
+    token: Callable
+    settle: Callable
+    again: Callable = lambda a, w: a
+    lag: bool = False
+    gated: bool = True
+
+
+@dataclass
+class Hand:
+    """One rule."""
+
+    objective: Callable
+    body: Callable
+    optimiser: Callable
+    phi: Callable = plain
+    basis: tuple[Callable, ...] = (same, same, same)
+    residual: bool = True
+    norm: bool = False
+    retention: str | Exact = "decay"
+    curvature: Callable = lambda m, v, delta: 2.0
+    read: str = "after"
+
+    def in_basis(self, matrices, keys):
+        return [out for m, to in zip(matrices, self.basis, strict=False) for out in to(m, keys)]
+
+
+def run(hand, problem, b, h, bounded):
+    """The loop of the papers: gradient at the chunk's first memory, update, read. Returns outputs and last weights."""
+    q, k, v = (x[b, h].detach() for x in (problem.q, problem.k, problem.v))
+    gates = problem.gates.map(lambda g: g[b, h].detach())
+    a = None if problem.params.sqrt_a is None else problem.params.sqrt_a.detach()
+    gain, shift = (n[h].detach() for n in problem.params.norm) if hand.norm else (None, None)
+    size, chunk = problem.rule.window.size, problem.rule.window.chunk
+
+    def memory(weights, x, taps=(0.0, 0.0, 0.0)):
+        out = hand.body(weights, hand.phi(x, a), taps)[0]
+        out = layer_norm(out, gain, shift) if hand.norm else out
+        return x + out if hand.residual else out
+
+    def stiffness(weights, x, v_x, delta):
+        """curvature * sum_l |d M / d (W_l f_l)|^2 |f_l|^2, the last matrix's Jacobian being that of the ending."""
+        body, inputs = hand.body(weights, hand.phi(x, a), (0.0, 0.0, 0.0))
+        end = (gain**2).max() / (((body - body.mean()) ** 2).mean() + NORM_EPS) if hand.norm else 1.0
+        taps = tuple(torch.zeros(len(w)).double() for w in weights)
+        jacobians = torch.autograd.functional.jacobian(lambda *taps: hand.body(weights, hand.phi(x, a), taps)[0], taps)
+        gains = [end * (j**2).sum() for j in jacobians[:-1]] + [end]
+        reach = sum((f**2).sum() for f in inputs)
+        total = sum(g * (f**2).sum() for g, f in zip(gains, inputs, strict=True))
+        return hand.curvature(memory(weights, x), v_x, delta) * total, reach
+
+    start = hand.in_basis([m[h].detach() for m in problem.params.initial], k[:0])
+    exact = isinstance(hand.retention, Exact)
+    if exact:
+        state, now = zip(*map(hand.retention.begin, start), strict=True)
+    else:
+        now = start
+    s, out, settled = [torch.zeros_like(w) for w in now], [], now
+    for t in range(len(q)):
+        if t % chunk == 0:
+            frozen = [w.clone().requires_grad_() for w in settled]
+        window = [(gates.gamma[t, t - i], k[i], v[i], delta(gates, i)) for i in range(max(0, t - size + 1), t + 1)]
+        loss = sum(g * hand.objective(memory(frozen, k_i), v_i, d) for g, k_i, v_i, d in window)
+        grads = torch.autograd.grad(loss, frozen)
+        at = At(gates.eta[t], gates.alpha[t], gates.theta[t], gates.gamma[t, 0], (t + 1) % chunk == 0)
+        if exact and not hand.retention.gated:
+            at.alpha = torch.ones(()).double()
+        if bounded:
+            values = [(g, *stiffness([w.detach() for w in frozen], k_i, v_i, d)) for g, k_i, v_i, d in window]
+            lam, reach = (sum(g * x[i] for g, *x in values) for i in (0, 1))
+            slow = {momentum: chunk * lam / (1 - at.theta + 1 / chunk)}.get(hand.optimiser, chunk * lam)
+            slow = slow + reach if hand.optimiser in (delta_step, delta_step_after_decay) else slow
+            at.eta = at.eta / (1 + at.eta * slow)
+        inputs = hand.body(frozen, hand.phi(k[t], a), (0.0, 0.0, 0.0))[1]
+        before, steps = now, []
+        for i, (w, g) in enumerate(zip(now, grads, strict=True)):
+            under = torch.outer(w @ inputs[i], inputs[i]).detach() if hand.optimiser in DELTA else None
+            s[i], step = hand.optimiser(s[i], g, under, at)
+            steps.append(step)
+        if hand.retention == "keep":
+            now = [w - step for w, step in zip(now, steps, strict=True)]
+        elif hand.retention == "decay":
+            now = [at.alpha_times(w) - step for w, step in zip(now, steps, strict=True)]
+        elif hand.retention == "decay to start":
+            now = [m + at.alpha_times(w - m) - step for w, m, step in zip(now, start, steps, strict=True)]
+        elif chunk == 1:
+            each = zip(state, now, steps, start, strict=True)
+            state, now = zip(*(hand.retention.token(x, w, step, at, m) for x, w, step, m in each), strict=True)
+        settled = now
+        if exact and chunk > 1:
+            state = [at.alpha_times(x) - step for x, step in zip(state, steps, strict=True)]
+            settled = [hand.retention.settle(x, f.detach(), m) for x, f, m in zip(state, frozen, start, strict=True)]
+            is_exact = t % chunk == 0 if hand.retention.lag else at.last
+            linear = [at.alpha_times(w) - step for w, step in zip(now, steps, strict=True)]
+            now = settled if is_exact else linear
+            if at.last:
+                state = [hand.retention.again(x, w) for x, w in zip(state, settled, strict=True)]
+        out.append(memory(before if hand.read == "before" else now, q[t]))
+    return torch.stack(out).detach(), [w.detach() for w in now]
+
+
+DELTA = (delta_step, delta_step_after_decay)
+
+
+def delta(gates, i):
+    return None if gates.delta is None else gates.delta[i]
