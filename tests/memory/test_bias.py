@@ -54,7 +54,7 @@ def test_biases_without_a_threshold():
         (Huber("mixture"), huber_mixture),
         (RobustL2(), robust),
     ],
-    ids=str,
+    ids=["coordinates", "norm", "mixture", "robust"],
 )
 def test_biases_with_a_threshold(bias, formula, delta):
     assert value(bias, delta) == pytest.approx(formula(delta), rel=1e-5)
@@ -80,7 +80,7 @@ def test_the_robust_bias_is_the_worst_shift():
         (Huber("mixture"), E.sign()),
         (RobustL2(), E + E / NORM),
     ],
-    ids=str,
+    ids=["l3", "l1", "coordinates", "norm", "mixture", "robust"],
 )
 def test_derivatives_are_the_printed_steps(bias, step):
     v = torch.cat([V, torch.ones(1).double()]) if bias.has_delta else V
