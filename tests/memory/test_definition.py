@@ -69,10 +69,10 @@ def l_q(q):
 
 
 def kullback_leibler(scale=1.0, lag=True):
-    """M Eqs. 21 and 27: W_t = scale Softmax(alpha log W_{t-1} - eta g); A is log W."""
+    """M Eqs. 21 and 27: W_t = c Softmax(alpha log W_{t-1} - eta g), c = scale * columns; A is log W."""
 
     def of(a):
-        return scale * torch.exp(a) / torch.exp(a).sum(-1, keepdim=True)
+        return scale * torch.exp(a) / torch.exp(a).mean(-1, keepdim=True)
 
     def token(a, w, step, at, m):
         w = of(at.alpha_times(torch.log(w)) - step)
@@ -116,12 +116,12 @@ def pearson(scale=1.0):
         low, high = a.amin(-1, keepdim=True) - 2, a.amax(-1, keepdim=True) + 2
         for _ in range(100):
             zeta = (low + high) / 2
-            too_much = (w * (1 + a - zeta).clamp_min(0)).sum(-1, keepdim=True) > scale
+            too_much = (w * (1 + a - zeta).clamp_min(0)).mean(-1, keepdim=True) > scale
             low, high = torch.where(too_much, zeta, low), torch.where(too_much, high, zeta)
         return w * (1 + a - (low + high) / 2).clamp_min(0)
 
     def begin(m):
-        return 0 * m, scale * torch.softmax(m, -1)
+        return 0 * m, scale * m.shape[-1] * torch.softmax(m, -1)
 
     def token(a, w, step, at, m):
         return a, of(-step, w)
