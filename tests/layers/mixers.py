@@ -11,6 +11,9 @@ from atlas_memory.memory import Exponential
 
 DIM, HEADS, WINDOW, CHUNK, ATTENTION_WINDOW = 12, 2, 3, 4, 5
 
+# One global and two local memories, in shards that the tests' calls cut anywhere.
+HIERARCHY: dict[str, Any] = {"global_chunk": 5, "local_chunks": [2, 3], "shard": 6}
+
 # block, rule, persistent tokens
 MIXERS: dict[str, tuple[str, str, int]] = {
     **{f"lmm-{rule}": ("lmm", rule, 0) for rule in RULES},
@@ -23,6 +26,12 @@ MIXERS: dict[str, tuple[str, str, int]] = {
     "mac-titans": ("mac", "titans", 0),
     "mac-persistent": ("mac", "omeganet", 2),
     "mac-atlas-persistent": ("mac", "atlas", 3),
+    "lmm-tnt-hierarchy": ("lmm", "tnt", 0),
+    "lmm-atlas-hierarchy": ("lmm", "atlas", 0),
+    "lmm-titans-hierarchy-by-chunk": ("lmm", "titans", 0),
+    "lmm-omeganet-hierarchy-persistent": ("lmm", "omeganet", 2),
+    "mag-hierarchy": ("mag", "tnt", 0),
+    "mal-hierarchy-persistent": ("mal", "titans", 2),
     "swa": ("swa", "", 0),
     "attention": ("attention", "", 0),
 }
@@ -41,7 +50,11 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     options: dict[str, Any] = {"attention_window": ATTENTION_WINDOW} if kind.window else {}
     if kind.memory:
         window = None if RULES[rule].window.size == 1 else WINDOW
-        options |= {"rule": rule, "window": window, "chunk_size": CHUNK, "eps": 1e-6, "persistent_tokens": persistent}
+        options |= {"rule": rule, "window": window, "eps": 1e-6, "persistent_tokens": persistent}
+        if "hierarchy" in name:
+            options["hierarchy"] = HIERARCHY | {"project": "chunk" if "by-chunk" in name else "shard"}
+        else:
+            options["chunk_size"] = CHUNK
     torch.manual_seed(0)
     mixer = kind.make(DIM, HEADS, **options)
     with torch.no_grad():
