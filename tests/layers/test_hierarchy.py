@@ -5,7 +5,7 @@ import torch
 
 from atlas_memory import RULES, NeuralMemory
 from atlas_memory.layers.hierarchy import HierarchicalMemory, HierarchicalState, Hierarchy
-from atlas_memory.memory import Gates, initial_state, l2_normalise, recurrent
+from atlas_memory.memory import Gates, initial_state, recurrent
 
 DIM, HEADS = 4, 2
 NEAR = {"rtol": 0.0, "atol": 1e-8}

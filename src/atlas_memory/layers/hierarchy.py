@@ -83,6 +83,25 @@ class Hierarchy:
             )
         return cls(**value)
 
+    def rules(self, rule: Rule) -> tuple[Rule, ...]:
+        """What the global memory and each local one make of ``rule``.
+
+        Raises:
+            ValueError: a rule that cannot be read as it was before a chunk, or that cannot be reset.
+        """
+        if isinstance(rule.features, Exponential):
+            raise ValueError(
+                "a hierarchy resets its local memories, and those of Exponential features have columns for tokens of "
+                "the shards before; take Polynomial or Identity features"
+            )
+        if isinstance(rule.retention, NonLinearRetention):
+            raise ValueError(
+                "a hierarchy's global memory is read as it was before its chunk, and "
+                f"{type(rule.retention).__name__} is read after its writes; take Decay or Keep as retention"
+            )
+        local = (rule.vary(window={"chunk": chunk, "read": "after"}) for chunk in self.local_chunks)
+        return (rule.vary(window={"chunk": self.global_chunk, "read": "frozen"}), *local)
+
 
 @dataclass(frozen=True)
 class HierarchicalState:
@@ -154,7 +173,7 @@ class HierarchicalMemory(nn.Module):
         gate_rank: see ``GateProjection``.
 
     Raises:
-        ValueError: a rule that has no frozen memory of constant size, or a bad size.
+        ValueError: a rule that a hierarchy cannot have, an unknown one, or a bad size.
     """
 
     def __init__(
@@ -168,28 +187,13 @@ class HierarchicalMemory(nn.Module):
     ) -> None:
         super().__init__()
         self.hierarchy, self.rule = Hierarchy.of(hierarchy), resolve_rule(rule)
-        if isinstance(self.rule.features, Exponential):
-            raise ValueError(
-                "a hierarchy resets its local memories, and those of Exponential features have columns for tokens of "
-                "the shards before; take Polynomial or Identity features"
-            )
-        if isinstance(self.rule.retention, NonLinearRetention):
-            raise ValueError(
-                "a hierarchy's global memory is read as it was before its chunk, and "
-                f"{type(self.rule.retention).__name__} is read after its writes; take Decay or Keep as retention"
-            )
+        self.rules = self.hierarchy.rules(self.rule)
         self.heads = heads
         self.members = nn.ModuleList(OmegaMemory(dim, heads, rule, gates=False) for rule in self.rules)
         self.gates = HierarchicalGates(dim * heads, heads, self.rules, gate_rank) if gates else None
 
     def _members(self) -> list[OmegaMemory]:
         return [cast(OmegaMemory, member) for member in self.members]
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rule of the global memory, and of each local one."""
-        local = (self.rule.vary(window={"chunk": c, "read": "after"}) for c in self.hierarchy.local_chunks)
-        return (self.rule.vary(window={"chunk": self.hierarchy.global_chunk, "read": "frozen"}), *local)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, state: HierarchicalState | None = None
