@@ -51,6 +51,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "mal-persistent": {"block": "mal", "rule": "titans", "window": 1, "persistent_tokens": 2},
     "mac": {"block": "mac", "rule": "omeganet"},
     "mac-persistent": {"block": "mac", "rule": "titans", "window": 1, "persistent_tokens": 2},
+    "hierarchy": {
+        "rule": "tnt",
+        "chunk_size": None,
+        "hierarchy": {"global_chunk": 4, "local_chunks": [2, 1], "shard": 6},
+    },
     "swa": {"block": "swa"},
     "attention": {"block": "attention"},
 }
