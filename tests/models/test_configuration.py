@@ -10,7 +10,6 @@ import torch
 from atlas_memory.memory import RULES
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 
-
 HIERARCHY = {"global_chunk": 8, "local_chunks": [4], "shard": 8}
 
 
