@@ -11,6 +11,9 @@ from atlas_memory.memory import Exponential, resolve_rule
 
 DIM, HEADS, WINDOW, CHUNK, ATTENTION_WINDOW = 12, 2, 3, 4, 5
 
+# One global and two local memories, in shards that the tests' calls cut anywhere.
+HIERARCHY: dict[str, Any] = {"global_chunk": 5, "local_chunks": [2, 3], "shard": 6}
+
 # block, rule, persistent tokens
 MIXERS: dict[str, tuple[str, str, int]] = {
     **{f"lmm-{rule}": ("lmm", rule, 0) for rule in RULES},
@@ -25,6 +28,12 @@ MIXERS: dict[str, tuple[str, str, int]] = {
     "mac-atlas-persistent": ("mac", "atlas", 3),
     "hope": ("hope", "hope", 0),
     "hope-persistent": ("hope", "hope", 2),
+    "lmm-tnt-hierarchy": ("lmm", "tnt", 0),
+    "lmm-atlas-hierarchy": ("lmm", "atlas", 0),
+    "lmm-titans-hierarchy-by-chunk": ("lmm", "titans", 0),
+    "lmm-omeganet-hierarchy-persistent": ("lmm", "omeganet", 2),
+    "mag-hierarchy": ("mag", "tnt", 0),
+    "mal-hierarchy-persistent": ("mal", "titans", 2),
     "swa": ("swa", "", 0),
     "attention": ("attention", "", 0),
 }
@@ -43,7 +52,12 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     options: dict[str, Any] = {"attention_window": ATTENTION_WINDOW} if kind.window else {}
     if kind.memory:
         window = None if RULES[rule].window.size == 1 else WINDOW
-        options |= {"rule": resolve_rule(rule, window, CHUNK), "eps": 1e-6, "persistent_tokens": persistent}
+        options |= {"eps": 1e-6, "persistent_tokens": persistent}
+        if "hierarchy" in name:
+            by = "chunk" if "by-chunk" in name else "shard"
+            options |= {"rule": rule, "window": window, "hierarchy": HIERARCHY | {"project": by}}
+        else:
+            options["rule"] = resolve_rule(rule, window, CHUNK)
     torch.manual_seed(0)
     mixer = kind.make(DIM, HEADS, **options)
     with torch.no_grad():

@@ -55,6 +55,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "hope": {"block": "hope", "continuum_periods": [1, 4]},
     "hope-persistent": {"block": "hope", "persistent_tokens": 2},
     "hope-attention": {"block": "attention", "continuum_periods": [1, 4]},
+    "hierarchy": {
+        "rule": "tnt",
+        "chunk_size": None,
+        "hierarchy": {"global_chunk": 4, "local_chunks": [2, 1], "shard": 6},
+    },
     "swa": {"block": "swa"},
     "attention": {"block": "attention"},
 }

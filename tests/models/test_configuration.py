@@ -10,6 +10,8 @@ import torch
 from atlas_memory.memory import RULES
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 
+HIERARCHY = {"global_chunk": 8, "local_chunks": [4], "shard": 8}
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -46,6 +48,11 @@ from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
         ({"use_cache": "no"}, "use_cache must be true or false, got 'no'"),
         ({"rule": "atlantis"}, "rule='atlantis' is unknown; choose one of .*atlas.*titans"),
         ({"rule": ["atlas"]}, "rule=\\['atlas'\\] is unknown"),
+        ({"hierarchy": {"shard": 8}}, "hierarchy must map global_chunk, local_chunks, shard"),
+        ({"hierarchy": HIERARCHY, "rule": "memora"}, "Softmax is read after its writes"),
+        ({"hierarchy": HIERARCHY, "chunk_size": 4}, "chunk_size=4 has no use beside a hierarchy"),
+        ({"hierarchy": HIERARCHY, "block": "mac"}, "a hierarchy has no use in block='mac'"),
+        ({"hierarchy": HIERARCHY, "block": "swa"}, "has no use in block='swa'"),
         ({"rule_options": {"optimizer": {"every": 2}}}, "optimizer"),
         ({"rule_options": {"optimiser": 3}}, "rule_options must map"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0"),
@@ -154,3 +161,10 @@ def test_the_rule_of_every_memory_is_the_configurations() -> None:
     rule = AtlasForCausalLM(config).model.layers[1].mixer.rule
     assert rule == config.memory_rule()
     assert (rule.window.size, rule.window.chunk, rule.optimiser.every) == (3, 5, 2)
+
+
+def test_a_hierarchy_is_saved_whole_and_takes_the_place_of_the_presets_chunk(tmp_path) -> None:
+    config = AtlasConfig.preset("tiny", rule="tnt", hierarchy=HIERARCHY)
+    assert config.chunk_size is None and config.hierarchy == HIERARCHY | {"project": "shard"}
+    config.save_pretrained(tmp_path)
+    assert AtlasConfig.from_pretrained(tmp_path).hierarchy == config.hierarchy

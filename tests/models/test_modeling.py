@@ -43,6 +43,18 @@ def test_save_and_load_with_the_auto_classes(model: AtlasForCausalLM, tmp_path: 
     assert_near(body(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
 
 
+def test_a_hierarchy_is_loaded_with_smaller_local_chunks(make: Make, tmp_path: Path) -> None:
+    """TNT's second stage: the same weights."""
+    sizes = {"global_chunk": 8, "local_chunks": [4], "shard": 8}
+    model = make(rule="tnt", chunk_size=None, hierarchy=sizes)
+    model.save_pretrained(tmp_path)
+    later = AtlasForCausalLM.from_pretrained(tmp_path, hierarchy=sizes | {"local_chunks": [1]})
+    torch.testing.assert_close(later.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert not torch.allclose(later(tokens()).logits, model(tokens()).logits)
+    with pytest.raises(ValueError, match="hierarchy shard=8 must be a multiple of every local chunk, and 3"):
+        AtlasForCausalLM.from_pretrained(tmp_path, hierarchy=sizes | {"local_chunks": [3]})
+
+
 def test_an_untied_head_is_saved(make: Make, tmp_path: Path) -> None:
     model = make(tie_word_embeddings=False)
     assert model.lm_head.weight is not model.model.embed_tokens.weight

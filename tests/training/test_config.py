@@ -18,12 +18,13 @@ def test_defaults_files_and_overrides(tmp_path) -> None:
     assert load_config(tmp_path / "saved.yaml") == config
 
 
-def test_a_saved_path_is_read_from_anywhere(tmp_path, monkeypatch) -> None:
+def test_saved_paths_are_read_from_anywhere(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for given, saved in (("text/a.txt", tmp_path / "text/a.txt"), ("~/a.txt", tmp_path / "home/a.txt")):
-        load_config(None, [f"data.path={given}"]).save(tmp_path / "run.yaml")
-        assert load_config(tmp_path / "run.yaml").data.path == str(saved.resolve())
+        load_config(None, [f"data.path={given}", f"model.init_from={given}"]).save(tmp_path / "run.yaml")
+        config = load_config(tmp_path / "run.yaml")
+        assert config.data.path == config.model.init_from == str(saved.resolve())
 
 
 def test_the_demo_is_valid() -> None:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory import Gates, MemoryState, Rule, l2_normalise
+from ..memory import Gates, Rule, l2_normalise, resolve_rule
 from .convolution import ShortConvolution
 from .gates import GateProjection
+from .hierarchy import HierarchicalGates, HierarchicalMemory, Hierarchy
 from .omega import OmegaMemory
 from .padding import pack, unpack
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """What ``NeuralMemory`` carries: the memory, and the convolution's last inputs ``[batch, size - 1, 3 dim]``."""
+    """What ``NeuralMemory`` carries: the memory's ``MemoryState``, with a hierarchy its ``HierarchicalState``; and the
+    convolution's last inputs ``[batch, size - 1, 3 dim]``."""
 
-    memory: MemoryState
+    memory: Any
     past: Tensor
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> LayerState:
@@ -54,13 +57,16 @@ class NeuralMemory(nn.Module):
         conv_size: taps of the convolution.
         eps: of the RMSNorm on what is read.
         gate_rank: make eta and alpha channel-wise through a map of this rank (Miras section 5.4: 32 or 64).
+        hierarchy: one global and N local memories of the rule instead of one (TNT): a ``Hierarchy`` or a mapping of its
+            fields. The chunks are then the hierarchy's: leave ``chunk_size`` out.
 
     Attributes:
         writes: set to False and the memory stays as it is, M_0 from a fresh state: what remains is a model without
             test-time memory, for comparison.
 
     Raises:
-        ValueError: a width that is no multiple of ``heads``, an unknown rule, or a size below 1.
+        ValueError: a width that is no multiple of ``heads``, an unknown rule, a size below 1, or a
+            ``hierarchy`` that is wrong or given along with a ``chunk_size``.
     """
 
     def __init__(
@@ -73,13 +79,22 @@ class NeuralMemory(nn.Module):
         conv_size: int = 4,
         eps: float = 1e-6,
         gate_rank: int | None = None,
+        hierarchy: Hierarchy | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if heads < 1 or dim < 1 or dim % heads:
             raise ValueError(f"dim must be a positive multiple of heads, got dim={dim} and heads={heads}")
         self.heads = heads
-        self.memory = OmegaMemory(dim // heads, heads, rule, window, chunk_size, gates=False)
-        self.gates = GateProjection(dim, heads, self.rule, gate_rank)
+        self.memory: OmegaMemory | HierarchicalMemory
+        self.gates: GateProjection | HierarchicalGates
+        if hierarchy is None:
+            self.memory = OmegaMemory(dim // heads, heads, rule, window, chunk_size, gates=False)
+            self.gates = GateProjection(dim, heads, self.rule, gate_rank)
+        else:
+            if chunk_size is not None:
+                raise ValueError(f"chunk_size={chunk_size} has no use beside a hierarchy, which has chunks; drop it")
+            self.memory = HierarchicalMemory(dim // heads, heads, resolve_rule(rule, window), hierarchy, gates=False)
+            self.gates = HierarchicalGates(dim, heads, self.memory.rules, gate_rank)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.convolution = ShortConvolution(3 * dim, conv_size)
         self.norm = nn.RMSNorm(dim // heads, eps=eps)
@@ -117,7 +132,7 @@ class NeuralMemory(nn.Module):
         y, state = self._read(packed, state, length)
         return unpack(y, order, mask), state
 
-    def retrieve(self, x: Tensor, memory: MemoryState) -> Tensor:
+    def retrieve(self, x: Tensor, memory: Any) -> Tensor:
         """What a memory as it is answers to x: M*(q), read without writing (Titans, Eqs. 15 and 21).
 
         The way of ``forward`` from x to y with the recurrence left out, and the convolution: queries of another stream
@@ -142,7 +157,8 @@ class NeuralMemory(nn.Module):
         if self.writes:
             y, memory = self.memory(q, k, v, replace(self.gates(x), length=length), memory)
         else:
-            memory = self.memory(q[:, :, :0], k[:, :, :0], v[:, :, :0], Gates(q[:, :, :0, 0]), memory)[1]
+            none = q.new_zeros(q.shape[0], self.gates.heads, 0)
+            memory = self.memory(q[:, :, :0], k[:, :, :0], v[:, :, :0], Gates(none), memory)[1]
             y = self.memory.retrieve(q, memory)
         return self._project(y, x), LayerState(memory, past)
 

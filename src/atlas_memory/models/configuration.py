@@ -1,13 +1,14 @@
 """The configuration of an Atlas model."""
 
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ..layers.blocks import BLOCKS
+from ..layers.hierarchy import Hierarchy
 from ..memory import RULES, Rule, resolve_rule
 from .presets import PRESETS
 
@@ -26,7 +27,16 @@ _HANDLED_BY_TRANSFORMERS = {
 }
 
 # Options of a memory: no use in a block without one.
-_OF_MEMORY = ("rule", "rule_options", "window", "chunk_size", "conv_size", "gate_rank", "persistent_tokens")
+_OF_MEMORY = (
+    "rule",
+    "rule_options",
+    "window",
+    "chunk_size",
+    "hierarchy",
+    "conv_size",
+    "gate_rank",
+    "persistent_tokens",
+)
 
 
 class AtlasConfig(PreTrainedConfig):
@@ -48,6 +58,8 @@ class AtlasConfig(PreTrainedConfig):
             `persistent_tokens`, and `conv_size`.
         window: Tokens that a write of the memory optimises over (c of the Omega rule); None keeps the rule's.
         chunk_size: Tokens whose gradients are taken at one state of the memory (b); None keeps the rule's.
+        hierarchy: One global and N local memories of the rule instead of one (TNT), as the fields of `Hierarchy`:
+            `{"global_chunk": 64, "local_chunks": [8, 16], "shard": 64}`. Then `chunk_size` has no use. Not in "mac".
         persistent_tokens: Learned tokens in front of the sequence, in "mac" of every segment (Titans, Eq. 19).
         attention_window: Tokens that the attention of "mag", "mal" and "swa" sees, and the length of a segment in
             "mac"; None takes 64. No use in "lmm" and "attention".
@@ -79,6 +91,7 @@ class AtlasConfig(PreTrainedConfig):
     block: str = "lmm"
     window: int | None = None
     chunk_size: int | None = None
+    hierarchy: dict[str, Any] | None = None
     persistent_tokens: int = 0
     attention_window: int | None = None
     conv_size: int = 4
@@ -127,7 +140,7 @@ class AtlasConfig(PreTrainedConfig):
         self._check_block()
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
-        self.memory_rule()
+        self._check_hierarchy(self.memory_rule())
         super().__post_init__(**kwargs)
 
     def _check_block(self) -> None:
@@ -151,6 +164,21 @@ class AtlasConfig(PreTrainedConfig):
             if value != getattr(type(self), name):
                 raise ValueError(f"{name}={value!r} has no use in block={self.block!r}, which has no memory; drop it")
 
+    def _check_hierarchy(self, rule: Rule) -> None:
+        """Refuse a hierarchy that is wrong or that something else overrules, and fill in what it leaves out."""
+        if self.hierarchy is None:
+            return
+        if self.chunk_size is not None:
+            raise ValueError(f"chunk_size={self.chunk_size} has no use beside a hierarchy, which has chunks; drop it")
+        if self.block == "mac":
+            raise ValueError(
+                "a hierarchy has no use in block='mac', which reads one memory as it was when a segment began; take "
+                "'lmm', 'mag' or 'mal'"
+            )
+        hierarchy = Hierarchy.of(self.hierarchy)
+        hierarchy.rules(rule)
+        self.hierarchy = asdict(hierarchy) | {"local_chunks": list(hierarchy.local_chunks)}  # as JSON has it
+
     def memory_rule(self) -> Rule:
         """The rule of every memory: `rule` with `rule_options`, `window` and `chunk_size` applied.
 
@@ -173,7 +201,7 @@ class AtlasConfig(PreTrainedConfig):
 
         `rule_options` are added to the preset's, option by option. With another `rule`, the preset's options apply as
         far as that rule has such fields, and its window as far as that rule looks back; with a `block` without memory,
-        the preset's options of a memory do not apply.
+        the preset's options of a memory do not apply; with a `hierarchy`, its `chunk_size` does not.
 
         Raises:
             ValueError: No such preset, or a bad override.
@@ -185,6 +213,8 @@ class AtlasConfig(PreTrainedConfig):
         if isinstance(block, str) and block in BLOCKS and not BLOCKS[block].memory:
             return cls(**{k: v for k, v in base.items() if k not in _OF_MEMORY} | overrides)
         values = base | overrides
+        if overrides.get("hierarchy") is not None and "chunk_size" not in overrides:
+            values.pop("chunk_size", None)
         rule = RULES.get(values["rule"]) if isinstance(values.get("rule"), str) else None
         if rule is not None and "rule_options" in base:
             if "window" not in overrides:

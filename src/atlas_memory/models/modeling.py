@@ -27,6 +27,7 @@ class AtlasBlock(GradientCheckpointingLayer, MemoryBlock):
                 "rule": config.memory_rule(),
                 "conv_size": config.conv_size,
                 "gate_rank": config.gate_rank,
+                "hierarchy": config.hierarchy,
             }
         mixer = kind.make(config.hidden_size, config.num_attention_heads, **options)
         hidden, periods = cast(int, config.intermediate_size), config.continuum_periods

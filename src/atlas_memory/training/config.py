@@ -23,11 +23,17 @@ class _Section(BaseModel):
 
 class ModelSection(_Section):
     """A preset's name, and any field of `AtlasConfig` that is to differ from it (checked when the model is
-    made)."""
+    made).
+
+    `init_from`, the folder of a run or of `save_pretrained`: begin with that model's weights. Its options take the
+    place of the preset's, of which the learning rate remains; those given here change them, within a mapping key by
+    key, as long as the weights fit.
+    """
 
     model_config = ConfigDict(extra="allow")
 
     preset: str = "tiny"
+    init_from: str | None = Field(default=None, min_length=1)
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -72,12 +78,17 @@ class RunConfig(_Section):
     train: TrainSection = TrainSection()
     output_dir: str = Field(default="runs/atlas", min_length=1)
 
+    def resolved(self) -> RunConfig:
+        """The same with the paths that are read made absolute, so that the run can be read from anywhere."""
+        copy = self.model_copy(deep=True)
+        for section, name in ((copy.data, "path"), (copy.model, "init_from")):
+            if (path := getattr(section, name)) is not None:
+                setattr(section, name, str(Path(path).expanduser().resolve()))
+        return copy
+
     def save(self, path: Path) -> None:
-        """Write it as YAML, with the text's path made absolute so that the run can be read from anywhere."""
-        saved = self.model_copy(deep=True)
-        if saved.data.path is not None:
-            saved.data.path = str(Path(saved.data.path).expanduser().resolve())
-        path.write_text(yaml.safe_dump(saved.model_dump(), sort_keys=False), encoding="utf-8")
+        """Write it as YAML, `resolved`."""
+        path.write_text(yaml.safe_dump(self.resolved().model_dump(), sort_keys=False), encoding="utf-8")
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:

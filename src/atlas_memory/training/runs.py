@@ -26,27 +26,67 @@ WEIGHTS = "model.safetensors"
 
 
 def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
-    """The run's `AtlasConfig`; vocabulary and special tokens are the tokenizer's unless set. ConfigError if
-    wrong."""
-    known = {f"model.{name}" for name in ("preset", *AtlasConfig.__annotations__)}
+    """The run's `AtlasConfig`; vocabulary and special tokens are the tokenizer's unless set, or those of the model to
+    begin with. ConfigError if wrong."""
+    known = {f"model.{name}" for name in ("preset", "init_from", *AtlasConfig.__annotations__)}
     for name, value in config.model.overrides.items():
         if f"model.{name}" not in known:
             raise ConfigError(f"unknown key model.{name} (={value!r}){nearest(f'model.{name}', known)}")
-    fields = {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        **config.model.overrides,
-    }
+    if config.model.init_from is None:
+        fields = {
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            **config.model.overrides,
+        }
+        remedy = "leave it out"
+    else:
+        _, saved = _first(config.model.init_from)
+        fields = _merged({name: getattr(saved, name) for name in AtlasConfig.__annotations__}, config.model.overrides)
+        remedy = "take the data.tokenizer that the model in model.init_from was trained with"
     if fields["vocab_size"] < len(tokenizer):
         raise ConfigError(
-            f"model.vocab_size={fields['vocab_size']} is smaller than the tokenizer's {len(tokenizer)}; leave it out"
+            f"model.vocab_size={fields['vocab_size']} is smaller than the tokenizer's {len(tokenizer)}; {remedy}"
         )
     try:
+        if config.model.init_from is not None:
+            return AtlasConfig(**fields)
         return AtlasConfig.preset(config.model.preset, **fields)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {' '.join(str(error).split())}") from error
+
+
+def first_model(config: RunConfig, architecture: AtlasConfig) -> Any:
+    """The model with which a run begins: new, or with the weights in `model.init_from`. ConfigError if they do not
+    fit."""
+    if config.model.init_from is None:
+        return AtlasForCausalLM(architecture)
+    folder, _ = _first(config.model.init_from)
+    try:
+        with torch.device("meta"):
+            check_fit(folder, AtlasForCausalLM(architecture), "the options of this run")
+    except ValueError as error:
+        raise ConfigError(f"model.init_from: {error}") from error
+    return AtlasForCausalLM.from_pretrained(folder, config=architecture)
+
+
+def _first(init_from: str) -> tuple[Path, AtlasConfig]:
+    """Where the model to begin with is, and its configuration; ConfigError if there is none."""
+    try:
+        folder = _newest_model(Path(init_from).expanduser())
+        return folder, _saved_config(folder)
+    except ValueError as error:
+        raise ConfigError(f"model.init_from: {error}") from error
+
+
+def _merged(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`options` with `changes`, mappings in mappings merged likewise."""
+    both = options | changes
+    for name, value in changes.items():
+        if isinstance(value, dict) and isinstance(options.get(name), dict):
+            both[name] = _merged(options[name], value)
+    return both
 
 
 @dataclass(frozen=True)
@@ -67,15 +107,7 @@ def load_run(folder: str | Path) -> Run:
     a missing or empty folder, a damaged file, or weights that do not fit `config.json`.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"no run at {str(folder)!r}: the folder does not exist")
-    checkpoint = newest_checkpoint(folder)
-    if (folder / WEIGHTS).is_file() and (checkpoint is None or _step(checkpoint) <= _step(folder)):
-        source = folder
-    elif checkpoint is not None:
-        source = checkpoint
-    else:
-        raise ValueError(f"no run at {str(folder)!r}: it holds neither {WEIGHTS} nor an intact checkpoint")
+    source = _newest_model(folder)
     model = _load_model(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -83,6 +115,18 @@ def load_run(folder: str | Path) -> Run:
         raise ValueError(f"the tokenizer in {str(source)!r} is missing or damaged") from error
     config = load_config(folder / "run.yaml") if (folder / "run.yaml").is_file() else None
     return Run(model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, folder, config)
+
+
+def _newest_model(folder: Path) -> Path:
+    """The folder itself, or its newest intact checkpoint where that is newer or all there is; ValueError if neither."""
+    if not folder.is_dir():
+        raise ValueError(f"no run at {str(folder)!r}: the folder does not exist")
+    checkpoint = newest_checkpoint(folder)
+    if (folder / WEIGHTS).is_file() and (checkpoint is None or _step(checkpoint) <= _step(folder)):
+        return folder
+    if checkpoint is None:
+        raise ValueError(f"no run at {str(folder)!r}: it holds neither {WEIGHTS} nor an intact checkpoint")
+    return checkpoint
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -157,13 +201,19 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{str(path)!r} is damaged or cut short ({error})") from error
 
 
-def _load_model(folder: Path) -> Any:
+def _saved_config(folder: Path) -> AtlasConfig:
+    """The configuration in a model's folder; ValueError if it is damaged or of another kind of model."""
     try:
         config = AtlasConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{str(folder / 'config.json')!r} is missing or damaged") from error
     if config.model_type != AtlasConfig.model_type:
         raise ValueError(f"{str(folder)!r} holds a {config.model_type!r} model, not an Atlas model")
+    return config
+
+
+def _load_model(folder: Path) -> Any:
+    config = _saved_config(folder)
     with torch.device("meta"):
         check_fit(folder, AtlasForCausalLM(config), "its config.json")
     return AtlasForCausalLM.from_pretrained(folder)

@@ -21,13 +21,12 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from atlas_memory.data import Corpus, RandomCrops, load_tokenizer
 from atlas_memory.data.crops import join
-from atlas_memory.models import AtlasForCausalLM
 from atlas_memory.models.presets import PRESETS
 from atlas_memory.training.callbacks import Clock, JsonLog, ProgressBar, StopOnInterrupt
 from atlas_memory.training.config import ConfigError, RunConfig, load_config
 from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
-from atlas_memory.training.runs import check_fit, cut_log, model_config, newest_checkpoint, read_log
+from atlas_memory.training.runs import check_fit, cut_log, first_model, model_config, newest_checkpoint, read_log
 
 # What may differ between a run and its resumption: everything else would make it another run.
 _MAY_CHANGE = frozenset({"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device"})
@@ -69,11 +68,14 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
         config.train.steps * config.train.batch_size,
         config.train.seed,
     )
-    model = AtlasForCausalLM(architecture)
+    model = first_model(config, architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     console.print(f"{corpus}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"model: {config.model.preset}, {model.num_parameters():,} parameters", highlight=False)
+    console.print(
+        f"model: {config.model.init_from or config.model.preset}, {model.num_parameters():,} parameters",
+        highlight=False,
+    )
 
     folder.mkdir(parents=True, exist_ok=True)
     with _only_process(folder):
@@ -224,9 +226,7 @@ def _check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
         return
     if not (folder / "run.yaml").is_file():
         raise ConfigError(f"nothing to resume: {str(folder)!r} holds no run.yaml")
-    before, now = load_config(folder / "run.yaml").model_dump(), config.model_dump()
-    for data in (before["data"], now["data"]):
-        data["path"] = None if data["path"] is None else str(Path(data["path"]).expanduser().resolve())
+    before, now = load_config(folder / "run.yaml").resolved().model_dump(), config.resolved().model_dump()
     for section in ("model", "data", "train"):
         for key in sorted(before[section].keys() | now[section].keys()):
             old, new = before[section].get(key), now[section].get(key)

@@ -1,0 +1,384 @@
+"""One global memory and N local ones over the same tokens (TNT, arXiv 2511.07343).
+
+    o_t = f(V_{start of t's global chunk}, q_t) + sum over i of f(W_t^(i), P_t q_t)                    (Eqs. 7 and 15)
+
+V is written in large chunks, one after the other (Eq. 5). Each W^(i) is written in small chunks, and goes back to its
+learned M_0 at every ``shard``-th token (Eqs. 6 and 14): the shards of a call are independent of each other, and here
+they are rows of one batch. P_t: projection.py. Any rule can be the inner step; the paper's is ``RULES["tnt"]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..memory import Exponential, Gates, MemoryState, Rule, initial_state, resolve_rule
+from ..memory.retention import NonLinearRetention
+from ..memory.windows import take
+from .gates import GateProjection
+from .omega import OmegaMemory
+from .projection import project_since_chunk, project_since_start
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """Which memories there are, and when they are refreshed and reset.
+
+    Attributes:
+        global_chunk: C_G, tokens between refreshes of the global memory, whose reads lag by as much.
+        local_chunks: C_L of each local memory. A later stage of training, or decoding, may make them smaller.
+        shard: S_L, tokens after which local memories begin anew; a multiple of every local chunk, so that chunks
+            counted from the start of a shard or of the sequence are the same.
+        project: ask local memories for P_t q_t, P summed over the keys of the "shard" so far (TNT, App. C) or of the
+            "chunk" so far (Eq. 7); None: for q_t itself.
+
+    Raises:
+        ValueError: a size that is no whole number >= 1, no local chunk, a shard that is no multiple of one, or an
+            unknown ``project``.
+    """
+
+    global_chunk: int
+    local_chunks: tuple[int, ...]
+    shard: int
+    project: str | None = "shard"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.local_chunks, list | tuple) or not self.local_chunks:
+            raise ValueError(
+                f"hierarchy local_chunks must list the chunk of each local memory, such as [8, 16]; "
+                f"got {self.local_chunks!r}"
+            )
+        object.__setattr__(self, "local_chunks", tuple(self.local_chunks))
+        sizes = [("global_chunk", self.global_chunk), ("shard", self.shard)]
+        for name, value in sizes + [("each of local_chunks", c) for c in self.local_chunks]:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"hierarchy {name} must be a whole number of at least 1, got {value!r}")
+        for chunk in self.local_chunks:
+            if self.shard % chunk:
+                raise ValueError(
+                    f"hierarchy shard={self.shard} must be a multiple of every local chunk, and {chunk} does not "
+                    "divide it"
+                )
+        if self.project not in ("shard", "chunk", None):
+            raise ValueError(f"hierarchy project must be 'shard', 'chunk' or None, got {self.project!r}")
+
+    @classmethod
+    def of(cls, value: Hierarchy | Mapping[str, Any]) -> Hierarchy:
+        """A hierarchy as it is, or from a mapping of its fields, as configurations have it.
+
+        Raises:
+            ValueError: no mapping, or fields that are missing or unknown.
+        """
+        if isinstance(value, cls):
+            return value
+        known = [f.name for f in fields(cls)]
+        if not isinstance(value, Mapping) or set(value) - set(known) or set(known[:3]) - set(value):
+            raise ValueError(
+                f"hierarchy must map {', '.join(known[:3])} and, if you like, {known[3]} to values; got {value!r}"
+            )
+        return cls(**value)
+
+    def rules(self, rule: Rule) -> tuple[Rule, ...]:
+        """What the global memory and each local one make of ``rule``.
+
+        Raises:
+            ValueError: a rule that cannot be read as it was before a chunk, or that cannot be reset.
+        """
+        if isinstance(rule.features, Exponential):
+            raise ValueError(
+                "a hierarchy resets its local memories, and those of Exponential features have columns for tokens of "
+                "the shards before; take Polynomial or Identity features"
+            )
+        if isinstance(rule.retention, NonLinearRetention):
+            raise ValueError(
+                "a hierarchy's global memory is read as it was before its chunk, and "
+                f"{type(rule.retention).__name__} is read after its writes; take Decay or Keep as retention"
+            )
+        local = (rule.vary(window={"chunk": chunk, "read": "after"}) for chunk in self.local_chunks)
+        return (rule.vary(window={"chunk": self.global_chunk, "read": "frozen"}), *local)
+
+
+@dataclass(frozen=True)
+class HierarchicalState:
+    """What ``HierarchicalMemory`` carries; its size is constant, and every tensor has the batch first.
+
+    Attributes:
+        memories: of the global memory and then each local one. Local ones count the tokens of the current shard; where
+            a shard has ended they have begun anew already.
+        projections: P, ``[batch, heads, dim, dim]``: one of the shard, or of the chunk of each local memory, or none.
+    """
+
+    memories: tuple[MemoryState, ...]
+    projections: tuple[Tensor, ...]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> HierarchicalState:
+        """The same state with ``fn`` applied to every tensor."""
+        return HierarchicalState(tuple(m.map(fn) for m in self.memories), tuple(map(fn, self.projections)))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the state."""
+        for memory in self.memories:
+            yield from memory.tensors()
+        yield from self.projections
+
+    @property
+    def seen(self) -> Tensor:
+        """``[batch]`` int64, tokens read so far."""
+        return self.memories[0].seen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+
+class HierarchicalGates(nn.ModuleList):
+    """A ``GateProjection`` for each memory of a hierarchy: gates of ``len(rules) * heads`` heads, the global memory's
+    first. Arguments as there, one rule a memory."""
+
+    def __init__(self, dim: int, heads: int, rules: tuple[Rule, ...], rank: int | None = None) -> None:
+        super().__init__(GateProjection(dim, heads, rule, rank) for rule in rules)
+        self.heads = len(rules) * heads
+
+    def forward(self, x: Tensor) -> Gates:
+        """``[batch, time, dim]`` -> gates ``[batch, members * heads, time]``."""
+        members = [projection(x) for projection in self]
+
+        def joined(name: str) -> Tensor | None:
+            parts = [getattr(gates, name) for gates in members]
+            return None if parts[0] is None else torch.cat(parts, 1)
+
+        return Gates(torch.cat([g.eta for g in members], 1), *map(joined, ("alpha", "theta", "gamma", "delta")))
+
+
+class HierarchicalMemory(nn.Module):
+    """A global and N local memories in place of one ``OmegaMemory``; each has an M_0 and gates of its own.
+
+    >>> memory = HierarchicalMemory(dim=16, heads=2, rule="tnt", hierarchy=Hierarchy(64, (4, 8), shard=64))
+    >>> q, k, v = torch.randn(3, 1, 2, 200, 16)
+    >>> y, state = memory(q, k, v)
+    >>> y_next, state = memory(q, k, v, state=state)  # reads on where it stopped
+
+    Args:
+        dim: width of a head.
+        heads: number of heads.
+        rule: a name in ``RULES`` or a ``Rule``, for all memories; its chunk and its ``read`` are the hierarchy's.
+        hierarchy: a ``Hierarchy``, or a mapping of its fields.
+        gates: whether to own gate projections, which see the keys. Without, every call must bring ``gates``.
+        gate_rank: see ``GateProjection``.
+
+    Raises:
+        ValueError: a rule that a hierarchy cannot have, an unknown one, or a bad size.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        rule: str | Rule,
+        hierarchy: Hierarchy | Mapping[str, Any],
+        gates: bool = True,
+        gate_rank: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.hierarchy, self.rule = Hierarchy.of(hierarchy), resolve_rule(rule)
+        self.rules = self.hierarchy.rules(self.rule)
+        self.heads = heads
+        self.members = nn.ModuleList(OmegaMemory(dim, heads, rule, gates=False) for rule in self.rules)
+        self.gates = HierarchicalGates(dim * heads, heads, self.rules, gate_rank) if gates else None
+
+    def _members(self) -> list[OmegaMemory]:
+        return [cast(OmegaMemory, member) for member in self.members]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, state: HierarchicalState | None = None
+    ) -> tuple[Tensor, HierarchicalState]:
+        """Read and write every token in turn.
+
+        Args:
+            q, k, v: ``[batch, heads, time, dim]``.
+            gates: your own, of ``(N + 1) * heads`` heads, the global memory's first; None: computed from the keys.
+            state: where an earlier call stopped; None: fresh memories.
+
+        Returns:
+            y ``[batch, heads, time, dim]`` in q's dtype, and the state.
+
+        Raises:
+            ValueError: shapes that do not fit, or neither ``gates`` given nor owned.
+        """
+        if gates is None:
+            if self.gates is None:
+                raise ValueError(
+                    "this memory was made with gates=False: pass gates=Gates(eta=..., ...) with every call"
+                )
+            gates = self.gates(k.transpose(1, 2).flatten(2))
+        if gates.eta.shape[1] != len(self.members) * self.heads:
+            raise ValueError(
+                f"gates must have {len(self.members)} * {self.heads} heads, the global memory's first, "
+                f"got eta of shape {list(gates.eta.shape)}"
+            )
+        if state is not None and len(state.memories) != len(self.members):
+            raise ValueError(
+                f"state has {len(state.memories)} memories, this hierarchy {len(self.members)}: it is another layer's"
+            )
+        of_global, *of_locals = _split_heads(gates, len(self.members))
+        y, held = self.members[0](q, k, v, of_global, None if state is None else state.memories[0])
+        if not q.shape[-2]:
+            return y, self._fresh(q) if state is None else state
+        shards = _Shards(self.hierarchy.shard, q, None if state is None else state.seen, gates.length)
+        local, state = self._read_locals(shards, q, k, v, of_locals, state)
+        return y + local, replace(state, memories=(held, *state.memories))
+
+    def _read_locals(
+        self, shards: _Shards, q: Tensor, k: Tensor, v: Tensor, gates: list[Gates], state: HierarchicalState | None
+    ) -> tuple[Tensor, HierarchicalState]:
+        """What the local memories answer in sum, and their state."""
+        fresh = self._fresh(q)
+        fresh = replace(fresh, memories=fresh.memories[1:])
+        if state is not None:
+            state = replace(state, memories=state.memories[1:])
+        q, k, v = map(shards.fold, (q, k, v))
+        if state is not None and shards.count > 1:
+            # The rows' first shards go on from the state, the others begin.
+            state = _join(lambda held, new: torch.cat([held, *[new] * (shards.count - 1)]), state, fresh)
+        asked, projections = self._ask(shards, q, k, state)
+        total: Tensor | None = None
+        ends = []
+        for i, member in enumerate(self.members[1:]):
+            own = replace(replace(gates[i], length=None).map(shards.fold), length=shards.lengths)
+            y, held = member(asked[i], k, v, own, None if state is None else state.memories[i])
+            total = y if total is None else total + y
+            ends.append(held)
+        assert total is not None
+        end = HierarchicalState(tuple(ends), projections).map(shards.last)
+
+        def begin_where_ended(held: Tensor, new: Tensor) -> Tensor:
+            return torch.where(shards.ended.view(-1, *(1,) * (held.dim() - 1)), new, held)
+
+        return shards.unfold(total), _join(begin_where_ended, end, fresh)
+
+    def _ask(
+        self, shards: _Shards, q: Tensor, k: Tensor, state: HierarchicalState | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What each local memory is asked, from folded q and k, and P at the end of every row."""
+        chunks = self.hierarchy.local_chunks
+        if self.hierarchy.project is None:
+            return (q,) * len(chunks), ()
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        wide, keys = q.to(dtype), k.to(dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            if self.hierarchy.project == "shard":
+                carried = self._no_keys(wide) if state is None else state.projections[0]
+                asked, end = project_since_start(wide, keys, carried, shards.lengths)
+                return (asked.to(q.dtype),) * len(chunks), (end,)
+            results = []
+            for i, chunk in enumerate(chunks):
+                carried = self._no_keys(wide) if state is None else state.projections[i]
+                phase = None if state is None else state.memories[i].seen % chunk
+                results.append(project_since_chunk(wide, keys, carried, shards.lengths, phase, chunk))
+        return tuple(y.to(q.dtype) for y, _ in results), tuple(end for _, end in results)
+
+    def _no_keys(self, q: Tensor) -> Tensor:
+        """P of no keys, for rows like those of q."""
+        return q.new_zeros(*q.shape[:2], q.shape[-1], q.shape[-1])
+
+    def _fresh(self, q: Tensor) -> HierarchicalState:
+        """The state before the first token, for rows like those of q."""
+        q = q.to(torch.promote_types(q.dtype, torch.float32))
+        count = {"shard": 1, "chunk": len(self.members) - 1, None: 0}[self.hierarchy.project]
+        memories = (initial_state(member.rule, member.params.initial, q) for member in self._members())
+        return HierarchicalState(tuple(memories), (self._no_keys(q),) * count)
+
+    def retrieve(self, q: Tensor, state: HierarchicalState | None = None) -> Tensor:
+        """What the memories as they are answer to q in sum, without writing; q and the result
+        ``[batch, heads, time, dim]``.
+
+        Nothing is projected: P_t takes in the key of the token that asks, and a query alone has none. Fresh memories
+        where ``state`` is None.
+        """
+        held = (None,) * len(self.members) if state is None else state.memories
+        answers = [member.retrieve(q, own) for member, own in zip(self._members(), held, strict=True)]
+        return torch.stack(answers).sum(0)
+
+
+class _Shards:
+    """The tokens of a call cut where shards end, which is at another place in every row.
+
+    Row ``j * batch + i`` of a folded tensor is row i's j-th shard of the call, right padded; the first may have begun
+    in an earlier call.
+
+    Args:
+        shard: tokens in a shard.
+        q: ``[batch, heads, time, dim]`` of the call, for its sizes and device.
+        seen: ``[batch]``, tokens that each row has read before; None: none.
+        length: ``[batch]``, real tokens of each row, the rest being right padding; None: all.
+
+    Attributes:
+        count: shards of a row.
+        lengths: ``[count * batch]``, real tokens of each folded row; None: all.
+        ended: ``[batch]``, whether the row stopped where a shard ends.
+    """
+
+    def __init__(self, shard: int, q: Tensor, seen: Tensor | None, length: Tensor | None) -> None:
+        batch, _, time, _ = q.shape
+        self._time, self._width = time, min(shard, time)
+        self.count = -(-(time if seen is None else time + shard - 1) // shard)
+        self._sliced = seen is None  # then shards are plain slices
+        phase = torch.zeros(batch, dtype=torch.int64, device=q.device) if seen is None else seen % shard
+        read = torch.full_like(phase, time) if length is None else length
+        border = torch.arange(self.count, device=q.device)[:, None] * shard - phase
+        starts = border.clamp(min=0)
+        lengths = (torch.minimum(border + shard, read) - starts).clamp(min=0)
+        whole = length is None and (self.count == 1 or (self._sliced and time % shard == 0))
+        self.lengths = None if whole else lengths.flatten()
+        self.ended = (phase + read) % shard == 0
+        row, token = torch.arange(batch, device=q.device), torch.arange(time, device=q.device)
+        self._last = ((phase + read) // shard).clamp(max=self.count - 1) * batch + row
+        # Where the tokens of the folded rows come from, and where those of the call go: [batch, n] each.
+        at = starts[..., None] + torch.arange(self._width, device=q.device)
+        self._source = at.clamp(max=time - 1).transpose(0, 1).flatten(1)
+        shard_of = (phase[:, None] + token) // shard
+        self._goal = shard_of * self._width + token - (shard_of * shard - phase[:, None]).clamp(min=0)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """``[batch, heads, time, ...]`` to ``[count * batch, heads, width, ...]``."""
+        if self.count == 1:
+            return x
+        rows = x.flatten(3) if x.dim() > 3 else x[..., None]
+        total = self.count * self._width
+        rows = F.pad(rows, (0, 0, 0, total - self._time)) if self._sliced else take(rows, self._source)
+        rows = rows.unflatten(2, (self.count, self._width)).permute(2, 0, 1, 3, 4).flatten(0, 1)
+        return rows if x.dim() > 3 else rows[..., 0]
+
+    def unfold(self, y: Tensor) -> Tensor:
+        """``[count * batch, heads, width, dim]`` back to ``[batch, heads, time, dim]``."""
+        if self.count == 1:
+            return y
+        rows = y.unflatten(0, (self.count, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return rows[..., : self._time, :] if self._sliced else take(rows, self._goal)
+
+    def last(self, x: Tensor) -> Tensor:
+        """Of ``[count * batch, ...]``, what belongs to the shard in which each row stopped: ``[batch, ...]``."""
+        return x if self.count == 1 else x[self._last]
+
+
+def _split_heads(gates: Gates, members: int) -> list[Gates]:
+    """The gates of each member."""
+    parts = replace(gates, length=None).map
+    width = gates.eta.shape[1] // members
+
+    def of(i: int) -> Gates:
+        return replace(parts(lambda gate: gate[:, i * width : (i + 1) * width]), length=gates.length)
+
+    return [of(i) for i in range(members)]
+
+
+def _join(fn: Callable[[Tensor, Tensor], Tensor], a: HierarchicalState, b: HierarchicalState) -> HierarchicalState:
+    """The state of fn(x, y) for each tensor x of a and y of b."""
+    others = b.tensors()
+    return a.map(lambda x: fn(x, next(others)))
