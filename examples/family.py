@@ -35,6 +35,12 @@ CASES = {
     "mag": ("mag", options("omeganet") | {"attention_window": 4}),
     "mal": ("mal", options("omeganet") | {"attention_window": 4}),
     "mac": ("mac", options("omeganet") | {"attention_window": 4, "persistent_tokens": 2}),
+    "hope (the block)": ("hope", options("hope")),
+    "tnt (a hierarchy)": (
+        "lmm",
+        {"rule": options("tnt")["rule"], "eps": 1e-6}
+        | {"hierarchy": {"global_chunk": CHUNK, "local_chunks": [CHUNK], "shard": 4 * CHUNK}},
+    ),
     "swa (sees 4 tokens)": ("swa", {"attention_window": 4}),
     "attention": ("attention", {}),
 }

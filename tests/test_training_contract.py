@@ -23,6 +23,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mal": {"block": "mal", "rule": "titans", "attention_window": 6, "persistent_tokens": 2},
     "mac": {"block": "mac", "rule": "omeganet", "attention_window": 6, "persistent_tokens": 2},
     "mag-atlas": {"block": "mag", "rule": "atlas", "attention_window": 6, "persistent_tokens": 2},
+    "hope-block": {"block": "hope", "rule": "hope", "continuum_periods": [1, 4], "chunk_size": 8},
+    "hierarchy": {"rule": "tnt", "hierarchy": {"global_chunk": 8, "local_chunks": [2, 4], "shard": 8}},
     "swa": {"block": "swa", "attention_window": 6},
     "attention": {"block": "attention"},
     "continuum": {"block": "attention", "continuum_periods": [1, 4]},
@@ -77,7 +79,8 @@ def test_random_tokens_cannot_be_predicted(name):
         options = narrow(rule)
         if isinstance(RULES[rule].optimiser, Muon):
             options["optimiser"] = {"precise": False}  # quicker, and no rounding to float32 hides a leak
-        config |= {"rule_options": options or None, "window": min(3, RULES[rule].window.size), "chunk_size": 8}
+        config |= {"rule_options": options or None, "window": min(3, RULES[rule].window.size)}
+        config |= {} if "hierarchy" in config else {"chunk_size": 8}
     net = model(**config)
     generator = torch.Generator().manual_seed(1)
 

@@ -161,7 +161,7 @@ HAND = {
     "swdt": Hand(dot_product, mlp, descent, **STAR),
     "dot": Hand(l2, mlp, descent, **{**STAR, "curvature": lambda m, v, delta: 2.0}),  # A27
     "titans": Hand(l2, mlp, momentum),  # T13-14: our eta, inside S, is their theta; our theta their eta
-    "tnt": Hand(l2, mlp, descent, retention="keep"),  # App. D
+    "tnt": Hand(l2, mlp, descent, norm=True, retention="keep"),  # N, App. D
     "moneta": replace(  # M24
         MIRAS,
         objective=lp(3),

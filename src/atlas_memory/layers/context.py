@@ -85,6 +85,10 @@ class MemoryAsContext(nn.Module):
         self.heads, self.segment = heads, attention_window
         self.persistent = PersistentTokens(persistent_tokens, dim) if persistent_tokens else None
         self.memory = NeuralMemory(dim, heads, eps=eps, **memory)
+        if memory.get("hierarchy") is not None:
+            raise ValueError(
+                "mac keeps a copy of one memory as each segment began, and a hierarchy has several; take mag"
+            )
         if isinstance(self.memory.rule.features, Exponential):
             raise ValueError(
                 "mac keeps a copy of the memory as each segment began, and Exponential features have none of constant "

@@ -181,7 +181,13 @@ RULES: dict[str, Rule] = {
     # ATLAS Eqs. 12-13; Titans Eqs. 12-14
     "titans": Rule(features=Identity(), optimiser=Momentum(), window=Window(size=1, chunk=16)),
     # TNT (arXiv 2511.07343) Eq. 3, App. D: what each memory of its hierarchy does
-    "tnt": Rule(features=Identity(), retention=Keep(), optimiser=GradientDescent(), window=Window(size=1, chunk=16)),
+    "tnt": Rule(
+        features=Identity(),
+        network=MLP(norm=True),
+        retention=Keep(),
+        optimiser=GradientDescent(),
+        window=Window(size=1, chunk=16),
+    ),
     # Miras Eqs. 24, 26 and 27
     "moneta": replace(MIRAS, bias=Lp(3.0), retention=LqNorm(4.0)),
     "yaad": replace(MIRAS, bias=Huber("mixture")),
