@@ -175,6 +175,8 @@ class AtlasConfig(PreTrainedConfig):
                 "a hierarchy has no use in block='mac', which reads one memory as it was when a segment began; take "
                 "'lmm', 'mag' or 'mal'"
             )
+        if self.block == "hope":
+            raise ValueError("a hierarchy has no use in block='hope', whose memories make one another; drop it")
         hierarchy = Hierarchy.of(self.hierarchy)
         hierarchy.rules(rule)
         self.hierarchy = asdict(hierarchy) | {"local_chunks": list(hierarchy.local_chunks)}  # as JSON has it
