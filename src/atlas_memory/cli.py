@@ -136,7 +136,8 @@ def evaluate(
     Console().print(table)
     if margin is not None:
         count = len(first.bits)
-        print(f"the memory's writes save {margin[0]:.4f} ± {margin[1]:.4f} bits per byte ({count} streams)")
+        error = f" ± {margin[1]:.4f}" if count > 1 else ""
+        print(f"the memory's writes save {margin[0]:.4f}{error} bits per byte ({count} stream{'s'[: count > 1]})")
 
 
 @app.command()

@@ -136,5 +136,5 @@ def test_bad_arguments():
         MemoryAsContext(8, 2, attention_window=0, eps=1e-6)
     with pytest.raises(ValueError, match="dim=6 with heads=2: rotary attention needs heads of an even width"):
         MemoryAsContext(6, 2, attention_window=4, eps=1e-6)
-    with pytest.raises(ValueError, match="persistent_tokens must be at least 1 here, got -1"):
+    with pytest.raises(ValueError, match="persistent_tokens must be a whole number, 0 for none; got -1"):
         MemoryAsContext(8, 2, attention_window=4, persistent_tokens=-1, eps=1e-6)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from atlas_memory.memory import RULES
+from atlas_memory.memory import KINDS, RULES, Huber, Softmax
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 
 HIERARCHY = {"global_chunk": 8, "local_chunks": [4], "shard": 8}
@@ -168,3 +168,37 @@ def test_a_hierarchy_is_saved_whole_and_takes_the_place_of_the_presets_chunk(tmp
     assert config.chunk_size is None and config.hierarchy == HIERARCHY | {"project": "shard"}
     config.save_pretrained(tmp_path)
     assert AtlasConfig.from_pretrained(tmp_path).hierarchy == config.hierarchy
+
+
+def test_a_part_of_another_kind_is_free_of_the_presets_options() -> None:
+    options = {"bias": {"kind": "Huber"}, "retention": {"kind": "Softmax"}, "window": {"size": 4, "chunk": 8}}
+    config = AtlasConfig.preset("tiny", rule="titans", rule_options=options)
+    rule = config.memory_rule()
+    assert (rule.window.size, rule.window.chunk) == (4, 8) and rule.retention == Softmax() and rule.bias == Huber()
+    assert rule.network.expansion == 1  # as far as a part is not replaced
+    assert AtlasConfig.preset("nano", rule="lact").memory_rule().window.chunk == 64
+    for rule_name in ("atlas", "titans"):
+        for retention in KINDS["retention"]:
+            AtlasConfig.preset(
+                "tiny",
+                rule=rule_name,
+                rule_options={"retention": {"kind": retention.__name__}, "optimiser": {"kind": "GradientDescent"}},
+            )
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"rule": "titans", "window": 2, "rule_options": {"window": {"size": 4}}}, "window=2 and rule_options' window"),
+        ({"rule": "hope", "rule_options": {"optimiser": {"bounded": "no"}}}, "bounded must be true or false, got 'no'"),
+        ({"rule": "moneta", "rule_options": {"bias": {"p": "three"}}}, "Lp p must be a finite number, got 'three'"),
+        ({"rule_options": {"bias": {"kind": ["Huber"]}}}, "bias has no kind"),
+        ({"block": "mac", "rule": "dot"}, "rule='dot' has Exponential features"),
+        ({"gate_rank": 4}, "gate_rank=4 makes gates channel-wise, but rule='atlas'"),
+        ({"block": "hope", "rule": "titans"}, "rule='titans' has Momentum; a self-modifying memory"),
+        ({"block": "hope", "rule": "hope", "gate_rank": 4}, "gate_rank=4 has no use in block='hope'"),
+    ],
+)
+def test_combinations_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AtlasConfig(**options)

@@ -1,5 +1,6 @@
 """A run that begins with a saved model, some options changed: TNT's second stage, for one."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,22 @@ def test_smaller_local_chunks_from_the_command_line(stage1, tmp_path) -> None:
     outcome = train(config)
     assert outcome.steps == 6 and load_run(outcome.folder).model.config.hierarchy["local_chunks"] == [1]
     assert train(settings(tmp_path, *more, "train.steps=7"), resume=True).steps == 7
+
+
+def test_a_run_goes_on_without_the_model_it_began_with(stage1, tmp_path) -> None:
+    first = tmp_path / "first"
+    shutil.copytree(stage1, first)
+    more = ("model.rule=tnt", f"model.init_from={first}")
+    train(settings(tmp_path, *more, "train.steps=3"))
+    shutil.rmtree(first)
+    outcome = train(settings(tmp_path, *more, "train.steps=4"), resume=True)
+    assert outcome.steps == 4 and load_run(outcome.folder).model.config.hierarchy["shard"] == 8
+
+
+def test_an_unknown_preset_writes_nothing(stage1, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="preset 'foo' is unknown"):
+        train(settings(tmp_path, f"model.init_from={stage1}", "model.preset=foo"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_options_are_the_saved_models_and_not_the_presets(tmp_path) -> None:

@@ -39,7 +39,7 @@ def self_modifying(
     return _after_persistent(SelfModifyingMemory(dim, heads, **options), persistent_tokens, dim)
 
 
-def sliding_window(dim: int, heads: int, *, attention_window: int) -> nn.Module:
+def sliding_window(dim: int, heads: int, *, attention_window: int = 64) -> nn.Module:
     """The mixer "swa": `SlidingWindowAttention` alone."""
     return SlidingWindowAttention(dim, heads, attention_window)
 

@@ -76,7 +76,14 @@ class MemoryAsContext(nn.Module):
     """
 
     def __init__(
-        self, dim: int, heads: int, *, attention_window: int, persistent_tokens: int = 0, eps: float, **memory: Any
+        self,
+        dim: int,
+        heads: int,
+        *,
+        attention_window: int = 64,
+        persistent_tokens: int = 0,
+        eps: float = 1e-6,
+        **memory: Any,
     ) -> None:
         super().__init__()
         check_heads(dim, heads)
@@ -108,6 +115,8 @@ class MemoryAsContext(nn.Module):
         Raises:
             ValueError: x, state or mask of a shape that does not fit.
         """
+        if x.dim() != 3 or x.shape[-1] != self.q.in_features:
+            raise ValueError(f"x must be [batch, time, {self.q.in_features}], got {list(x.shape)}")
         if mask is None:
             return self._read(x, state, None)
         packed, length, order = pack(x, mask)
@@ -125,6 +134,8 @@ class MemoryAsContext(nn.Module):
         phase = state.memory.memory.seen % self.segment
         if phase.shape[0] != x.shape[0]:
             raise ValueError(f"x has batch size {x.shape[0]} but the state has {phase.shape[0]}; give the same rows")
+        if state.keys.shape[3] != self.segment:
+            raise ValueError(f"state is of segments of {state.keys.shape[3]} tokens, this layer has {self.segment}")
         persistent = None if self.persistent is None else self.kv(self.persistent.weight[None].to(x.dtype))
         pieces = self._slices(x, phase) if whole else self._pieces(x, phase, length)
         outputs = []

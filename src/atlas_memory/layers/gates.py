@@ -42,8 +42,13 @@ class GateProjection(nn.Module):
         super().__init__()
         self.heads, self.dim = heads, dim
         self.is_muon = isinstance(rule.optimiser, Muon)
-        if rank is not None and (rank < 1 or self.is_muon):
-            raise ValueError(f"gate_rank must be >= 1, and None for Muon, which steps whole matrices; got {rank}")
+        if rank is not None and rank < 1:
+            raise ValueError(f"gate_rank must be >= 1, got {rank}")
+        if rank is not None and self.is_muon:
+            raise ValueError(
+                f"gate_rank={rank} makes gates channel-wise, but Muon steps whole matrices: drop it, or take another "
+                "optimiser"
+            )
         self.window = rule.window.size
         self.max_eta = min(1.0, rule.every / rule.window.chunk) if self.is_muon else 1.0
         channels = ["eta"] + ["alpha"] * rule.retention.gated

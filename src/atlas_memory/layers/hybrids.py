@@ -40,7 +40,14 @@ class MemoryAsGate(nn.Module):
     """
 
     def __init__(
-        self, dim: int, heads: int, *, attention_window: int, persistent_tokens: int = 0, eps: float, **memory: Any
+        self,
+        dim: int,
+        heads: int,
+        *,
+        attention_window: int = 64,
+        persistent_tokens: int = 0,
+        eps: float = 1e-6,
+        **memory: Any,
     ) -> None:
         super().__init__()
         self.memory: nn.Module = NeuralMemory(dim, heads, eps=eps, **memory)
@@ -75,7 +82,7 @@ class MemoryAsLayer(nn.Module):
         memory: Further arguments of `NeuralMemory`.
     """
 
-    def __init__(self, dim: int, heads: int, *, attention_window: int, eps: float, **memory: Any) -> None:
+    def __init__(self, dim: int, heads: int, *, attention_window: int = 64, eps: float = 1e-6, **memory: Any) -> None:
         super().__init__()
         self.memory = NeuralMemory(dim, heads, eps=eps, **memory)
         self.attention = SlidingWindowAttention(dim, heads, attention_window)

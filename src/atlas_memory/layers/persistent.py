@@ -15,8 +15,8 @@ class PersistentTokens(nn.Module):
 
     def __init__(self, count: int, dim: int) -> None:
         super().__init__()
-        if count < 1:
-            raise ValueError(f"persistent_tokens must be at least 1 here, got {count}")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"persistent_tokens must be a whole number, 0 for none; got {count!r}")
         self.weight = nn.Parameter(torch.empty(count, dim))
         self.reset_parameters()
 

@@ -133,7 +133,7 @@ class SelfModifyingMemory(nn.Module):
             raise ValueError(f"dim must be a positive multiple of heads, got dim={dim} and heads={heads}")
         self.heads = heads
         self.memory = OmegaMemory(dim // heads, len(MEMORIES) * heads, rule, None, chunk_size, gates=False)
-        _check(rule, self.rule)
+        check_rule(rule if isinstance(rule, str) else "given", self.rule)
         self.gates = GateReadout(dim // heads, heads)
         self.q = nn.Linear(dim, dim, bias=False)
         self.convolution = ShortConvolution(dim, conv_size)
@@ -257,19 +257,20 @@ class SelfModifyingMemory(nn.Module):
         return y[:, : self.heads]
 
 
-def _check(given: str | Rule, rule: Rule) -> None:
+def check_rule(name: str, rule: Rule) -> None:
     """Raise ValueError unless k, v, eta and alpha of the current token are all that the rule reads."""
-    if (
-        rule.window.size > 1
-        or not isinstance(rule.optimiser, GradientDescent | DeltaGradientDescent)
-        or not isinstance(rule.retention, Decay)
-        or rule.bias.has_delta
-        or isinstance(rule.features, Exponential)
-    ):
+    wrong = {
+        "a window of more than one token": rule.window.size > 1,
+        type(rule.optimiser).__name__: not isinstance(rule.optimiser, GradientDescent | DeltaGradientDescent),
+        type(rule.retention).__name__: not isinstance(rule.retention, Decay),
+        f"the delta of {type(rule.bias).__name__}": rule.bias.has_delta,
+        "Exponential features": isinstance(rule.features, Exponential),
+    }
+    found = [what for what, is_wrong in wrong.items() if is_wrong]
+    if found:
         raise ValueError(
-            "a self-modifying memory makes k, v, eta and alpha, and a rule of its memories reads no more: a window of "
-            "one token, GradientDescent or DeltaGradientDescent, Decay, a bias without delta and features of finite "
-            f"size; got rule={given!r}: take rule='hope', or a variation of it"
+            f"rule={name!r} has {', '.join(found)}; a self-modifying memory makes k, v, eta and alpha of one token and "
+            "no more: take rule='hope', or a variation of it with DeltaGradientDescent or GradientDescent, and Decay"
         )
 
 

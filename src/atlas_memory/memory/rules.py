@@ -6,6 +6,7 @@ optimiser, window. To add a model, compose values and add a row to ``RULES``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -42,6 +43,15 @@ KINDS: dict[str, tuple[type, ...]] = {
 """What each part of a rule may be."""
 
 
+def _check_kind_of_value(name: str, value: Any, present: Any) -> None:
+    """Refuse a switch that is not true or false, and a number that is not one; sizes are checked by the parts."""
+    if isinstance(present, bool) and not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(present, float) and not number:
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Rule:
     """How keys are lifted, what learns, what it minimises, what it keeps, how it steps, and over which window."""
@@ -63,8 +73,8 @@ class Rule:
             )
         if isinstance(optimiser, DeltaGradientDescent) and (self.window.size > 1 or settles):
             raise ValueError(
-                "DeltaGradientDescent is for a window of one token and linear retention, got "
-                f"window size {self.window.size} and {type(retention).__name__}"
+                "DeltaGradientDescent is for a window of one token, with Decay or Keep as retention; got a window of "
+                f"{self.window.size} and {type(retention).__name__}: take another optimiser, or change these"
             )
         if retention.lag and isinstance(optimiser, Muon):
             raise ValueError("a lag token is for gradient descent and momentum: with Muon take Softmax(lag=False)")
@@ -89,14 +99,15 @@ class Rule:
             part, options = getattr(self, name), dict(options)
             if (kind := options.pop("kind", None)) is not None:
                 kinds = {type_.__name__: type_ for type_ in KINDS[name]}
-                if kind not in kinds:
+                if not isinstance(kind, str) or kind not in kinds:
                     raise ValueError(f"{name} has no kind {kind!r}; its kinds are {', '.join(kinds)}")
                 part = part if isinstance(part, kinds[kind]) else kinds[kind]()
             allowed = [f.name for f in fields(part)]
-            for option in options:
+            for option, value in options.items():
                 if option not in allowed:
                     has = f"its fields are {', '.join(allowed)}" if allowed else "it has no fields"
                     raise ValueError(f"{name} {type(part).__name__} has no field {option!r}; {has}")
+                _check_kind_of_value(f"{name} {type(part).__name__} {option}", value, getattr(part, option))
             changed[name] = replace(part, **options)
         return replace(self, **changed)
 
@@ -240,5 +251,7 @@ def resolve_rule(rule: str | Rule, window: int | None = None, chunk_size: int | 
         if rule not in RULES:
             raise ValueError(f"unknown rule {rule!r}; known rules: {', '.join(RULES)}")
         rule = RULES[rule]
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule must be a name in RULES or a Rule, got {rule!r}")
     sizes = {name: value for name, value in (("size", window), ("chunk", chunk_size)) if value is not None}
     return rule.vary(window=sizes) if sizes else rule

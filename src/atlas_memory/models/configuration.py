@@ -2,14 +2,15 @@
 
 from copy import deepcopy
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ..layers.blocks import BLOCKS
 from ..layers.hierarchy import Hierarchy
-from ..memory import RULES, Rule, resolve_rule
+from ..layers.self_modifying import check_rule
+from ..memory import RULES, Exponential, Muon, Rule, resolve_rule
 from .presets import PRESETS
 
 logger = logging.get_logger(__name__)
@@ -140,7 +141,9 @@ class AtlasConfig(PreTrainedConfig):
         self._check_block()
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
-        self._check_hierarchy(self.memory_rule())
+        rule = self.memory_rule()
+        self._check_hierarchy(rule)
+        self._check_rule(rule)
         super().__post_init__(**kwargs)
 
     def _check_block(self) -> None:
@@ -163,6 +166,25 @@ class AtlasConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value != getattr(type(self), name):
                 raise ValueError(f"{name}={value!r} has no use in block={self.block!r}, which has no memory; drop it")
+
+    def _check_rule(self, rule: Rule) -> None:
+        """Refuse rules that the block or `gate_rank` cannot have."""
+        if not BLOCKS[self.block].memory:
+            return
+        if self.block == "mac" and isinstance(rule.features, Exponential):
+            raise ValueError(
+                f"rule={self.rule!r} has Exponential features, of which block='mac' cannot keep a copy as each segment "
+                "began; take Polynomial features, or 'mag' or 'mal'"
+            )
+        if self.block == "hope":
+            if self.gate_rank is not None:
+                raise ValueError(f"gate_rank={self.gate_rank} has no use in block='hope'; drop it")
+            check_rule(self.rule, rule)
+        if self.gate_rank is not None and isinstance(rule.optimiser, Muon):
+            raise ValueError(
+                f"gate_rank={self.gate_rank} makes gates channel-wise, but rule={self.rule!r} steps whole matrices by "
+                "Muon: drop it, or take another optimiser"
+            )
 
     def _check_hierarchy(self, rule: Rule) -> None:
         """Refuse a hierarchy that is wrong or that something else overrules, and fill in what it leaves out."""
@@ -195,6 +217,18 @@ class AtlasConfig(PreTrainedConfig):
                 f"rule_options must map parts of a rule to changes, as {{'optimiser': {{'every': 16}}}}; "
                 f"got {options!r}"
             )
+        in_options = options.get("window", {})
+        for field, name, value in (("size", "window", self.window), ("chunk", "chunk_size", self.chunk_size)):
+            if value is not None and in_options.get(field, value) != value:
+                raise ValueError(
+                    f"{name}={value} and rule_options' window {field}={in_options[field]!r} contradict each other: "
+                    "give one"
+                )
+        if self.hierarchy is not None and in_options.keys() & {"chunk", "read"}:
+            raise ValueError(
+                f"rule_options' window {in_options!r} has no use beside a hierarchy, which has chunks and reads of its "
+                "own; give its size alone"
+            )
         return resolve_rule(RULES[self.rule].vary(**options), self.window, self.chunk_size)
 
     @classmethod
@@ -202,7 +236,8 @@ class AtlasConfig(PreTrainedConfig):
         """The configuration of a named size from `PRESETS`, with some arguments changed.
 
         `rule_options` are added to the preset's, option by option. With another `rule`, the preset's options apply as
-        far as that rule has such fields, and its window as far as that rule looks back; with a `block` without memory,
+        far as that rule has such fields and `rule_options` put no other kind in place, its window as far as that rule
+        looks back, and its chunk unless the rule's is longer; with a `block` without memory,
         the preset's options of a memory do not apply; with a `hierarchy`, its `chunk_size` does not.
 
         Raises:
@@ -219,17 +254,23 @@ class AtlasConfig(PreTrainedConfig):
             values.pop("chunk_size", None)
         rule = RULES.get(values["rule"]) if isinstance(values.get("rule"), str) else None
         if rule is not None and "rule_options" in base:
+            well_formed = isinstance(given, dict) and all(isinstance(part, dict) for part in given.values())
+            chosen = cast(dict[str, dict[str, Any]], given) if well_formed else {}
+            in_options = chosen.get("window", {})
             if "window" not in overrides:
-                values["window"] = min(base["window"], rule.window.size)
+                values["window"] = None if "size" in in_options else min(base["window"], rule.window.size)
+            if "chunk_size" not in overrides and ("chunk" in in_options or rule.window.chunk > base["chunk_size"]):
+                values["chunk_size"] = None
+            # A part that is replaced by another kind is as that kind is: the preset's options were not meant for it.
             options = {
                 part: {name: changes[name] for name in (f.name for f in fields(getattr(rule, part))) if name in changes}
                 for part, changes in base["rule_options"].items()
+                if "kind" not in chosen.get(part, {})
             }
             options = {part: changes for part, changes in options.items() if changes}
-            if given is None:
-                values["rule_options"] = options or None
-            elif isinstance(given, dict) and all(isinstance(part, dict) for part in given.values()):
-                values["rule_options"] = options | {part: options.get(part, {}) | given[part] for part in given}
+            if given is None or well_formed:
+                merged = options | {part: options.get(part, {}) | changes for part, changes in chosen.items()}
+                values["rule_options"] = merged or None
         return cls(**values)
 
     def _check_unknown(self, kwargs: dict[str, Any]) -> None:

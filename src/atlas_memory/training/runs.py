@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 
-from atlas_memory.models import AtlasConfig, AtlasForCausalLM
+from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.training.config import ConfigError, RunConfig, load_config, nearest
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
     for name, value in config.model.overrides.items():
         if f"model.{name}" not in known:
             raise ConfigError(f"unknown key model.{name} (={value!r}){nearest(f'model.{name}', known)}")
+    if config.model.preset not in PRESETS:
+        raise ConfigError(f"model: preset {config.model.preset!r} is unknown; choose one of {', '.join(PRESETS)}")
     if config.model.init_from is None:
         fields = {
             "vocab_size": len(tokenizer),
@@ -74,8 +76,10 @@ def first_model(config: RunConfig, architecture: AtlasConfig) -> Any:
 def _first(init_from: str) -> tuple[Path, AtlasConfig]:
     """Where the model to begin with is, and its configuration; ConfigError if there is none."""
     try:
+        if Path(init_from).expanduser().is_file():
+            raise ValueError(f"{init_from!r} is a file: give the folder of a run, or of save_pretrained")
         folder = _newest_model(Path(init_from).expanduser())
-        return folder, _saved_config(folder)
+        return folder, saved_config(folder)
     except ValueError as error:
         raise ConfigError(f"model.init_from: {error}") from error
 
@@ -201,7 +205,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{str(path)!r} is damaged or cut short ({error})") from error
 
 
-def _saved_config(folder: Path) -> AtlasConfig:
+def saved_config(folder: Path) -> AtlasConfig:
     """The configuration in a model's folder; ValueError if it is damaged or of another kind of model."""
     try:
         config = AtlasConfig.from_pretrained(folder)
@@ -213,7 +217,7 @@ def _saved_config(folder: Path) -> AtlasConfig:
 
 
 def _load_model(folder: Path) -> Any:
-    config = _saved_config(folder)
+    config = saved_config(folder)
     with torch.device("meta"):
         check_fit(folder, AtlasForCausalLM(config), "its config.json")
     return AtlasForCausalLM.from_pretrained(folder)

@@ -21,12 +21,20 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from atlas_memory.data import Corpus, RandomCrops, load_tokenizer
 from atlas_memory.data.crops import join
-from atlas_memory.models.presets import PRESETS
+from atlas_memory.models import PRESETS, AtlasForCausalLM
 from atlas_memory.training.callbacks import Clock, JsonLog, ProgressBar, StopOnInterrupt
 from atlas_memory.training.config import ConfigError, RunConfig, load_config
 from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
-from atlas_memory.training.runs import check_fit, cut_log, first_model, model_config, newest_checkpoint, read_log
+from atlas_memory.training.runs import (
+    check_fit,
+    cut_log,
+    first_model,
+    model_config,
+    newest_checkpoint,
+    read_log,
+    saved_config,
+)
 
 # What may differ between a run and its resumption: everything else would make it another run.
 _MAY_CHANGE = frozenset({"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device"})
@@ -60,7 +68,9 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     set_seed(config.train.seed)
 
     tokenizer = load_tokenizer(config.data.tokenizer)
-    architecture = model_config(config, tokenizer)
+    # A run that goes on needs the model that it began with no more.
+    checkpoint = newest_checkpoint(folder) if resume and config.model.init_from is not None else None
+    architecture = model_config(config, tokenizer) if checkpoint is None else saved_config(checkpoint)
     corpus = Corpus.load(config.data.path)
     examples = RandomCrops(
         join(tokenizer, corpus.train),
@@ -68,7 +78,7 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
         config.train.steps * config.train.batch_size,
         config.train.seed,
     )
-    model = first_model(config, architecture)
+    model = first_model(config, architecture) if checkpoint is None else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     console.print(f"{corpus}", highlight=False, soft_wrap=True, markup=False)
@@ -194,6 +204,7 @@ def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         use_cpu=not cuda,  # and so never MPS, which lacks float64
         bf16=_has_bf16(config) if run.bf16 is None else run.bf16,
         dataloader_pin_memory=cuda,
+        use_cache=True,  # what the saved configuration says; no state is kept in training
         remove_unused_columns=False,
         report_to="none",
     )
