@@ -11,13 +11,14 @@ import sys
 import time
 
 import torch
+from layer import PAIRS, SYMBOLS, batch
 from torch import nn
 
 from atlas_memory import RULES
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import Muon
 
-PAIRS, SYMBOLS, DIM, HEADS, CHUNK = 8, 16, 32, 2, 4
+DIM, HEADS, CHUNK = 32, 2, 4
 
 
 def options(rule: str) -> dict:
@@ -61,15 +62,6 @@ class Recall(nn.Module):
         x = self.norm(self.key(keys) + self.value(values))
         y, _state = self.mixer(x)
         return self.out(x + y)
-
-
-def batch(size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values [size, 2 * PAIRS], answers [size, PAIRS]. The second half asks: its values are blank."""
-    keys = torch.rand(size, SYMBOLS, generator=generator).argsort(1)[:, :PAIRS]
-    values = torch.randint(SYMBOLS, (size, PAIRS), generator=generator)
-    order = torch.rand(size, PAIRS, generator=generator).argsort(1)
-    blank = torch.full_like(values, SYMBOLS)
-    return torch.cat([keys, keys.gather(1, order)], 1), torch.cat([values, blank], 1), values.gather(1, order)
 
 
 def train(name: str, steps: int = 300) -> list[float]:
