@@ -35,7 +35,7 @@ CASES = {
     **{rule: ("lmm", options(rule)) for rule in RULES},
     "mag": ("mag", options("omeganet") | {"attention_window": 4}),
     "mal": ("mal", options("omeganet") | {"attention_window": 4}),
-    "mac": ("mac", options("omeganet") | {"attention_window": 4, "persistent_tokens": 2}),
+    "mac": ("mac", options("omeganet") | {"attention_window": 8, "persistent_tokens": 2}),
     "hope (the block)": ("hope", options("hope")),
     "tnt (a hierarchy)": (
         "lmm",
