@@ -41,7 +41,7 @@ def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
     """
     b, n = rule.window.chunk, rule.window.chunk + rule.window.size - 1
     by_key = isinstance(rule.features, Exponential)
-    if by_key and rule.features.horizon is None:  # type: ignore[union-attr]
+    if isinstance(rule.features, Exponential) and rule.features.horizon is None:
         return None
     total, shared = 0, False
     if by_key:
