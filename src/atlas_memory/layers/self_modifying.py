@@ -213,8 +213,7 @@ class SelfModifyingMemory(nn.Module):
         for j, (q_j, u_j, real) in enumerate(zip(*grids, inside.unbind(2), strict=True)):
             lesson = self._lesson(u_j, state)
             tokens = Chunk(
-                q=_for_all(q_j),
-                k=lesson.k,
+                kq=torch.cat([lesson.k, _for_all(q_j)], -2),
                 v=lesson.target,
                 window=torch.diag_embed(real.to(u.dtype)),
                 alpha=torch.where(real, lesson.alpha, 1.0),
@@ -224,7 +223,8 @@ class SelfModifyingMemory(nn.Module):
             )
             memory = Memory(state.frozen, state.weights, (), ())
             y, memory = read_chunk(rule, params, memory, tokens, first + j * chunk, (j + 1) * chunk <= end, None)
-            state = replace(state, frozen=memory.frozen, weights=memory.weights)
+            frozen = memory.weights if memory.frozen is None else memory.frozen
+            state = replace(state, frozen=frozen, weights=memory.weights)
             outputs.append(self._answer(y))
         y = torch.cat(outputs, -2)
         y = y[..., :time, :] if phase is None else take(y, start + torch.arange(time, device=u.device))

@@ -10,7 +10,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .fast_weight import (
@@ -18,6 +17,7 @@ from .fast_weight import (
     Seen,
     Steps,
     Tokens,
+    add_product,
     delta_steps,
     identity_steps,
     muon_steps,
@@ -37,27 +37,31 @@ Weights = tuple[Tensor, ...]
 
 
 class Memory(NamedTuple):
-    """What a chunk begins and ends with; see ``MemoryState``."""
+    """What a chunk begins and ends with; see ``MemoryState``. ``frozen`` is None where it equals ``weights``, as at
+    the start of every chunk under a linear retention."""
 
-    frozen: Weights
+    frozen: Weights | None
     weights: Weights
     momentum: Weights
     dual: Weights
+
+    def map(self, fn: Callable[[Weights], Weights]) -> Memory:
+        """With ``fn`` applied to each part."""
+        return Memory(None if self.frozen is None else fn(self.frozen), *map(fn, self[1:]))
 
 
 class Chunk(NamedTuple):
     """One chunk of b tokens and its N = b + c - 1 window tokens; leading dimensions ``[batch, heads]``.
 
     Attributes:
-        q: ``[..., b, dim]``; k, v: ``[..., N, dim]``.
+        kq: the window tokens' keys, then the queries, ``[..., N + b, dim]``; v: ``[..., N, dim]``.
         window: Gamma ``[..., b, N]``.
         alpha, eta: ``[..., b]`` or channel-wise ``[..., b, dim]``, 1 and 0 where there is no token.
         theta: ``[..., b]``.
         inside: which slots are tokens of this call, bool ``[batch or 1, 1, b]``.
     """
 
-    q: Tensor
-    k: Tensor
+    kq: Tensor
     v: Tensor
     window: Tensor
     alpha: Tensor
@@ -93,19 +97,31 @@ def read_chunk(
         y ``[..., b, dim]`` and the memory, with ``frozen`` and ``dual`` as the next chunk has them where filled.
     """
     network, retention = rule.network, rule.retention
-    see_keys, see_queries, write = _lift(rule, params, chunk.k, chunk.q, columns)
-    frozen, lifted = memory.frozen, network.lifted
-    trace = network.trace(
-        lambda i, u: see_keys.apply(frozen[i]) if lifted[i] else u @ frozen[i].mT, chunk.k, params.norm
-    )
+    k, q = chunk.kq.split([chunk.v.shape[-2], chunk.window.shape[-2]], -2)
+    see, see_keys, see_queries, write = _lift(rule, params, chunk.kq, k, q, columns)
+    frozen = memory.weights if memory.frozen is None else memory.frozen
+    start = retention.start(params.initial)
+    lifted, shared = network.lifted, memory.frozen is None and start is None
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # W_0 f of keys and queries, from one product
+
+    def apply_frozen(i: int, u: Tensor) -> Tensor:
+        if not lifted[i]:
+            return u @ frozen[i].mT
+        if not shared:
+            return see_keys.apply(frozen[i])
+        known[i] = see(frozen[i])
+        return known[i][0]
+
+    trace = network.trace(apply_frozen, k, params.norm)
     deltas = network.deltas(frozen, trace, rule.bias.derivative(trace.prediction, chunk.v), params.norm)
     plan = _schedule(rule, params, frozen, trace, chunk, first)
-    start = retention.start(params.initial)
     ends: list[tuple[Tensor, ...]] = []
 
     def apply_at_each_token(i: int, u: Tensor) -> Tensor:
         if lifted[i]:
-            tokens, queries = Tokens(see_keys, deltas[i], write), see_queries
+            of_keys, of_queries = known.get(i, (None, None))
+            tokens = Tokens(replace(see_keys, known=of_keys), deltas[i], write)
+            queries = replace(see_queries, known=of_queries)
         else:
             f = trace.inputs[i]
             tokens = Tokens(_see(f, f), deltas[i], partial(_add, f))
@@ -122,24 +138,29 @@ def read_chunk(
         steps = _steps(rule, w, s, tokens, plan)
         end = steps.weights(-1, w) if home is None else steps.weights(-1, w) + home
         if rule.window.read == "frozen":
-            out = queries.apply(frozen[i])
+            out = queries.held(frozen[i])
         else:
             out = steps.read(queries) if home is None else steps.read(queries) + queries.apply(home)
+        momentum = () if steps.momentum is None else (steps.momentum,)
         if isinstance(retention, NonLinearRetention):
             initial = params.initial[i]
-            out, end, next_frozen, dual = _settle(
-                retention, initial, memory, i, chunk, plan, steps, queries, out, filled
+            out, end, *next_chunk = _settle(
+                retention, initial, frozen[i], memory, i, chunk, plan, steps, queries, out, filled
             )
+            ends.append((end, *momentum, *next_chunk))
         else:
-            next_frozen, dual = _pick(filled, end, frozen[i]), end
-        ends.append((next_frozen, end, *(() if steps.momentum is None else (steps.momentum,)), dual))
+            ends.append((end, *momentum))
         return out
 
-    y = network.forward(apply_at_each_token, chunk.q, params.norm)
-    next_frozen, weights, *momentum, dual = zip(*ends, strict=True)
-    return y, Memory(
-        next_frozen, weights, momentum[0] if momentum else (), dual if isinstance(retention, NonLinearRetention) else ()
-    )
+    y = network.forward(apply_at_each_token, q, params.norm)
+    weights, *others = zip(*ends, strict=True)
+    momentum = others.pop(0) if memory.momentum else ()
+    if isinstance(retention, NonLinearRetention):
+        return y, Memory(others[0], weights, momentum, others[1])
+    if isinstance(filled, Tensor):
+        picked = tuple(_pick(filled, new, old) for new, old in zip(weights, frozen, strict=True))
+        return y, Memory(picked, weights, momentum, ())
+    return y, Memory(None if filled else frozen, weights, momentum, ())
 
 
 def _steps(rule: Rule, w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) -> Steps:
@@ -154,6 +175,7 @@ def _steps(rule: Rule, w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedu
 def _settle(
     retention: NonLinearRetention,
     initial: Tensor,
+    frozen: Tensor,
     memory: Memory,
     i: int,
     chunk: Chunk,
@@ -164,12 +186,11 @@ def _settle(
     filled: Where,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Non-linear retention of matrix i: outputs with the exact token's put right; W, the next frozen W, and A."""
-    frozen = memory.frozen[i]
     end, a = (steps.weights(-1, x[i]) for x in (memory.weights, memory.dual))
     if retention.lag:
         # W_1 is exact. What it differs by from the linear form fades like all else.
-        linear = steps.weights(1, memory.weights[i])
-        exact = retention.settle(steps.weights(1, memory.dual[i]), frozen, initial)
+        linear = steps.weights(0, memory.weights[i])
+        exact = retention.settle(steps.weights(0, memory.dual[i]), frozen, initial)
         jump = torch.where(chunk.inside[..., 0, None, None], exact - linear, 0.0)
         fade = decay_matrix(_by_channel(chunk.alpha))[..., 0]
         out = out + scale_rows(fade, queries.apply(jump))
@@ -201,22 +222,26 @@ def _schedule(rule: Rule, params: Params, frozen: Weights, trace: Trace, chunk: 
     if valid is not None:
         steps = steps * valid[:, None, None, :, None]
     return Schedule(
-        retained=F.pad(alpha.cumprod(-1), (1, 0), value=1.0),
+        retained=alpha.cumprod(-1),
         carried=carried,
-        decay=F.pad(steps.mT, (0, 0, 1, 0)),
+        decay=steps.mT,
         weights=rows_at(mixed, at),
         carried_steps=rows_at(carried[..., None], at)[..., 0],
         last=mixed[..., -1, :],
-        read=slice(0, -1) if rule.window.read == "before" else slice(1, None),
+        before=rule.window.read == "before",
     )
 
 
+Both = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
 def _lift(
-    rule: Rule, params: Params, k: Tensor, q: Tensor, columns: Columns | None
-) -> tuple[Seen, Seen, Callable[[Tensor, Tensor], Tensor]]:
-    """How lifted matrices see the window tokens and the queries, and how they are written."""
+    rule: Rule, params: Params, kq: Tensor, k: Tensor, q: Tensor, columns: Columns | None
+) -> tuple[Both, Seen, Seen, Callable[[Tensor, Tensor], Tensor]]:
+    """How lifted matrices see the window tokens and the queries, both at once or each, and how they are written."""
     kernel = partial(rule.features.kernel, sqrt_a=params.sqrt_a)
     kernels: dict[str, Tensor] = {}  # shared by all lifted matrices
+    sizes = [k.shape[-2], q.shape[-2]]
 
     def once(name: str, x: Tensor, y: Tensor) -> Tensor:
         if name not in kernels:
@@ -225,21 +250,31 @@ def _lift(
 
     to_keys = (partial(once, "kk", k, k), partial(once, "qk", q, k))
     if not isinstance(rule.features, Exponential):
-        phi = rule.features.expand(torch.cat([k, q], -2), params.sqrt_a)
-        phi_k, phi_q = phi.split([k.shape[-2], q.shape[-2]], -2)
+        phi = rule.features.expand(kq, params.sqrt_a)
+        phi_k, phi_q = phi.split(sizes, -2)
         keys, queries = (Seen(partial(_times, f), f, to) for f, to in zip((phi_k, phi_q), to_keys, strict=True))
-        return keys, queries, partial(_add, phi_k)
+
+        def apply(w: Tensor) -> tuple[Tensor, Tensor]:
+            of_keys, of_queries = _times(phi, w).split(sizes, -2)
+            return of_keys, of_queries
+
+        return apply, keys, queries, partial(_add, phi_k)
     assert columns is not None
     known = columns.keys[..., : columns.filled, :]
+    against = kernel(kq, known)
 
-    def see(x: Tensor, to: Callable[[], Tensor]) -> Seen:
-        against = kernel(x, known)
-        return Seen(lambda w: against @ w[..., : columns.filled].mT, None, to)
+    def see(w: Tensor) -> tuple[Tensor, Tensor]:
+        of_keys, of_queries = _times(against, w[..., : columns.filled]).split(sizes, -2)
+        return of_keys, of_queries
 
     def write(w: Tensor, a: Tensor) -> Tensor:
         return w.scatter_add(-1, columns.window[:, None, None].expand(*w.shape[:-1], -1), a.mT)
 
-    return see(k, to_keys[0]), see(q, to_keys[1]), write
+    keys, queries = (
+        Seen(lambda w, f=f: _times(f, w[..., : columns.filled]), None, to)  # type: ignore[misc]
+        for f, to in zip(against.split(sizes, -2), to_keys, strict=True)
+    )
+    return see, keys, queries, write
 
 
 def _see(u: Tensor, f: Tensor) -> Seen:
@@ -251,7 +286,7 @@ def _times(f: Tensor, w: Tensor) -> Tensor:
 
 
 def _add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
-    return w + a.mT @ f
+    return add_product(w, a.mT, f)
 
 
 def _by_channel(gate: Tensor) -> Tensor:

@@ -70,20 +70,21 @@ def _chunkwise(
     theta, eta, gamma = on_grid(gate.theta, 1.0), on_grid(gate.eta, 0.0), on_grid(gate.gamma, 0.0)
     windows = band(gamma, exists.unfold(-1, chunk + size - 1, chunk)[:, None])
 
+    k_windows = k_grid.unfold(-2, chunk + size - 1, chunk).mT
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     per_chunk = zip(
-        q_grid.unflatten(-2, (count, chunk)).unbind(2),
-        k_grid.unfold(-2, chunk + size - 1, chunk).mT.unbind(2),
+        torch.cat([k_windows, q_grid.unflatten(-2, (count, chunk))], -2).unbind(2),
         v_grid.unfold(-2, chunk + size - 1, chunk).mT.unbind(2),
         *(x.unbind(2) for x in (windows, alpha, theta, eta)),
         inside.unflatten(-1, (count, chunk))[:, None].unbind(2),
         strict=True,
     )
-    memory = Memory(state.frozen, state.weights, state.momentum, state.dual)
+    together = phase is None and not state.dual  # then the frozen memory is the present one
+    memory = Memory(None if together else state.frozen, state.weights, state.momentum, state.dual)
     keys, lifted = state.keys, rule.network.lifted
     if isinstance(rule.features, Exponential):
         keys = torch.cat([keys, F.pad(k, (0, 0, 0, count * chunk - time))], -2)
-        memory = Memory(*(_widen(part, lifted, count * chunk) for part in memory))
+        memory = memory.map(lambda part: _widen(part, lifted, count * chunk))
     end = (time if length is None else length) + (0 if phase is None else phase)
     outputs = []
     for j, inputs in enumerate(per_chunk):
@@ -105,9 +106,10 @@ def _chunkwise(
         if rule.features.horizon is not None:
             held = min(held, rule.features.horizon + chunk + size - 2)
         at = read[:, None] + state.keys.shape[-2] - held + torch.arange(held, device=q.device)
-        memory = Memory(*(_narrow(part, lifted, at) for part in memory))
+        memory = memory.map(lambda part: _narrow(part, lifted, at))
         keys = torch.where((at >= 0)[:, None, :, None], take(keys, at.clamp_min(0)), 0.0)
-    return y, MemoryState(*memory, past_k, past_v, keys, state.seen + read)
+    frozen = memory.weights if memory.frozen is None else memory.frozen
+    return y, MemoryState(frozen, *memory[1:], past_k, past_v, keys, state.seen + read)
 
 
 def _columns(keys: Tensor, filled: int, phase: Tensor | None, chunk: int, size: int) -> Columns:
@@ -148,4 +150,4 @@ def _forget(rule: Rule, memory: Memory, columns: Columns | None, filled: Tensor 
         pairs = zip(weights, rule.network.lifted, strict=False)
         return tuple(torch.where(old[:, None, None], 0.0, w) if up else w for w, up in pairs)
 
-    return Memory(*map(clear, memory))
+    return memory.map(clear)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .newton_schulz import gram_polynomial, newton_schulz
@@ -36,13 +37,13 @@ class Schedule:
     with C = dim where alpha or eta are channel-wise, else C = 1.
 
     Attributes:
-        retained: cA ``[..., b + 1]``: before the first token (1), and after each.
+        retained: cA ``[..., b]``, after each token.
         carried: cT ``[..., b]``.
-        decay: D_alpha diag(e), restricted to the J tokens after which a step is taken, ``[..., b + 1, J]``.
+        decay: D_alpha diag(e), restricted to the J tokens after which a step is taken, ``[..., b, J]``.
         weights: P at those tokens, ``[..., J, N]``.
         carried_steps: cT at those tokens, ``[..., J]``.
         last: P at the chunk's last token, ``[..., N]``.
-        read: which rows of ``retained`` and ``decay`` the b queries see, those of M_t or of M_{t-1}.
+        before: whether query t reads M_{t-1} instead of M_t.
     """
 
     retained: Tensor
@@ -51,17 +52,32 @@ class Schedule:
     weights: Tensor
     carried_steps: Tensor
     last: Tensor
-    read: slice
+    before: bool
+
+    def seen(self, rows: Tensor, at_start: float = 0.0) -> Tensor:
+        """Of rows ``[..., b, n]``, one for the memory after each token, those that the queries see; what stands
+        before the first token is ``at_start``."""
+        return F.pad(rows[..., :-1, :], (0, 0, 1, 0), value=at_start) if self.before else rows
+
+    def seen_retained(self) -> Tensor:
+        """cA as the queries see it ``[..., b]``."""
+        return self.seen(self.retained[..., None], 1.0)[..., 0]
 
 
 @dataclass(frozen=True)
 class Seen:
     """Inputs f of a matrix: ``apply(W)`` gives W f ``[..., n, rows]``; ``features`` is f ``[..., n, columns]``, or None
-    where it has no finite size; ``kernel()`` gives f . f_i against the window tokens, ``[..., n, N]``."""
+    where it has no finite size; ``kernel()`` gives f . f_i against the window tokens, ``[..., n, N]``; ``known`` is
+    W_0 f of the matrix that takes the steps, where it is at hand."""
 
     apply: Callable[[Tensor], Tensor]
     features: Tensor | None
     kernel: Callable[[], Tensor]
+    known: Tensor | None = None
+
+    def held(self, w: Tensor) -> Tensor:
+        """W_0 f, given W_0."""
+        return self.apply(w) if self.known is None else self.known
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,7 @@ class Tokens:
 
 class Steps(NamedTuple):
     """The steps of one matrix over a chunk: ``read(queries)`` gives W_t f ``[..., b, m]`` for every query,
-    ``weights(r, w)`` the W in row r of the schedule (0: W_0, -1: W_b) of a memory that makes these steps from w;
+    ``weights(t, w)`` the W after token t (0: the first, -1: the last) of a memory that makes these steps from w;
     ``momentum`` is S_b."""
 
     read: Callable[[Seen], Tensor]
@@ -91,20 +107,24 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
         w: W_0 ``[batch, heads, m, F]``; s: S_0 of the same shape, or None without momentum.
 
     """
-    mixing = plan.decay @ plan.weights  # R
-    old = (plan.decay @ plan.carried_steps[..., None])[..., 0]
-    channels = mixing.shape[-3]
-    deltas = _split(tokens.deltas, channels)
+    mixing = -(plan.decay @ plan.weights)  # -R
+    old = None if s is None else -(plan.decay @ plan.carried_steps[..., None])
+    deltas = _split(tokens.deltas, mixing.shape[-3])
 
     def read(queries: Seen) -> Tensor:
-        out = scale_rows(plan.retained[..., plan.read], queries.apply(w))
-        out = out - _join((mixing[..., plan.read, :] * queries.kernel()[..., None, :, :]) @ deltas)
-        return out if s is None else out - scale_rows(old[..., plan.read], queries.apply(s))
+        out = scale_rows(plan.seen_retained(), queries.held(w))
+        if s is not None and old is not None:
+            out = out + scale_rows(plan.seen(old)[..., 0], queries.apply(s))
+        mask = plan.seen(mixing)
+        if mask.shape[-3] == 1:
+            return add_product(out, mask[..., 0, :, :] * queries.kernel(), tokens.deltas)
+        return out + _join((mask * queries.kernel()[..., None, :, :]) @ deltas)
 
     def weights(row: int, start: Tensor) -> Tensor:
-        written = _join(mixing[..., row, :, None] * deltas)
-        end = tokens.write(scale(plan.retained[..., row], start), -written)
-        return end if s is None else end - scale(old[..., row], s)
+        end = scale(plan.retained[..., row], start)
+        if s is not None and old is not None:
+            end = end + scale(old[..., row, 0], s)
+        return tokens.write(end, _join(mixing[..., row, :, None] * deltas))
 
     return Steps(read, weights, None if s is None else _last_momentum(s, tokens, plan))
 
@@ -113,12 +133,14 @@ def delta_steps(w: Tensor, tokens: Tokens, plan: Schedule, after_decay: bool) ->
     """The delta step; the window is one token, so that N = b = J. Arguments and result as for ``identity_steps``."""
     rate = plan.weights.diagonal(dim1=-2, dim2=-1)  # gamma
     # Row t: from W_n to the memory out of which token t takes its part, n <= t - 1; e_n is in `decay` already.
-    reach, retained = plan.decay[..., :-1, :], plan.retained[..., :-1]
     if after_decay:
-        alpha_free = plan.decay[..., 1:, :] * (1.0 - torch.eye(rate.shape[-1], dtype=w.dtype, device=w.device))
-        reach, retained = alpha_free, plan.retained[..., 1:]
+        reach = plan.decay * (1.0 - torch.eye(rate.shape[-1], dtype=w.dtype, device=w.device))
+        retained = plan.retained
+    else:
+        reach = F.pad(plan.decay[..., :-1, :], (0, 0, 1, 0))
+        retained = F.pad(plan.retained[..., :-1], (1, 0), value=1.0)
     channels = reach.shape[-3]
-    held = _split(tokens.inputs.apply(w), channels)
+    held = _split(tokens.inputs.held(w), channels)
     system = reach * rate[..., None, :] * tokens.inputs.kernel()[..., None, :, :]
     right = retained[..., None] * held + _split(tokens.deltas, channels)
     size = torch.eye(rate.shape[-1], dtype=w.dtype, device=w.device)
@@ -153,8 +175,8 @@ def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: 
     def read(queries: Seen) -> Tensor:
         assert queries.features is not None
         moved = queries.features[..., None, :, :] @ step.mT  # [..., J, b, m]
-        old = scale_rows(plan.retained[..., plan.read], queries.apply(w))
-        return old - (plan.decay[..., 0, plan.read, :].mT[..., None] * moved).sum(-3)
+        old = scale_rows(plan.seen_retained(), queries.held(w))
+        return old - (plan.seen(plan.decay)[..., 0, :, :].mT[..., None] * moved).sum(-3)
 
     def weights(row: int, start: Tensor) -> Tensor:
         return scale(plan.retained[..., row], start) - (plan.decay[..., 0, row, :, None, None] * step).sum(-3)
@@ -178,8 +200,8 @@ def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: i
 
     def read(queries: Seen) -> Tensor:
         seen = carried * queries.apply(s)[..., None, :, :] + queries.kernel()[..., None, :, :] @ weighted  # S_n phi(q)
-        old = scale_rows(plan.retained[..., plan.read], queries.apply(w))
-        return old - (plan.decay[..., 0, plan.read, :].mT[..., None] * (seen @ q)).sum(-3)
+        old = scale_rows(plan.seen_retained(), queries.held(w))
+        return old - (plan.seen(plan.decay)[..., 0, :, :].mT[..., None] * (seen @ q)).sum(-3)
 
     def weights(row: int, start: Tensor) -> Tensor:
         final = plan.decay[..., 0, row, :, None, None] * q
@@ -192,6 +214,11 @@ def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: i
 def _last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:
     channels = plan.last.shape[-2]
     return tokens.write(scale(plan.carried[..., -1], s), _join(plan.last[..., None] * _split(tokens.deltas, channels)))
+
+
+def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x + a @ b, in one pass over x: ``[batch, heads, n, m]``, ``[batch, heads, n, k]``, ``[batch, heads, k, m]``."""
+    return torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).view(x.shape)
 
 
 def scale(factor: Tensor, matrix: Tensor) -> Tensor:

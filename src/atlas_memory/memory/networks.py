@@ -17,7 +17,6 @@ phi of ``Polynomial(1)``, a hidden layer's is ``MLP.bias``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,26 +24,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .activations import ACTIVATIONS, with_slope
+
 Apply = Callable[[int, Tensor], Tensor]
 Norm = tuple[Tensor, Tensor]
+Run = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
 NORM_EPS = 1e-6
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
+Activate = Callable[[str, Tensor], tuple[Tensor, Tensor | None]]
+"""An activation by name and the pre-activations: the hidden units and, where they are asked for, their slopes."""
 
 
-def slope(activation: str, h: Tensor) -> Tensor:
-    """Derivative of the exact (erf) GELU, Phi(h) + h N(h), or of SiLU."""
-    if activation == "silu":
-        gate = torch.sigmoid(h)
-        return gate * (1.0 + h * (1.0 - gate))
-    return 0.5 * (1.0 + torch.erf(h * math.sqrt(0.5))) + h * torch.exp(-0.5 * h * h) / math.sqrt(2.0 * math.pi)
+def _without_slope(activation: str, h: Tensor) -> tuple[Tensor, None]:
+    return ACTIVATIONS[activation](h), None
 
 
 @dataclass(frozen=True)
 class Trace:
     """One pass at fixed weights. ``inputs[l]``: what matrix l multiplies (un-lifted where it is lifted); ``hidden``:
-    the pre-activations; ``body``: before norm and residual; all ``[..., time, width]``; ``prediction``
-    ``[..., time, dim]``."""
+    what ``back`` needs of the hidden units, as the network says; ``body``: before norm and residual; all
+    ``[..., time, width]``; ``prediction`` ``[..., time, dim]``."""
 
     prediction: Tensor
     inputs: tuple[Tensor, ...]
@@ -61,13 +60,16 @@ class Ending:
 
     def forward(self, apply: Apply, x: Tensor, norm: Norm | None = None) -> Tensor:
         """Prediction ``[..., time, dim]`` for x ``[..., time, dim]``; ``norm``: gain and shift ``[heads, dim]``."""
-        return self.trace(apply, x, norm).prediction
+        return self._end(x, self.run(apply, x, _without_slope)[0], norm)
 
     def trace(self, apply: Apply, x: Tensor, norm: Norm | None = None) -> Trace:
         """As ``forward``, keeping what the gradients need."""
-        body, inputs, hidden = self.run(apply, x)
+        body, inputs, hidden = self.run(apply, x, with_slope)
+        return Trace(self._end(x, body, norm), inputs, hidden, body)
+
+    def _end(self, x: Tensor, body: Tensor, norm: Norm | None) -> Tensor:
         out = _layer_norm(body, norm) if self.norm else body
-        return Trace(x + out if self.residual else out, inputs, hidden, body)
+        return x + out if self.residual else out
 
     def deltas(
         self, weights: Sequence[Tensor], trace: Trace, error: Tensor, norm: Norm | None = None
@@ -84,8 +86,8 @@ class Ending:
                 end = end * norm[0].square().amax(-1)[..., None]
         return self.reach(weights, trace, end)
 
-    def run(self, apply: Apply, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """body(x), the inputs of the matrices, the pre-activations."""
+    def run(self, apply: Apply, x: Tensor, activate: Activate) -> Run:
+        """body(x), the inputs of the matrices, and ``Trace.hidden`` where ``activate`` gives slopes."""
         raise NotImplementedError
 
     def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
@@ -112,7 +114,7 @@ class Linear(Ending):
         """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         return ((dim, features),)
 
-    def run(self, apply: Apply, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def run(self, apply: Apply, x: Tensor, activate: Activate) -> Run:
         """See ``Ending``."""
         return apply(0, x), (x,), ()
 
@@ -153,13 +155,13 @@ class MLP(Ending):
         columns = [features] + [width + self.bias] * (self.depth - 1)
         return tuple(zip(rows, columns, strict=True))
 
-    def run(self, apply: Apply, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """See ``Ending``."""
+    def run(self, apply: Apply, x: Tensor, activate: Activate) -> Run:
+        """See ``Ending``; the slopes of every hidden layer."""
         inputs, hidden = [x], []
         out = apply(0, x)
         for layer in range(1, self.depth):
-            hidden.append(out)
-            u = ACTIVATIONS[self.activation](out)
+            u, slope = activate(self.activation, out)
+            hidden += [] if slope is None else [slope]
             inputs.append(F.pad(u, (0, 1), value=1.0) if self.bias else u)
             out = apply(layer, inputs[-1])
         return out, tuple(inputs), tuple(hidden)
@@ -168,17 +170,17 @@ class MLP(Ending):
         """See ``Ending``."""
         out = [error]
         for layer in range(self.depth - 1, 0, -1):
-            width = trace.hidden[layer - 1].shape[-1]
-            out.append((out[-1] @ weights[layer][..., :width]) * slope(self.activation, trace.hidden[layer - 1]))
+            slope = trace.hidden[layer - 1]
+            out.append((out[-1] @ weights[layer][..., : slope.shape[-1]]) * slope)
         return tuple(reversed(out))
 
     def reach(self, weights: Sequence[Tensor], trace: Trace, end: Tensor) -> tuple[Tensor, ...]:
         """|J_l|^2 <= |W_{l+1} diag(slope_l)|_F^2 |J_{l+1}|^2, J_l = d prediction / d (W_l f_l)."""
         out = [end]
         for layer in range(self.depth - 1, 0, -1):
-            hidden = trace.hidden[layer - 1]
-            columns = weights[layer][..., : hidden.shape[-1]].square().sum(-2)  # squared column norms
-            out.append(out[-1] * (slope(self.activation, hidden).square() @ columns[..., None]).squeeze(-1))
+            slope = trace.hidden[layer - 1]
+            columns = weights[layer][..., : slope.shape[-1]].square().sum(-2)  # squared column norms
+            out.append(out[-1] * (slope.square() @ columns[..., None]).squeeze(-1))
         return tuple(reversed(out))
 
 
@@ -203,24 +205,23 @@ class GatedMLP(Ending):
         width = self.expansion * dim
         return ((width, features), (width, features), (dim, width))
 
-    def run(self, apply: Apply, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """See ``Ending``."""
+    def run(self, apply: Apply, x: Tensor, activate: Activate) -> Run:
+        """See ``Ending``; slope * value, and the activated gate."""
         gate, value = apply(0, x), apply(1, x)
-        inner = ACTIVATIONS[self.activation](gate) * value
-        return apply(2, inner), (x, x, inner), (gate, value)
+        opened, slope = activate(self.activation, gate)
+        inner = opened * value
+        return apply(2, inner), (x, x, inner), () if slope is None else (slope * value, opened)
 
     def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
         """See ``Ending``."""
-        gate, value = trace.hidden
+        to_gate, to_value = trace.hidden
         inner = error @ weights[2]
-        return inner * value * slope(self.activation, gate), inner * ACTIVATIONS[self.activation](gate), error
+        return inner * to_gate, inner * to_value, error
 
     def reach(self, weights: Sequence[Tensor], trace: Trace, end: Tensor) -> tuple[Tensor, ...]:
         """See ``Ending``."""
-        gate, value = trace.hidden
         columns = weights[2].square().sum(-2)[..., None]
-        to_gate = ((value * slope(self.activation, gate)).square() @ columns).squeeze(-1)
-        to_value = (ACTIVATIONS[self.activation](gate).square() @ columns).squeeze(-1)
+        to_gate, to_value = ((x.square() @ columns).squeeze(-1) for x in trace.hidden)
         return end * to_gate, end * to_value, end
 
 
