@@ -50,6 +50,8 @@ def _chunkwise(
 
     count = -(-(time if phase is None else time + chunk - 1) // chunk)
     past_k, past_v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
+    spare = _spare(chunk, size)
+    reach = size - 1 + spare  # window tokens before a chunk
     q_grid, inside = shift_right(q, phase, count * chunk)
     k_grid, exists = shift_right(past_k, phase, count * chunk + size - 1)
     v_grid, _ = shift_right(past_v, phase, count * chunk + size - 1)
@@ -60,6 +62,7 @@ def _chunkwise(
     # Tokens before the sequence's first are not in any window.
     first = state.seen if phase is None else state.seen - phase
     exists = exists & (first[:, None] + torch.arange(exists.shape[1], device=q.device) >= size - 1)
+    k_grid, v_grid, exists = F.pad(k_grid, (0, 0, spare, 0)), F.pad(v_grid, (0, 0, spare, 0)), F.pad(exists, (spare, 0))
 
     def on_grid(values: Tensor, neutral: float) -> Tensor:
         grid, channels = values[..., None] if values.dim() == 3 else values, values.dim() == 4
@@ -68,13 +71,13 @@ def _chunkwise(
 
     alpha = on_grid(gate.alpha if rule.retention.gated else torch.ones_like(gate.theta), 1.0)
     theta, eta, gamma = on_grid(gate.theta, 1.0), on_grid(gate.eta, 0.0), on_grid(gate.gamma, 0.0)
-    windows = band(gamma, exists.unfold(-1, chunk + size - 1, chunk)[:, None])
+    windows = band(F.pad(gamma, (0, spare)), exists.unfold(-1, chunk + reach, chunk)[:, None])
 
-    k_windows = k_grid.unfold(-2, chunk + size - 1, chunk).mT
+    k_windows = k_grid.unfold(-2, chunk + reach, chunk).mT
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     per_chunk = zip(
         torch.cat([k_windows, q_grid.unflatten(-2, (count, chunk))], -2).unbind(2),
-        v_grid.unfold(-2, chunk + size - 1, chunk).mT.unbind(2),
+        v_grid.unfold(-2, chunk + reach, chunk).mT.unbind(2),
         *(x.unbind(2) for x in (windows, alpha, theta, eta)),
         inside.unflatten(-1, (count, chunk))[:, None].unbind(2),
         strict=True,
@@ -90,7 +93,7 @@ def _chunkwise(
     for j, inputs in enumerate(per_chunk):
         filled, columns = (j + 1) * chunk <= end, None
         if isinstance(rule.features, Exponential):
-            columns = _columns(keys, state.keys.shape[-2] + j * chunk, phase, chunk, size)
+            columns = _columns(keys, state.keys.shape[-2] + j * chunk, phase, chunk, reach)
         y, memory = read_chunk(rule, params, memory, Chunk(*inputs), first + j * chunk, filled, columns)
         if isinstance(rule.features, Exponential) and rule.features.horizon is not None:
             memory = _forget(rule, memory, columns, filled)
@@ -112,9 +115,16 @@ def _chunkwise(
     return y, MemoryState(frozen, *memory[1:], past_k, past_v, keys, state.seen + read)
 
 
-def _columns(keys: Tensor, filled: int, phase: Tensor | None, chunk: int, size: int) -> Columns:
+def _spare(chunk: int, size: int) -> int:
+    """Empty places that bring the window tokens of a chunk to a multiple of 8, where that adds little: a matrix
+    product 71 columns wide takes half as long again as one of 72."""
+    tokens = chunk + size - 1
+    return -tokens % 8 if size > 1 and tokens >= 32 else 0
+
+
+def _columns(keys: Tensor, filled: int, phase: Tensor | None, chunk: int, reach: int) -> Columns:
     """The columns of a chunk whose slots, were the phase 0, would begin at column ``filled``."""
-    window = torch.arange(chunk + size - 1, device=keys.device)[None] + (filled - size + 1)
+    window = torch.arange(chunk + reach, device=keys.device)[None] + (filled - reach)
     window = window if phase is None else window - phase[:, None]
     # Below zero lie tokens before the sequence's first, which have no weight in any window.
     return Columns(keys, filled, window.clamp_min(0))

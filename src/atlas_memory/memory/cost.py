@@ -56,7 +56,6 @@ def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
         if not lifted:
             apply, write, inner = m * f, m * f, f
             total += n * m * f  # the error at its input
-            total += n * f * sum(rule.network.lifted) if rule.optimiser.bounded else 0
         else:
             apply, write, inner = (m * _columns(rule), 0, dim) if by_key else (m * f, m * f, dim)
         keys, queries, steps = _steps(rule, m, f, apply, write)
@@ -76,9 +75,10 @@ def _steps(rule: Rule, m: int, f: int, apply: int, write: int) -> tuple[bool, bo
     keys, queries = delta, reads
     total, end = b * apply, n * write  # reading what was there before the chunk; making a W_b
     if not isinstance(optimiser, Muon):
-        total += (b + 1) * taken * (n + 1) + (b * n * m if reads else 0)
+        total += b * taken * n + (b * n * m if reads else 0)
+        total += b * taken if optimiser.has_momentum else 0
         total += b * apply if optimiser.has_momentum and reads else 0
-        total += n * apply + n * n * m // 2 if delta else 0  # what is held under the keys; a triangular system
+        total += n * n * m // 2 if delta else 0  # a triangular system
     elif prefers_output_space(m, f, taken, n, b):
         keys, gram = True, (4 * optimiser.steps - 3) * m**3
         total += n * apply + m * m * f + taken * (n * n * m + n * m * m + gram)
@@ -94,7 +94,7 @@ def _steps(rule: Rule, m: int, f: int, apply: int, write: int) -> tuple[bool, bo
     if isinstance(retention, NonLinearRetention):
         total += b * apply + end * (4 if retention.lag else 2)  # the exact token, the accumulator
     elif retention.start(()) is not None:
-        total += b * apply + (n * apply if delta else 0)
+        total += b * apply + (2 * n * apply if delta else 0)
     return keys, queries, total + end
 
 

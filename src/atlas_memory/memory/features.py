@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations_with_replacement
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,32 @@ from torch import Tensor, nn
 
 def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(|x|^2 + eps^2) along the last axis, of any shape; zero stays zero, with a finite gradient."""
-    scale = x.detach().abs().amax(-1, keepdim=True).clamp_min(eps)  # squares of huge entries must not overflow
-    unit = x / scale
-    return unit * torch.rsqrt(unit.square().sum(-1, keepdim=True) + (eps / scale) ** 2)
+    return _Normalise.apply(x, eps)[0]
+
+
+class _Normalise(torch.autograd.Function):
+    """``l2_normalise`` and its gradient, (g - y (y . g)) / sqrt(|x|^2 + eps^2), in few passes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        scale = x.abs().amax(-1, keepdim=True).clamp_min(eps)  # squares of huge entries must not overflow
+        unit = x / scale
+        inverse = torch.rsqrt(unit.square().sum(-1, keepdim=True) + (eps / scale) ** 2)
+        return unit * inverse, inverse / scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, to_inverse: Tensor | None) -> tuple[Tensor, None]:
+        y, inverse = ctx.saved_tensors
+        along = 0.0 if g is None else (y * g).sum(-1, keepdim=True)
+        along = along if to_inverse is None else along + to_inverse * inverse  # only in second derivatives
+        return (-along * y if g is None else g - along * y) * inverse, None
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ class MLP(Ending):
         for layer in range(self.depth - 1, 0, -1):
             slope = trace.hidden[layer - 1]
             columns = weights[layer][..., : slope.shape[-1]].square().sum(-2)  # squared column norms
-            out.append(out[-1] * (slope.square() @ columns[..., None]).squeeze(-1))
+            out.append(out[-1] * (slope.square() * columns[..., None, :]).sum(-1))
         return tuple(reversed(out))
 
 
@@ -220,8 +220,8 @@ class GatedMLP(Ending):
 
     def reach(self, weights: Sequence[Tensor], trace: Trace, end: Tensor) -> tuple[Tensor, ...]:
         """See ``Ending``."""
-        columns = weights[2].square().sum(-2)[..., None]
-        to_gate, to_value = ((x.square() @ columns).squeeze(-1) for x in trace.hidden)
+        columns = weights[2].square().sum(-2)[..., None, :]
+        to_gate, to_value = ((x.square() * columns).sum(-1) for x in trace.hidden)
         return end * to_gate, end * to_value, end
 
 
