@@ -17,7 +17,6 @@ from atlas_memory.layers.hierarchy import Hierarchy
 from atlas_memory.memory import (
     Gates,
     MemoryState,
-    Muon,
     Params,
     chunkwise,
     l2_normalise,
@@ -92,7 +91,6 @@ def memory_layer(
         oracle,
         cost=lambda shape: cost.layer(rule, shape, hierarchy),
         reduce=partial(reduced, tokens=span),
-        tight=is_tight(rule),
         **options,
     )
 
@@ -109,11 +107,6 @@ def _recurrent(
     memory: OmegaMemory, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None = None
 ) -> tuple[Tensor, MemoryState]:
     return recurrent(memory.rule, memory.params, q, k, v, gates, state)
-
-
-def is_tight(rule: Rule) -> bool:
-    """Whether float32 holds the rule to 1e-5: not through a layer norm, nor through Newton-Schulz in float32."""
-    return not (rule.network.norm or (isinstance(rule.optimiser, Muon) and not rule.optimiser.precise))
 
 
 def reduced(shape: Shape, tokens: int) -> Shape:
@@ -170,7 +163,6 @@ def bare_memory(
         lambda shape, dtype: problem(shape, dtype, recurrent),
         cost=lambda shape: cost.memory(rule, shape),
         reduce=partial(reduced, tokens=2 * rule.window.chunk if verified is None else verified),
-        tight=is_tight(rule),
         **options,
     )
 

@@ -13,7 +13,7 @@ KINDS: dict[str, str] = {
     "reductions": "sum mean amax amin max cumsum cumprod norm softmax prod argmax",
     "copies": "copy clone cat fill zero pad gather scatter index stack repeat",
     "bookkeeping": "view reshape slice select transpose permute strided expand unsqueeze squeeze empty split unbind "
-    "unfold detach alias resize narrow to contiguous size t flatten unflatten lift ones zeros new item matmul linear result",
+    "unfold detach alias resize narrow to contiguous size t flatten unflatten lift ones zeros new item matmul linear",
 }
 """Words in the names of ATen's operators. What has none of these is element-wise; what is no operator of ATen's is
 overhead: the autograd engine, Python, and whatever the profiler did not see."""

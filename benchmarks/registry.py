@@ -92,7 +92,6 @@ class Candidate:
             checked for causality, shape and finiteness only.
         cost: the written model, forward; None: not modelled.
         reduce: the shape at which it is verified.
-        tight: False where the definition itself is ill-conditioned in float32, so that 1e-5 cannot be asked.
         baseline: the candidate that the others of its ``group`` are compared with.
         compile: built through ``torch.compile``.
         backward: forward and backward, or forward only in inference mode.
@@ -105,7 +104,6 @@ class Candidate:
     oracle: Callable[[Shape, torch.dtype], Operation] | None = None
     cost: Callable[[Shape], Cost] | None = None
     reduce: Callable[[Shape], Shape] = lambda shape: shape
-    tight: bool = True
     baseline: bool = False
     group: str = ""
     compile: bool = False
