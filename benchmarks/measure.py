@@ -90,16 +90,11 @@ def step(operation: Operation, backward: bool) -> Call:
 
 
 def seconds(call: Call, times: int = 1) -> float:
-    """Wall time of one of ``times`` calls in a row, without garbage collection within."""
-    gc.collect()
-    gc.disable()
-    try:
-        start = time.perf_counter()
-        for _ in range(times):
-            call()
-        return (time.perf_counter() - start) / times
-    finally:
-        gc.enable()
+    """Wall time of one of ``times`` calls in a row."""
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start) / times
 
 
 def rounds(calls: Mapping[str, Call], repeats: int, budget: float, once: frozenset[str] = frozenset()) -> Rounds:
@@ -116,11 +111,23 @@ def rounds(calls: Mapping[str, Call], repeats: int, budget: float, once: frozens
     found: dict[str, list[float]] = {name: [] for name in calls}
     start, spent = time.perf_counter(), time.process_time()
     for turn in range(repeats):
-        for name, call in calls.items():
-            if turn == 0 or name not in once:
-                found[name].append(seconds(call, times.get(name, 1)))
+        gc.collect()
+        with _uncollected():
+            for name, call in calls.items():
+                if turn == 0 or name not in once:
+                    found[name].append(seconds(call, times.get(name, 1)))
     wall = time.perf_counter() - start
     return Rounds(found, (time.process_time() - spent) / wall)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection within: it would fall on whichever call is running."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ def _rates(result: dict[str, Any]) -> str:
 
     least = min(row["cpu_share"] for row in result["rows"] if "cpu_share" in row)
     counts = sorted({row["rounds"] for row in result["rows"] if "rounds" in row})
-    turns = f"{counts[0]} rounds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} rounds"
+    turns = f"rounds: {counts[0]}" if len(counts) == 1 else f"rounds: {counts[0]} to {counts[-1]}"
     return (
         f"Measured in the same rounds: {span('sgemm')} GFLOP/s in products of 1024^3, {span('batched')} in "
         f"[8, 72, 64] x [8, 64, 256], {span('copy')} GB/s of copying; {turns}; the process had at least "

@@ -150,7 +150,7 @@ def _finish(row: Row, benchmark: Benchmark, candidate: Candidate, timed: Timed, 
     row |= timed.operation.facts
     if benchmark.profiled:
         row["profile"] = shares(timed.call)
-    if settings.memory and not candidate.once:
+    if settings.memory and "peak MB" in benchmark.columns:
         limit = 600.0 + 20 * row["median"] + (settings.compile_limit if candidate.compile else 0.0)
         row["peak"] = peak.growth_apart(benchmark.name, candidate.name, index, settings.quick, limit)
 
