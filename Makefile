@@ -1,5 +1,5 @@
 # make demo: train, evaluate and report the small default (about ten minutes on two cores); make test: every check;
-# make bench: measure and rewrite docs/performance.md (hours).
+# make bench: measure everything in docs/performance.md.
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= runs/demo

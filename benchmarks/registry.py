@@ -96,7 +96,7 @@ class Candidate:
         compile: built through ``torch.compile``.
         backward: forward and backward, or forward only in inference mode.
         once: timed once, without a call to warm up.
-        longest: the longest ``context + time`` at which it is measured, and ``shortest``.
+        longest: the longest ``context + time`` at which it is measured.
     """
 
     name: str
@@ -110,7 +110,6 @@ class Candidate:
     backward: bool = True
     once: bool = False
     longest: int | None = None
-    shortest: int = 0
 
     def operation(self, shape: Shape, dtype: torch.dtype = torch.float32) -> Operation:
         """The operation at a shape; float32 is what is timed."""
@@ -118,8 +117,7 @@ class Candidate:
 
     def takes(self, shape: Shape) -> bool:
         """Whether it is measured at this shape."""
-        length = shape.context + shape.time
-        return self.shortest <= length and (self.longest is None or length <= self.longest)
+        return self.longest is None or shape.context + shape.time <= self.longest
 
 
 @dataclass(frozen=True)

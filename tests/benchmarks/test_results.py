@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import peak, results
 from benchmarks.cli import main
 from benchmarks.profile import kind
+from benchmarks.registry import Candidate, Operation, Shape
 from benchmarks.run import Settings
 from benchmarks.suites import BENCHMARKS
 
@@ -144,6 +146,22 @@ def test_a_quick_run(capsys, tmp_path: Path) -> None:
 def test_peak_memory_in_a_process_of_its_own() -> None:
     grown = peak.growth_apart("length", "softmax attention", 1, quick=True, limit=120.0)
     assert grown is not None and 0 < grown < 2**28
+
+
+@pytest.mark.skipif(not peak.STATUS.exists(), reason="peak memory is measured on Linux")
+def test_peak_memory_is_what_a_call_holds_at_once() -> None:
+    def holds(megabytes: int) -> Candidate:
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):  # one after the other: the first is given back
+                torch.ones(megabytes * 2**18).sum()
+            return x
+
+        return Candidate("holds", lambda shape, dtype, wrap: Operation(twice, torch.zeros(1)), backward=False)
+
+    shape = Shape(batch=1, heads=1, dim=1, time=1)
+    peak.growth(holds(1), shape)  # code that is used for the first time is memory, too
+    grown = peak.growth(holds(64), shape)
+    assert 60 * 2**20 < grown < 80 * 2**20
 
 
 def test_settings() -> None:

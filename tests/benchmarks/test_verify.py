@@ -1,5 +1,6 @@
 """What is wrong is not timed; what is said of others is true."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 from time import sleep
@@ -9,7 +10,7 @@ import torch
 
 from atlas_memory.memory import RULES, chunkwise
 from benchmarks import measure
-from benchmarks.operations import bare_memory, sdpa
+from benchmarks.operations import bare_memory, sdpa, titans_pytorch
 from benchmarks.registry import Benchmark, Candidate, Missing, Operation, Shape, as_it_is
 from benchmarks.run import Settings, run
 from benchmarks.verify import Unverified, Verdict, demand, verify
@@ -95,6 +96,12 @@ def test_what_is_missing_is_stated() -> None:
 
     result = run(benchmark(GOOD, Candidate("peer", build)), QUIETLY, "command", lambda line: None)
     assert result["rows"][1]["check"] == "not timed: such-a-peer is not installed"
+
+
+def test_a_peer_that_is_not_installed(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "titans_pytorch", None)
+    with pytest.raises(Missing, match="pip install titans-pytorch"):
+        verify(titans_pytorch("titans-pytorch", 8, {}), SHAPE)
 
 
 def test_compiled_candidates_are_left_out_on_request() -> None:
