@@ -1,11 +1,12 @@
-# make demo: train, evaluate and report the small default (about ten minutes on two cores); make test: every check.
+# make demo: train, evaluate and report the small default (about ten minutes on two cores); make test: every check;
+# make bench: measure everything in docs/performance.md.
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= runs/demo
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow clean
+.PHONY: demo test test-slow bench clean
 
 demo: $(STAMP)
 	$(BIN)/atlas train --config examples/demo.yaml output_dir=$(OUT) $(if $(wildcard $(OUT)/run.yaml),--resume)
@@ -16,12 +17,17 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy src
+	$(BIN)/mypy src benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 # What every rule does over 2,000 training steps: half an hour.
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
+
+# Everything in docs/performance.md, on a machine with nothing else to do.
+bench: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks run
+	$(BIN)/python -m benchmarks table
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
@@ -33,4 +39,4 @@ $(STAMP): pyproject.toml constraints.txt
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

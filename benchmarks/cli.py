@@ -1,0 +1,111 @@
+"""The command: `python -m benchmarks list | run | table`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+
+from benchmarks import peak as peaks
+from benchmarks import results
+from benchmarks.registry import Benchmark, Missing
+from benchmarks.run import Settings
+from benchmarks.run import run as measure
+from benchmarks.suites import BENCHMARKS
+
+app = typer.Typer(
+    help="Benchmarks of atlas-memory on CPU: what each candidate costs, verified equal to the definition first.",
+    epilog="Errors are one line; ATLAS_TRACEBACK=1 shows where they come from.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+QUICK = Path("runs/performance")
+
+
+@app.command("list")
+def list_() -> None:
+    """What there is to measure."""
+    for benchmark in BENCHMARKS.values():
+        print(f"{benchmark.name}: {benchmark.shows}")
+        print(f"  shapes: {'; '.join(map(str, benchmark.shapes))}")
+        print(f"  candidates: {'; '.join(c.name for c in benchmark.candidates)}")
+
+
+@app.command()
+def run(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Benchmarks; none: all.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for NAME.json; default docs/performance.")] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds.")] = 7,
+    threads: Annotated[int, typer.Option(help="Threads of arithmetic.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, only to see that it works.")] = False,
+    compile_limit: Annotated[
+        float | None, typer.Option(help="Seconds each compilation may take; 0: compile nothing. Default 1800, quick 0.")
+    ] = None,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, each candidate in a process of its own.")] = True,
+) -> None:
+    """Verify and measure; write a JSON file each."""
+    chosen = [_benchmark(name) for name in names or BENCHMARKS]
+    limit = (0.0 if quick else 1800.0) if compile_limit is None else compile_limit
+    settings = Settings(min(repeats, 2) if quick else repeats, threads, quick, limit, memory)
+    folder = results.writable(out or (QUICK if quick else results.FOLDER))
+    refused = []
+    for benchmark in chosen:
+        command = f"python -m benchmarks run {benchmark.name} --repeats {settings.repeats} --threads {threads}"
+        command += " --quick" if quick else ""
+        command += f" --compile-limit {limit:g}" if compile_limit is not None else ""
+        command += "" if memory else " --no-memory"
+        result = measure(benchmark, settings, command, lambda line: print(line, file=sys.stderr))
+        path = results.save(result, folder)
+        print(f"{results.table(result)}\n{path}")
+        refused += [row["candidate"] for row in result["rows"] if "refused" in row["check"]]
+    if refused:
+        raise RuntimeError(f"not equal to the definition, and not timed: {', '.join(dict.fromkeys(refused))}")
+
+
+@app.command()
+def table(
+    folder: Annotated[Path, typer.Option("--from", help="Folder of the JSON files.")] = results.FOLDER,
+    page: Annotated[Path, typer.Option(help="The page to rewrite.")] = results.PAGE,
+) -> None:
+    """Rewrite the generated parts of docs/performance.md."""
+    print(f"{page}: {', '.join(results.rewrite(page, folder)) or f'nothing in {folder}'}")
+
+
+@app.command(hidden=True)
+def peak(name: str, candidate: str, index: int, quick: Annotated[bool, typer.Option("--quick")] = False) -> None:
+    """Bytes by which this process's peak grows in one call of a candidate: what `run` starts for each."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    benchmark = _benchmark(name)
+    shape = (benchmark.quick if quick else benchmark.shapes)[index]
+    print(peaks.growth(benchmark.candidate(candidate), shape))
+
+
+def _benchmark(name: str) -> Benchmark:
+    if name not in BENCHMARKS:
+        raise ValueError(f"unknown benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+    return BENCHMARKS[name]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command (None: of `sys.argv`) and return its exit code: 2 for a wrong command line, 1 for other expected
+    errors, 130 after Ctrl-C; each is one line."""
+    usage_error = cast(type[Exception], typer.BadParameter.__base__)  # click's, wherever this typer keeps it
+    try:
+        return app(None if arguments is None else list(arguments), standalone_mode=False) or 0
+    except usage_error as error:
+        message, code = cast(Any, error).format_message(), 2
+    except (ValueError, OSError, RuntimeError, Missing) as error:
+        if os.environ.get("ATLAS_TRACEBACK"):
+            raise
+        message, code = str(error), 1
+    except (KeyboardInterrupt, typer.Abort):
+        message, code = "interrupted", 130
+    if message:
+        print(f"benchmarks: {' '.join(message.split())}", file=sys.stderr)
+    return code

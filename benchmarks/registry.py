@@ -1,0 +1,167 @@
+"""What a benchmark is: candidates for one operation, the shapes they meet, and what the table shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Function = Callable[[Tensor], Tensor]
+Row = dict[str, Any]
+
+
+class Missing(Exception):
+    """A candidate that cannot be built here, such as a peer that is not installed. The message says why."""
+
+
+class Cost(NamedTuple):
+    """What one forward call needs by the written model (cost.py)."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One problem size: x is ``[batch, time, heads * dim]``; ``context`` tokens have been read before it."""
+
+    batch: int
+    heads: int
+    dim: int
+    time: int
+    context: int = 0
+
+    @property
+    def width(self) -> int:
+        """heads * dim."""
+        return self.heads * self.dim
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one call."""
+        return self.batch * self.time
+
+    def __str__(self) -> str:
+        after = f" after {self.context:,}" if self.context else ""
+        return f"B={self.batch} T={self.time:,}{after}, {self.heads} x {self.dim}"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A candidate at a shape: ``function(x)``, its gradients taken with respect to x and ``parameters``.
+
+    ``facts``: what is known without timing, such as the bytes of a state.
+    """
+
+    function: Function
+    x: Tensor
+    parameters: tuple[Tensor, ...] = ()
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``Wrap`` of eager mode."""
+    return function
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile`` for the one shape at hand.
+
+    Candidates share the code of ``forward``, and each is one more compilation of it: the limit, past which PyTorch goes
+    on eagerly without a word, is raised.
+    """
+    torch._dynamo.config.recompile_limit = 1024
+    torch._dynamo.config.accumulated_recompile_limit = 4096
+    return torch.compile(function, dynamic=False)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to do what a benchmark measures.
+
+    Attributes:
+        name: unique in its benchmark.
+        build: the operation at a shape, in a dtype, with its callable passed through a ``Wrap``; may raise ``Missing``.
+        oracle: for candidates of ours: the same numbers by the definition, in a dtype. None: of others, which are
+            checked for causality, shape and finiteness only.
+        cost: the written model, forward; None: not modelled.
+        reduce: the shape at which it is verified.
+        baseline: the candidate that the others of its ``group`` are compared with.
+        compile: built through ``torch.compile``.
+        backward: forward and backward, or forward only in inference mode.
+        once: timed once, without a call to warm up.
+        longest: the longest ``context + time`` at which it is measured.
+    """
+
+    name: str
+    build: Callable[[Shape, torch.dtype, Wrap], Operation]
+    oracle: Callable[[Shape, torch.dtype], Operation] | None = None
+    cost: Callable[[Shape], Cost] | None = None
+    reduce: Callable[[Shape], Shape] = lambda shape: shape
+    baseline: bool = False
+    group: str = ""
+    compile: bool = False
+    backward: bool = True
+    once: bool = False
+    longest: int | None = None
+
+    def operation(self, shape: Shape, dtype: torch.dtype = torch.float32) -> Operation:
+        """The operation at a shape; float32 is what is timed."""
+        return self.build(shape, dtype, compiled if self.compile else as_it_is)
+
+    def takes(self, shape: Shape) -> bool:
+        """Whether it is measured at this shape."""
+        return self.longest is None or shape.context + shape.time <= self.longest
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A table of candidates and shapes.
+
+    Attributes:
+        name: what the command calls it.
+        shows: one sentence.
+        shapes, quick: what is measured, and with ``--quick``.
+        candidates: see ``Candidate``; one baseline at most in each group.
+        columns: of its table; see ``results.COLUMNS``.
+        remarks: sentences below the table, computed from its rows.
+        profiled: whether the rows also say on what kinds of operation the time goes.
+
+    Raises:
+        ValueError: two candidates of one name, or two baselines in one group.
+    """
+
+    name: str
+    shows: str
+    shapes: tuple[Shape, ...]
+    quick: tuple[Shape, ...]
+    candidates: tuple[Candidate, ...]
+    columns: tuple[str, ...]
+    remarks: Callable[[list[Row]], list[str]] = lambda rows: []
+    profiled: bool = False
+
+    def __post_init__(self) -> None:
+        names = [c.name for c in self.candidates]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"benchmark {self.name} has two candidates called {repeated.pop()!r}; rename one")
+        groups = [c.group for c in self.candidates if c.baseline]
+        if len(groups) > len(set(groups)):
+            raise ValueError(f"benchmark {self.name} has two baselines in one group; keep one")
+
+    def candidate(self, name: str) -> Candidate:
+        """By its name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for candidate in self.candidates:
+            if candidate.name == name:
+                return candidate
+        known = ", ".join(c.name for c in self.candidates)
+        raise ValueError(f"benchmark {self.name} has no candidate {name!r}; it has {known}")

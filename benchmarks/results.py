@@ -1,0 +1,189 @@
+"""Results: a JSON file a benchmark, and its table between two marks of docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT
+from benchmarks.registry import Row
+
+DOCS = ROOT / "docs"
+FOLDER = DOCS / "performance"
+PAGE = DOCS / "performance.md"
+NOTHING = "–"
+
+
+def _number(value: float) -> str:
+    """Three figures."""
+    if value == 0:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _scaled(key: str, factor: float, unit: str = "") -> Callable[[Row], str]:
+    return lambda row: _number(factor * row[key]) + unit
+
+
+def _spread(low: str, high: str, factor: float) -> Callable[[Row], str]:
+    return lambda row: f"{_number(factor * row[low])} to {_number(factor * row[high])}"
+
+
+def _profile(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{100 * row['profile'].get(name, 0.0):.0f} %"
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "candidate": lambda row: row["candidate"],
+    "shape": lambda row: row["shape"],
+    "tokens": lambda row: f"{row['time'] + row['context']:,}",
+    "context": lambda row: f"{row['context']:,}",
+    "ms": _scaled("median", 1e3),
+    "least ms": _scaled("min", 1e3),
+    "ms, 20 to 80 %": _spread("p20", "p80", 1e3),
+    "times baseline": _scaled("ratio", 1.0),
+    "times, 20 to 80 %": _spread("ratio_p20", "ratio_p80", 1.0),
+    "tokens/s": lambda row: _number(row["tokens"] / row["median"]),
+    "µs a token": lambda row: _number(1e6 * row["median"] / row["tokens"]),
+    "GFLOP": _scaled("flops", 1e-9),
+    "MB moved": _scaled("bytes", 1e-6),
+    "of sgemm": _scaled("of_sgemm", 100.0, " %"),
+    "of batched": _scaled("of_batched", 100.0, " %"),
+    "of copy": _scaled("of_copy", 100.0, " %"),
+    "peak MB": _scaled("peak", 1e-6),
+    "compile s": _scaled("first_call", 1.0),
+    "state kB, fresh": _scaled("state_bytes_fresh", 1e-3),
+    "state kB": _scaled("state_bytes", 1e-3),
+    "check": lambda row: row["check"],
+    "products": _profile("matrix products"),
+    "element-wise": _profile("element-wise"),
+    "copies": _profile("copies"),
+    "reductions": _profile("reductions"),
+    "fused": _profile("fused"),
+    "bookkeeping": _profile("bookkeeping"),
+    "overhead": _profile("overhead"),
+}
+"""What a table can show, by the head of the column; a row that lacks the number has a dash."""
+
+
+def save(result: dict[str, Any], folder: Path) -> Path:
+    """Write ``folder/<benchmark>.json``.
+
+    Raises:
+        ValueError: a quick result, and the folder is in docs/.
+        OSError: the folder cannot be written.
+    """
+    if result["quick"] and folder.resolve().is_relative_to(DOCS):
+        raise ValueError(f"quick results do not go into {DOCS.name}/: leave --quick out, or give another --out")
+    path = folder / f"{result['benchmark']}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made if need be.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OSError(f"cannot write to {folder}: {error.strerror}; give another --out") from error
+    return folder
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A result.
+
+    Raises:
+        ValueError: the file is none.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        result["rows"], result["columns"], result["quick"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no result of `python -m benchmarks run`: run the benchmark again") from error
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """A result in Markdown: how it was made, the table, the remarks. Columns that no row fills are left out."""
+    cells = [[_cell(COLUMNS[name], row) for name in result["columns"]] for row in result["rows"]]
+    kept = [i for i in range(len(result["columns"])) if any(row[i] != NOTHING for row in cells)]
+    lines = [[result["columns"][i] for i in kept], ["---"] * len(kept), *[[row[i] for i in kept] for row in cells]]
+    body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    remarks = "".join(f"\n- {remark}" for remark in [_rates(result), *result["remarks"]] if remark)
+    return f"    {result['command']}\n\n{_made(result)}\n\n{body}\n{remarks}\n"
+
+
+def rewrite(page: Path, folder: Path) -> list[str]:
+    """Put the tables of all results in ``folder`` between their marks, ``<!-- NAME -->`` and ``<!-- end NAME -->``.
+
+    Returns:
+        the names of the benchmarks whose tables were written.
+
+    Raises:
+        ValueError: a quick result, or one for which the page has no marks.
+        OSError: no page.
+    """
+    text, written = page.read_text(encoding="utf-8"), []
+    for path in sorted(folder.glob("*.json")):
+        result = load(path)
+        name = result["benchmark"]
+        if result["quick"]:
+            raise ValueError(f"{path} was made with --quick, which shows nothing: run {name} without")
+        marks = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end {re.escape(name)} -->)", re.DOTALL)
+        found = marks.search(text)
+        if found is None:
+            raise ValueError(f"{page} has no marks <!-- {name} --> and <!-- end {name} -->: add them")
+        text = f"{text[: found.start()]}{found[1]}\n{table(result)}\n{found[2]}{text[found.end() :]}"
+        written.append(name)
+    page.write_text(text, encoding="utf-8")
+    return written
+
+
+def _cell(column: Callable[[Row], str], row: Row) -> str:
+    try:
+        return column(row)
+    except (KeyError, TypeError):  # not measured, or None
+        return NOTHING
+
+
+def _made(result: dict[str, Any]) -> str:
+    at, versions = result["machine"], result["versions"]
+    threads = f"{result['threads']} thread{'s' if result['threads'] > 1 else ''}"
+    flags = ", ".join(at["flags"])
+    titans = versions.get("titans-pytorch")
+    peers = f", titans-pytorch {titans}" if titans else ""
+    load = f"load {result['load_before']:.1f} before, {result['load_after']:.1f} after"
+    return (
+        f"{at['cpu']}, {at['cores']} cores ({flags}), {threads}, {load}; torch {versions['torch']}{peers}; "
+        f"{result['date']}, revision {result['revision']}."
+    )
+
+
+def _rates(result: dict[str, Any]) -> str:
+    """What the machine gave meanwhile: the range over the shapes."""
+    rates = [row["rates"] for row in result["rows"] if "rates" in row]
+    if not rates:
+        return ""
+
+    def span(name: str) -> str:
+        low, high = (_number(1e-9 * pick(r[name] for r in rates)) for pick in (min, max))
+        return low if low == high else f"{low} to {high}"
+
+    least = min(row["cpu_share"] for row in result["rows"] if "cpu_share" in row)
+    counts = sorted({row["rounds"] for row in result["rows"] if "rounds" in row})
+    turns = f"rounds: {counts[0]}" if len(counts) == 1 else f"rounds: {counts[0]} to {counts[-1]}"
+    return (
+        f"Measured in the same rounds: {span('sgemm')} GFLOP/s in products of 1024^3, {span('batched')} in "
+        f"[8, 72, 64] x [8, 64, 256], {span('copy')} GB/s of copying; {turns}; the process had at least "
+        f"{100 * least:.0f} % of its core{'s' if result['threads'] > 1 else ''}."
+    )

@@ -1,0 +1,117 @@
+"""No candidate of ours is timed that was not found equal to the definition in the same run.
+
+The definition is ``memory.recurrent`` in float64: token by token, autograd of the printed objective. A candidate is
+held against it in float32, as it is timed, at a shorter length (``Candidate.reduce``): outputs and every gradient of a
+random functional, |a - b| / |b| tensor by tensor. Code of others is checked for what can be checked without its
+definition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.registry import Candidate, Function, Operation, Shape
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
+MARGIN = 3.0
+"""Where float32 leaves the definition itself further than 1e-5 from float64 (a layer norm of small numbers, a gate near
+1, Newton-Schulz), a candidate may be at most so many times as far; it must then equal the definition in float64."""
+
+
+class Unverified(RuntimeError):
+    """A candidate of ours that was not found equal to the definition."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found: whether the candidate may be timed, and the words that the table prints."""
+
+    passed: bool
+    text: str
+
+
+def verify(candidate: Candidate, shape: Shape) -> Verdict:
+    """Hold a candidate against the definition, or check what can be checked, at the reduced shape.
+
+    Raises:
+        Missing: it cannot be built here.
+    """
+    small = candidate.reduce(shape)
+    if candidate.oracle is None:
+        return Verdict(True, _checks(candidate.operation(small), small))
+    truth = results(candidate.oracle(small, torch.float64), candidate.backward)
+    gap, where = worst(results(candidate.operation(small), candidate.backward), truth)
+    allowed = TOLERANCE[torch.float32]
+    if gap <= allowed:
+        return Verdict(True, f"off by {gap:.0e}")
+    own = worst(results(candidate.oracle(small, torch.float32), candidate.backward), truth)[0]
+    if own <= allowed or not gap <= MARGIN * own:
+        near = f"allowed {allowed:.0e}" if own <= allowed else f"the definition in float32 only {own:.1e}"
+        return Verdict(False, f"refused: {where} is {gap:.1e} from the definition, {near}")
+    double = candidate.operation(small, torch.float64)
+    exact, where = worst(results(double, candidate.backward), truth)
+    if not exact <= TOLERANCE[torch.float64]:
+        return Verdict(False, f"refused: {where} is {exact:.1e} from the definition in float64")
+    return Verdict(True, f"off by {gap:.0e}, the definition itself by {own:.0e}; in float64 by {exact:.0e}")
+
+
+def demand(candidate: Candidate, verdict: Verdict | None) -> None:
+    """What stands before every timing.
+
+    Raises:
+        Unverified: the candidate is ours and nothing, or nothing good, was found in this run.
+    """
+    if candidate.oracle is not None and (verdict is None or not verdict.passed):
+        raise Unverified("refused: not verified in this run" if verdict is None else verdict.text)
+
+
+def results(operation: Operation, backward: bool) -> dict[str, Tensor]:
+    """Outputs, and the gradients of one random functional of them, by name."""
+    if not backward:
+        with torch.no_grad():
+            return {"y": operation.function(operation.x)}
+    y = operation.function(operation.x)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
+    leaves = (operation.x, *operation.parameters)
+    grads = torch.autograd.grad(y, leaves, weights, allow_unused=True, materialize_grads=True)
+    named = {f"gradient {i} {list(leaf.shape)}": g for i, (leaf, g) in enumerate(zip(leaves, grads, strict=True))}
+    return {"y": y.detach()} | named
+
+
+def worst(found: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest relative distance and its name; infinite where something is not finite or of another shape."""
+    if found.keys() != truth.keys():
+        return float("inf"), "the list of gradients"
+    return max((_distance(found[name], truth[name]), name) for name in truth)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape or not bool(a.isfinite().all()):
+        return float("inf")
+    distance, size = (a.double() - b.double()).norm(), b.double().norm()
+    return float(distance / size if size > 1e-12 else distance)
+
+
+def _checks(operation: Operation, shape: Shape) -> str:
+    """Shape, finiteness and causality of somebody else's function, in words."""
+    y = _forward(operation.function, operation.x)
+    if list(y.shape) != list(operation.x.shape):
+        return f"outputs {list(y.shape)} for inputs {list(operation.x.shape)}"
+    if not bool(y.isfinite().all()):
+        return "outputs that are not finite"
+    time = y.shape[1]
+    for at in {time - 1, time // 2 + 1, 3 * time // 4}:
+        changed = operation.x.detach().clone()
+        changed[:, at] += 1.0
+        gap = (_forward(operation.function, changed)[:, :at] - y[:, :at]).abs().max()
+        if gap > 1e-6 * y.abs().max():
+            return f"not causal: token {at} changes earlier outputs by {float(gap):.1e}"
+    return "causal, finite"
+
+
+def _forward(function: Function, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return function(x)
