@@ -6,6 +6,7 @@
 
 from .layers.memory import NeuralMemory as NeuralMemory
 from .layers.omega import OmegaMemory as OmegaMemory
+from .layers.omega import set_execution as set_execution
 from .memory import RULES as RULES
 from .memory import PolynomialFeatures as PolynomialFeatures
 from .memory import Rule as Rule
@@ -23,4 +24,5 @@ __all__ = [
     "OmegaMemory",
     "PolynomialFeatures",
     "Rule",
+    "set_execution",
 ]

@@ -1,6 +1,7 @@
 """Three forms, one function: chunkwise and incremental against the recurrence, forward, state and every gradient."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ from atlas_memory.memory import (
 
 from .problems import Problem, error, everything, random_problem, resized, worst
 
-FORMS = {"chunkwise": chunkwise, "incremental": incremental}
+FORMS = {"chunkwise": chunkwise, "recomputed": partial(chunkwise, recompute=1), "incremental": incremental}
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
 
 endings = {"residual": st.booleans(), "norm": st.booleans()}

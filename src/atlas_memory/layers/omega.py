@@ -40,6 +40,9 @@ class OmegaMemory(nn.Module):
         gates: whether to own a gate projection. Without, every call must bring ``gates``.
         gate_rank: see ``GateProjection``.
 
+    Attributes:
+        recompute, compiled: how ``forward`` computes, as for ``chunkwise``; ``set_execution`` sets them in a model.
+
     Raises:
         ValueError: an unknown rule, or a size below 1.
     """
@@ -68,6 +71,8 @@ class OmegaMemory(nn.Module):
         self.norm_shift = nn.Parameter(torch.empty(heads, dim)) if norm else None
         self.gates = GateProjection(dim * heads, heads, self.rule, gate_rank) if gates else None
         self.reset_parameters()
+        self.recompute: int | None = None
+        self.compiled = False
 
     @property
     def params(self) -> Params:
@@ -118,9 +123,10 @@ class OmegaMemory(nn.Module):
                     "this memory was made with gates=False: pass gates=Gates(eta=..., ...) with every call"
                 )
             gates = self.gates(k.transpose(1, 2).flatten(2))
-        few = state is not None and k.shape[-2] <= INCREMENTAL_TOKENS
-        form = incremental if few else chunkwise
-        return form(self.rule, self.params, q, k, v, gates, state)
+        if state is not None and k.shape[-2] <= INCREMENTAL_TOKENS:
+            return incremental(self.rule, self.params, q, k, v, gates, state)
+        how = {"recompute": self.recompute, "compiled": self.compiled}
+        return chunkwise(self.rule, self.params, q, k, v, gates, state, **how)
 
     def retrieve(self, q: Tensor, state: MemoryState | None = None) -> Tensor:
         """What the memory answers to q ``[batch, heads, time, dim]`` as it is now, without writing; shaped as q.
@@ -131,3 +137,25 @@ class OmegaMemory(nn.Module):
             kept = q.to(torch.promote_types(q.dtype, torch.float32))
             state = initial_state(self.rule, self.params.initial, kept)
         return retrieve(self.rule, self.params, q, state)
+
+
+def set_execution(module: nn.Module, *, recompute: int | None = None, compiled: bool = False) -> None:
+    """Say for every memory inside ``module`` how it is computed; what it computes stays the same.
+
+    The blocks of Hope, whose memories write one another, go on as ever.
+
+    Args:
+        module: a layer or a model.
+        recompute: chunks a group of which one memory state is kept for the backward pass; None: keep everything.
+        compiled: compile what happens in a chunk.
+
+    Raises:
+        ValueError: ``recompute`` below 1, or a module without memories to set.
+    """
+    if recompute is not None and recompute < 1:
+        raise ValueError(f"recompute must be a number of chunks >= 1 or None, got {recompute!r}")
+    memories = [m for m in module.modules() if isinstance(m, OmegaMemory)]
+    if not memories:
+        raise ValueError(f"{type(module).__name__} has no memory whose execution could be set")
+    for memory in memories:
+        memory.recompute, memory.compiled = recompute, compiled

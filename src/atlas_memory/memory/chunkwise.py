@@ -7,9 +7,13 @@ recurrence. Computes the same function as recurrent.py (ATLAS sections 3.3 and 5
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache, partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .chunk import Chunk, Columns, Memory, Weights, read_chunk
 from .features import Exponential
@@ -18,6 +22,9 @@ from .precision import compute
 from .rules import Params, Rule
 from .state import MemoryState, initial_state
 from .windows import band, shift_right, take
+
+GROUP = 64
+"""Chunks that are laid out at a time: what is as long as the sequence stays proportional to it, not to b times it."""
 
 
 def chunkwise(
@@ -28,26 +35,87 @@ def chunkwise(
     v: Tensor,
     gates: Gates,
     state: MemoryState | None = None,
+    *,
+    recompute: int | None = None,
+    compiled: bool = False,
 ) -> tuple[Tensor, MemoryState]:
-    """The outputs y_t = M_t(phi(q_t)) and the state after the last token; arguments as for ``recurrent``.
+    """The outputs y_t = M_t(phi(q_t)) and the state after the last token; arguments as for ``recurrent``, and two that
+    change how the same numbers are computed:
+
+    Args:
+        recompute: keep for the backward pass only the memory at the start of every so many chunks, and compute what
+            lies between a second time: about a third more work, activations of one group of chunks at a time. None:
+            keep everything.
+        compiled: have ``torch.compile`` make one kernel sequence of a chunk; it needs a C++ compiler (on a GPU, Triton)
+            and half a minute at the first call. Inside a ``torch.compile`` of yours it changes nothing.
+
+    Raises:
+        ValueError: as ``recurrent``; or ``recompute`` below 1.
 
     FLOPs a token and matrix (m x F), N = b + c - 1: about 8 m F for reads and writes at the chunk's ends and
     4 N (m + d) inside for gradient descent and momentum; Muon adds about 40 m^3 / every in output space.
     """
-    return compute(_chunkwise, rule, params, q, k, v, gates, state)
+    if recompute is not None and recompute < 1:
+        raise ValueError(f"recompute must be a number of chunks >= 1 or None, got {recompute!r}")
+    return compute(partial(_chunkwise, recompute, compiled), rule, params, q, k, v, gates, state)
 
 
 def _chunkwise(
-    rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None
+    recompute: int | None,
+    compiled: bool,
+    rule: Rule,
+    params: Params,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState | None,
 ) -> tuple[Tensor, MemoryState]:
-    size, chunk = rule.window.size, rule.window.chunk
-    time, length, gate = q.shape[-2], gates.length, gates.complete(q, size)
+    """Group of chunks after group of chunks."""
+    if q.shape[-2] == 0:
+        return q.new_zeros(q.shape), initial_state(rule, params.initial, k) if state is None else state
+    gate = gates.complete(q, rule.window.size)
     v = torch.cat([v, gate.delta[..., None]], -1) if rule.bias.has_delta else v
-    phase = None if state is None else state.seen % chunk
-    state = initial_state(rule, params.initial, k) if state is None else state
-    if time == 0:
-        return q.new_zeros(q.shape), state
+    tokens, length = (q, k, v, gate.alpha, gate.theta, gate.eta, gate.gamma), gates.length
+    read = partial(_read_group, rule, compiled)
+    if recompute is not None and torch.is_grad_enabled():
+        read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
+    width = (recompute or GROUP) * rule.window.chunk
+    groups = zip(*(x.split(width, 2) for x in tokens), strict=True)
+    outputs = []
+    phase = None if state is None else state.seen % rule.window.chunk
+    # A memory that reads from its start stands at the start of a chunk in every group; one with rows that ended stays.
+    whole = state is None and length is None
+    for i, group in enumerate(groups):
+        left = None if length is None else (length - i * width).clamp(0, width)
+        state = initial_state(rule, params.initial, k) if state is None else state
+        y, state = read(params, group, left, state, phase, whole or (i == 0 and phase is None))
+        outputs.append(y)
+    assert state is not None
+    return torch.cat(outputs, 2), state
 
+
+def _read_group(
+    rule: Rule,
+    compiled: bool,
+    params: Params,
+    tokens: tuple[Tensor, ...],
+    length: Tensor | None,
+    state: MemoryState,
+    phase: Tensor | None,
+    together: bool,
+) -> tuple[Tensor, MemoryState]:
+    """The tokens of a few chunks.
+
+    Args:
+        tokens: q, k, v and the gates alpha, theta, eta, gamma.
+        phase: ``[batch]``, how many tokens of its chunk each row has read; None: none. Groups being whole chunks, all
+            have the phase of the first.
+        together: whether all rows stand at the start of a chunk, where the frozen memory is the present one.
+    """
+    size, chunk = rule.window.size, rule.window.chunk
+    q, k, v, alpha, theta, eta, gamma = tokens
+    time = q.shape[-2]
     count = -(-(time if phase is None else time + chunk - 1) // chunk)
     past_k, past_v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
     spare = _spare(chunk, size)
@@ -69,8 +137,8 @@ def _chunkwise(
         grid = torch.where(inside[:, None, :, None], shift_right(grid, phase, count * chunk)[0], neutral)
         return (grid if channels else grid[..., 0]).unflatten(2, (count, chunk))
 
-    alpha = on_grid(gate.alpha if rule.retention.gated else torch.ones_like(gate.theta), 1.0)
-    theta, eta, gamma = on_grid(gate.theta, 1.0), on_grid(gate.eta, 0.0), on_grid(gate.gamma, 0.0)
+    alpha = on_grid(alpha if rule.retention.gated else torch.ones_like(theta), 1.0)
+    theta, eta, gamma = on_grid(theta, 1.0), on_grid(eta, 0.0), on_grid(gamma, 0.0)
     windows = band(F.pad(gamma, (0, spare)), exists.unfold(-1, chunk + reach, chunk)[:, None])
 
     k_windows = k_grid.unfold(-2, chunk + reach, chunk).mT
@@ -82,8 +150,8 @@ def _chunkwise(
         inside.unflatten(-1, (count, chunk))[:, None].unbind(2),
         strict=True,
     )
-    together = phase is None and not state.dual  # then the frozen memory is the present one
-    memory = Memory(None if together else state.frozen, state.weights, state.momentum, state.dual)
+    frozen = None if together and not state.dual else state.frozen
+    memory = Memory(frozen, state.weights, state.momentum, state.dual)
     keys, lifted = state.keys, rule.network.lifted
     if isinstance(rule.features, Exponential):
         keys = torch.cat([keys, F.pad(k, (0, 0, 0, count * chunk - time))], -2)
@@ -94,7 +162,8 @@ def _chunkwise(
         filled, columns = (j + 1) * chunk <= end, None
         if isinstance(rule.features, Exponential):
             columns = _columns(keys, state.keys.shape[-2] + j * chunk, phase, chunk, reach)
-        y, memory = read_chunk(rule, params, memory, Chunk(*inputs), first + j * chunk, filled, columns)
+        form = _compiled_read_chunk() if compiled and filled is True and columns is None else read_chunk
+        y, memory = form(rule, params, memory, Chunk(*inputs), first + j * chunk, filled, columns)
         if isinstance(rule.features, Exponential) and rule.features.horizon is not None:
             memory = _forget(rule, memory, columns, filled)
         outputs.append(y)
@@ -103,7 +172,7 @@ def _chunkwise(
     y = y[..., :time, :] if phase is None else take(y, phase[:, None] + torch.arange(time, device=q.device))
     read = torch.full_like(state.seen, time) if length is None else length
     last = read[:, None] + torch.arange(size - 1, device=q.device)
-    past_k, past_v = (x[..., time:, :] if length is None else take(x, last) for x in (past_k, past_v))
+    past_k, past_v = (x[..., time:, :].clone() if length is None else take(x, last) for x in (past_k, past_v))
     if isinstance(rule.features, Exponential):
         held = state.keys.shape[-2] + time
         if rule.features.horizon is not None:
@@ -113,6 +182,11 @@ def _chunkwise(
         keys = torch.where((at >= 0)[:, None, :, None], take(keys, at.clamp_min(0)), 0.0)
     frozen = memory.weights if memory.frozen is None else memory.frozen
     return y, MemoryState(frozen, *memory[1:], past_k, past_v, keys, state.seen + read)
+
+
+@lru_cache(maxsize=1)
+def _compiled_read_chunk() -> Callable[..., tuple[Tensor, Memory]]:
+    return torch.compile(read_chunk, fullgraph=True, dynamic=False)
 
 
 def _spare(chunk: int, size: int) -> int:

@@ -179,10 +179,15 @@ FeatureMap = Identity | Polynomial | Exponential
 @lru_cache(maxsize=64)
 def _weights(dim: int, degree: int) -> Tensor:
     """sqrt of the multinomial coefficient of every monomial of one degree, in lexicographic order: float64."""
+    with torch.inference_mode(False):  # a cached inference tensor could never be trained through
+        return torch.tensor(_multinomials(dim, degree), dtype=torch.float64, device="cpu").sqrt()
+
+
+@torch.compiler.assume_constant_result  # a compiler cannot trace itertools
+def _multinomials(dim: int, degree: int) -> list[float]:
     monomials = combinations_with_replacement(range(dim), degree)
     repeats = (math.prod(math.factorial(n) for n in Counter(m).values()) for m in monomials)
-    with torch.inference_mode(False):  # a cached inference tensor could never be trained through
-        return torch.tensor([math.sqrt(math.factorial(degree) / n) for n in repeats], dtype=torch.float64, device="cpu")
+    return [math.factorial(degree) / n for n in repeats]
 
 
 @lru_cache(maxsize=64)

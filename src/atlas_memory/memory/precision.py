@@ -14,7 +14,7 @@ from .retention import NonLinearRetention
 from .rules import Params, Rule
 from .state import MemoryState
 
-Form = Callable[[Rule, Params, Tensor, Tensor, Tensor, Gates, MemoryState | None], tuple[Tensor, MemoryState]]
+Form = Callable[..., tuple[Tensor, MemoryState]]
 
 
 def working_dtype(rule: Rule, x: Tensor) -> torch.dtype:

@@ -132,7 +132,7 @@ def _loop(
             g = tuple(_rows(rates.theta, m) * m + _rows(rates.write, d) * d for m, d in s)
             momentum = _choose(real, g, momentum)
         takes_step = ((seen + 1) % rule.every == 0)[:, None]
-        if isinstance(optimiser, Muon) and (rule.every == 1 or bool(takes_step.any())):
+        if isinstance(optimiser, Muon):  # at every token, whoever takes a step: rows are at different phases
             g = tuple(newton_schulz(s, optimiser.steps) for s in g)
         if isinstance(optimiser, DeltaGradientDescent):
             now = tuple(_rows(alpha, w) * w for w in weights) if optimiser.after_decay else weights
