@@ -18,15 +18,20 @@ from .fast_weight import (
     Seen,
     Steps,
     Tokens,
+    cheapest_space,
     delta_steps,
     identity_steps,
+    last_factors,
+    last_momentum,
     muon_steps,
+    muon_steps_of_tokens,
     rows_at,
     scale,
     scale_rows,
     step_tokens,
 )
 from .features import Exponential
+from .horizon import Recent
 from .networks import Trace
 from .optimisers import DeltaGradientDescent, Muon
 from .retention import NonLinearRetention
@@ -37,12 +42,18 @@ Weights = tuple[Tensor, ...]
 
 
 class Memory(NamedTuple):
-    """What a chunk begins and ends with; see ``MemoryState``."""
+    """What a chunk begins and ends with; see ``MemoryState``. Where ``recent`` is not empty, it has the momentum of the
+    matrices that are stepped in token space, and ``momentum`` only that of sequences that had ended before."""
 
     frozen: Weights
     weights: Weights
     momentum: Weights
     dual: Weights
+    recent: tuple[Recent | None, ...] = ()
+
+    def map(self, fn: Callable[[Weights], Weights]) -> Memory:
+        """The same with ``fn`` applied to each of the four, one tensor a matrix in each."""
+        return Memory(fn(self.frozen), fn(self.weights), fn(self.momentum), fn(self.dual), self.recent)
 
 
 class Chunk(NamedTuple):
@@ -102,15 +113,17 @@ def read_chunk(
     plan = _schedule(rule, params, frozen, trace, chunk, first)
     start = retention.start(params.initial)
     ends: list[tuple[Tensor, ...]] = []
+    recent: list[Recent | None] = []
 
     def apply_at_each_token(i: int, u: Tensor) -> Tensor:
         if lifted[i]:
-            tokens, queries = Tokens(see_keys, deltas[i], write), see_queries
+            kernel = partial(rule.features.kernel, sqrt_a=params.sqrt_a)
+            tokens, queries = Tokens(see_keys, deltas[i], write, kernel), see_queries
         else:
             f = trace.inputs[i]
-            tokens = Tokens(_see(f, f), deltas[i], partial(_add, f))
+            tokens = Tokens(_see(f, f), deltas[i], partial(_add, f), _times)
             queries = _see(u, f)
-        w, s = memory.weights[i], memory.momentum[i] if memory.momentum else None
+        w = memory.weights[i]
         # A memory that fades to M_0 is M_0 plus a memory that fades to zero; on phi* M_0 is zero.
         home = start[i] if start is not None and (columns is None or not lifted[i]) else None
         if home is not None:
@@ -119,7 +132,7 @@ def read_chunk(
                 held = tokens.inputs.apply(home)
                 held = scale_rows(_by_channel(chunk.alpha), held) if rule.optimiser.after_decay else held
                 tokens = replace(tokens, deltas=tokens.deltas + held)
-        steps = _steps(rule, w, s, tokens, plan)
+        steps = _steps(rule, memory, i, w, tokens, plan)
         end = steps.weights(-1, w) if home is None else steps.weights(-1, w) + home
         if rule.window.read == "frozen":
             out = queries.apply(frozen[i])
@@ -132,20 +145,57 @@ def read_chunk(
             )
         else:
             next_frozen, dual = _pick(filled, end, frozen[i]), end
-        ends.append((next_frozen, end, *(() if steps.momentum is None else (steps.momentum,)), dual))
+        sums, next_recent = _momentum(rule, memory, i, chunk, tokens, plan, filled)
+        recent.append(next_recent)
+        ends.append((next_frozen, end, dual, *sums))
         return out
 
     y = network.forward(apply_at_each_token, chunk.q, params.norm)
-    next_frozen, weights, *momentum, dual = zip(*ends, strict=True)
-    return y, Memory(
-        next_frozen, weights, momentum[0] if momentum else (), dual if isinstance(retention, NonLinearRetention) else ()
-    )
+    next_frozen, weights, dual, *momentum = zip(*ends, strict=True)
+    dual = dual if isinstance(retention, NonLinearRetention) else ()
+    known = tuple(recent) if any(part is not None for part in recent) else ()
+    return y, Memory(next_frozen, weights, tuple(m for part in momentum for m in part), dual, known)
 
 
-def _steps(rule: Rule, w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) -> Steps:
+def _momentum(
+    rule: Rule, memory: Memory, i: int, chunk: Chunk, tokens: Tokens, plan: Schedule, filled: Where
+) -> tuple[Weights, Recent | None]:
+    """The sums of matrix i's momentum after the chunk: in matrices, and as sums over tokens."""
+    *old, new = memory.momentum[i :: len(memory.weights)] or (None,)
+    if new is None:
+        return (), None
+    recent = memory.recent[i] if memory.recent else None
+    if recent is not None:  # from here on, no matrices
+        carried, inside = plan.carried[..., 0, -1], chunk.inside.any(-1)[..., 0]
+        return (*old, new), recent.after(last_factors(tokens, plan), carried, filled, inside)
+    new = last_momentum(new, tokens, plan)
+    if not old:
+        return (new,), None
+    sums = _pick(filled, new, scale(plan.carried[..., -1], old[0])), _pick(filled, torch.zeros_like(new), new)
+    in_tokens = not memory.recent and takes_token_space(rule, *new.shape[-2:])
+    if not in_tokens:
+        return sums, None
+    goes_on = 0.0 if filled is False else 1.0 if filled is True else filled[:, None, None, None].to(new)
+    return sums, Recent(last_factors(tokens, plan).times(goes_on))
+
+
+def takes_token_space(rule: Rule, rows: int, columns: int) -> bool:
+    """Whether a matrix is stepped in token space wherever its momentum is known as a sum over tokens."""
+    if not isinstance(rule.optimiser, Muon) or rule.optimiser.horizon is None:
+        return False
+    chunk, window = rule.window.chunk, rule.window.chunk + rule.window.size - 1
+    taken, steps = -(-chunk // rule.every), rule.optimiser.steps
+    return cheapest_space(rows, columns, taken, window, chunk, steps, rule.every, horizon=True) == "tokens"
+
+
+def _steps(rule: Rule, memory: Memory, i: int, w: Tensor, tokens: Tokens, plan: Schedule) -> Steps:
+    sums = memory.momentum[i :: len(memory.weights)]
+    recent = memory.recent[i] if memory.recent else None
     if isinstance(rule.optimiser, Muon):
-        assert s is not None
-        return muon_steps(w, s, tokens, plan, rule.optimiser.steps)
+        if recent is not None:
+            return muon_steps_of_tokens(w, recent.old, tokens, plan, rule.optimiser.steps)
+        return muon_steps(w, sums[0] + sums[1] if len(sums) == 2 else sums[0], tokens, plan, rule.optimiser.steps)
+    s = sums[0] if sums else None
     if isinstance(rule.optimiser, DeltaGradientDescent):
         return delta_steps(w, tokens, plan, rule.optimiser.after_decay)
     return identity_steps(w, s, tokens, plan)
@@ -207,6 +257,7 @@ def _schedule(rule: Rule, params: Params, frozen: Weights, trace: Trace, chunk: 
         weights=rows_at(mixed, at),
         carried_steps=rows_at(carried[..., None], at)[..., 0],
         last=mixed[..., -1, :],
+        every=rule.every,
         read=slice(0, -1) if rule.window.read == "before" else slice(1, None),
     )
 
@@ -227,14 +278,14 @@ def _lift(
     if not isinstance(rule.features, Exponential):
         phi = rule.features.expand(torch.cat([k, q], -2), params.sqrt_a)
         phi_k, phi_q = phi.split([k.shape[-2], q.shape[-2]], -2)
-        keys, queries = (Seen(partial(_times, f), f, to) for f, to in zip((phi_k, phi_q), to_keys, strict=True))
+        keys, queries = map(Seen, (k, q), (partial(_times, phi_k), partial(_times, phi_q)), (phi_k, phi_q), to_keys)
         return keys, queries, partial(_add, phi_k)
     assert columns is not None
     known = columns.keys[..., : columns.filled, :]
 
     def see(x: Tensor, to: Callable[[], Tensor]) -> Seen:
         against = kernel(x, known)
-        return Seen(lambda w: against @ w[..., : columns.filled].mT, None, to)
+        return Seen(x, lambda w: against @ w[..., : columns.filled].mT, None, to)
 
     def write(w: Tensor, a: Tensor) -> Tensor:
         return w.scatter_add(-1, columns.window[:, None, None].expand(*w.shape[:-1], -1), a.mT)
@@ -243,7 +294,7 @@ def _lift(
 
 
 def _see(u: Tensor, f: Tensor) -> Seen:
-    return Seen(partial(_times, u), u, lambda: u @ f.mT)
+    return Seen(u, partial(_times, u), u, lambda: u @ f.mT)
 
 
 def _times(f: Tensor, w: Tensor) -> Tensor:

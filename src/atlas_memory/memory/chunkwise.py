@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .chunk import Chunk, Columns, Memory, Weights, read_chunk
+from .chunk import Chunk, Columns, Memory, Weights, read_chunk, takes_token_space
 from .features import Exponential
 from .gates import Gates
+from .horizon import Recent, in_matrices, known_as_tokens
 from .precision import compute
 from .rules import Params, Rule
 from .state import MemoryState, initial_state
@@ -80,10 +81,13 @@ def _chunkwise(
         strict=True,
     )
     memory = Memory(state.frozen, state.weights, state.momentum, state.dual)
+    if phase is None and rule.optimiser.accumulators == 2:
+        in_tokens = (takes_token_space(rule, *w.shape[-2:]) for w in memory.weights)
+        memory = memory._replace(recent=tuple(Recent() if yes else None for yes in in_tokens))
     keys, lifted = state.keys, rule.network.lifted
     if isinstance(rule.features, Exponential):
         keys = torch.cat([keys, F.pad(k, (0, 0, 0, count * chunk - time))], -2)
-        memory = Memory(*(_widen(part, lifted, count * chunk) for part in memory))
+        memory = memory.map(lambda part: _widen(part, lifted, count * chunk))
     end = (time if length is None else length) + (0 if phase is None else phase)
     outputs = []
     for j, inputs in enumerate(per_chunk):
@@ -93,9 +97,15 @@ def _chunkwise(
         y, memory = read_chunk(rule, params, memory, Chunk(*inputs), first + j * chunk, filled, columns)
         if isinstance(rule.features, Exponential) and rule.features.horizon is not None:
             memory = _forget(rule, memory, columns, filled)
+        if phase is not None and j < 2 and memory.recent:
+            # What a call begins with is known in matrices only. It takes two chunks to forget that.
+            kept = known_as_tokens(memory.momentum, memory.recent, filled) if j == 1 else memory.momentum
+            memory = memory._replace(momentum=kept, recent=memory.recent if j == 1 else ())
         outputs.append(y)
 
     y = torch.cat(outputs, -2)
+    if memory.recent:
+        memory = memory._replace(momentum=in_matrices(memory.momentum, memory.recent), recent=())
     y = y[..., :time, :] if phase is None else take(y, phase[:, None] + torch.arange(time, device=q.device))
     read = torch.full_like(state.seen, time) if length is None else length
     last = read[:, None] + torch.arange(size - 1, device=q.device)
@@ -105,9 +115,9 @@ def _chunkwise(
         if rule.features.horizon is not None:
             held = min(held, rule.features.horizon + chunk + size - 2)
         at = read[:, None] + state.keys.shape[-2] - held + torch.arange(held, device=q.device)
-        memory = Memory(*(_narrow(part, lifted, at) for part in memory))
+        memory = memory.map(lambda part: _narrow(part, lifted, at))
         keys = torch.where((at >= 0)[:, None, :, None], take(keys, at.clamp_min(0)), 0.0)
-    return y, MemoryState(*memory, past_k, past_v, keys, state.seen + read)
+    return y, MemoryState(*memory[:4], past_k, past_v, keys, state.seen + read)
 
 
 def _columns(keys: Tensor, filled: int, phase: Tensor | None, chunk: int, size: int) -> Columns:
@@ -148,4 +158,4 @@ def _forget(rule: Rule, memory: Memory, columns: Columns | None, filled: Tensor 
         pairs = zip(weights, rule.network.lifted, strict=False)
         return tuple(torch.where(old[:, None, None], 0.0, w) if up else w for w, up in pairs)
 
-    return Memory(*map(clear, memory))
+    return memory.map(clear)

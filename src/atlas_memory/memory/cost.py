@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .fast_weight import prefers_output_space
+from .fast_weight import cheapest_space
 from .features import Exponential, Polynomial
 from .optimisers import DeltaGradientDescent, Muon
 from .retention import NonLinearRetention
@@ -79,7 +79,7 @@ def _steps(rule: Rule, m: int, f: int, apply: int, write: int) -> tuple[bool, bo
         total += (b + 1) * taken * (n + 1) + (b * n * m if reads else 0)
         total += b * apply if optimiser.has_momentum and reads else 0
         total += n * apply + n * n * m // 2 if delta else 0  # what is held under the keys; a triangular system
-    elif prefers_output_space(m, f, taken, n, b):
+    elif cheapest_space(m, f, taken, n, b):
         keys, gram = True, (4 * optimiser.steps - 3) * m**3
         total += n * apply + m * m * f + taken * (n * n * m + n * m * m + gram)
         total += b * apply + taken * b * m * (n + m) if reads else 0

@@ -44,7 +44,7 @@ def gram_polynomial(gram: Tensor, steps: int = 5) -> Tensor:
     diagonal = a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     tiny = torch.finfo(gram.dtype).tiny
-    power = ((gram + gram.mT) * (0.5 * reciprocal_or_zero(trace))).reshape(-1, *gram.shape[-2:])
+    power = (gram * reciprocal_or_zero(trace)).reshape(-1, *gram.shape[-2:])
     scale = torch.where(trace > tiny, trace.clamp_min(tiny).rsqrt(), 0.0)
     q = None
     for step in range(steps):
@@ -54,6 +54,17 @@ def gram_polynomial(gram: Tensor, steps: int = 5) -> Tensor:
             power = z @ power @ z
     assert q is not None
     return scale * q.view(gram.shape)
+
+
+def schulz_cost(rows: int, columns: int, steps: int) -> int:
+    """Multiply-adds of ``newton_schulz`` on one matrix."""
+    short, long = sorted((rows, columns))
+    return steps * (2 * short**2 * long + short**3)
+
+
+def gram_cost(m: int, steps: int) -> int:
+    """Multiply-adds of ``gram_polynomial`` on one matrix."""
+    return (4 * steps - 3) * m**3
 
 
 def reciprocal_or_zero(x: Tensor) -> Tensor:
