@@ -150,24 +150,16 @@ def cheapest_space(
     twice ``window`` tokens in S, "tokens"; for ``taken`` steps, of ``steps`` iterations each, in a chunk of ``chunk``
     tokens with ``window`` window tokens."""
     m, f, n, b, t = rows, columns, window, chunk, 2 * window
+    outputs = taken * (m * (n * n + 2 * n * m + b * n + b * m) + gram_cost(m, steps))
     costs = {
-        "features": taken * (n * m * f + schulz_cost(m, f, steps) + b * m * f),
-        "outputs": n * n * f
-        + 2 * m * m * f
-        + n * m * f
-        + taken * m * (n * n + n * m + b * n + b * m + n * m)
-        + taken * gram_cost(m, steps),
+        "features": taken * (n * m * f + schulz_cost(m, f, steps) + b * m * f) + n * m * f,
+        "outputs": outputs + 2 * m * m * f + (3 * n + b) * m * f,
     }
     if horizon:
-        costs["tokens"] = (
-            2 * t * t * m
-            + 3 * b * t * m
-            + n * m * f
-            + sum(
-                (stop - start) * (seen * seen * t + gram_cost(seen, steps) + b * seen * seen)
-                for start, stop, seen in token_groups(taken, t, b, every)
-            )
-        )
+        costs["tokens"] = 2 * t * t * m + t * m * f
+        for start, stop, seen in token_groups(taken, t, b, every):
+            each = seen * seen * (seen + b) + gram_cost(seen, steps)
+            costs["tokens"] += (stop - start) * each + b * seen * m
     return min(costs, key=lambda space: costs[space])
 
 
