@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from atlas_memory.memory import MLP, Linear, MemoryState, Network, Rule, Window, chunkwise, cost, fast_weight
+from atlas_memory.memory import MLP, Linear, MemoryState, Network, Rule, Window, chunk, chunkwise, cost, fast_weight
 from benchmarks.cost import memory
 from benchmarks.operations import bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Shape
@@ -21,31 +21,32 @@ CHUNK = 64
 
 @contextmanager
 def forced(space: str) -> Iterator[None]:
-    """Newton-Schulz in the "feature" or the "output" space of every matrix, whatever is cheaper; in the cost model too.
+    """Newton-Schulz in one space of every matrix, "features", "outputs" or "tokens", whatever is cheaper; in the cost
+    model too. The one place that knows how the space is chosen."""
+    modules = fast_weight, cost, chunk
+    before = fast_weight.cheapest_space
 
-    The one place that knows how ``fast_weight.muon_steps`` chooses.
-    """
-    before = fast_weight.prefers_output_space, cost.prefers_output_space
+    def always(*sizes: int, **options: bool) -> str:
+        return space
 
-    def always(*sizes: int) -> bool:
-        return space == "output"
-
-    fast_weight.prefers_output_space = cost.prefers_output_space = always  # type: ignore[assignment]
+    for module in modules:
+        module.cheapest_space = always  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        fast_weight.prefers_output_space, cost.prefers_output_space = before
+        for module in modules:
+            module.cheapest_space = before  # type: ignore[attr-defined]
 
 
 def in_feature_space(*arguments: Any) -> tuple[Tensor, MemoryState]:
     """``chunkwise`` with every momentum made, and orthogonalised as it is."""
-    with forced("feature"):
+    with forced("features"):
         return chunkwise(*arguments)
 
 
 def materialised(rule: Rule, shape: Shape) -> Cost:
     """The written model of ``in_feature_space``."""
-    with forced("feature"):
+    with forced("features"):
         return memory(rule, shape)
 
 

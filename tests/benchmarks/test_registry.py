@@ -108,15 +108,15 @@ def test_backward_counts_twice() -> None:
 
 
 def test_a_space_is_forced_and_given_back() -> None:
+    from atlas_memory.memory import chunk, fast_weight
     from atlas_memory.memory import cost as model
-    from atlas_memory.memory import fast_weight
 
-    before = fast_weight.prefers_output_space
-    for space in ("output", "feature"):
+    before = fast_weight.cheapest_space
+    for space in ("outputs", "features", "tokens"):
         with forced(space):
-            for module in (fast_weight, model):
-                assert module.prefers_output_space(64, 2145, 64, 71, 64) == (space == "output")
-    assert fast_weight.prefers_output_space is model.prefers_output_space is before
+            for module in (fast_weight, model, chunk):
+                assert module.cheapest_space(64, 2145, 64, 71, 64, 5) == space
+    assert fast_weight.cheapest_space is model.cheapest_space is chunk.cheapest_space is before
 
 
 def test_numbers_do_not_depend_on_what_was_made_before() -> None:

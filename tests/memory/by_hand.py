@@ -164,6 +164,14 @@ def muon(s, g, under, at):
     return s, at.eta_times(orthogonalise(s))
 
 
+def muon_of_two_chunks(s, g, under, at):
+    """S as the list of its terms, those of the chunk before and those of this one."""
+    before, now = s if isinstance(s, list) else ([], [])
+    before, now = [at.theta * term for term in before], [at.theta * term for term in now] + [g]
+    step = at.eta_times(orthogonalise(sum(before + now)))
+    return [now, []] if at.last else [before, now], step
+
+
 def muon_at_the_end(s, g, under, at):
     s = at.theta * s + g
     return s, at.eta_times(orthogonalise(s)) if at.last else 0.0 * s
@@ -313,6 +321,7 @@ def run(hand, problem, b, h, bounded):
 
 
 DELTA = (delta_step, delta_step_after_decay)
+MUON = (muon, muon_of_two_chunks, muon_at_the_end)
 
 
 def delta(gates, i):

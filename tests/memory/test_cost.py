@@ -18,6 +18,11 @@ VARIANTS = {
     "three": RULES["omeganet"].vary(network={"depth": 3, "expansion": 2}),
     "muon-settles": RULES["atlas-identity"].vary(retention={"kind": "LqNorm"}, optimiser={"every": None}),
     "momentum-by-key": RULES["dot"].vary(optimiser={"kind": "Momentum"}),
+    "horizon": RULES["atlas"].vary(optimiser={"horizon": "chunk"}),
+    "horizon-in-tokens": RULES["atlas++"].vary(optimiser={"horizon": "chunk"}, window={"size": 2, "chunk": 10}),
+    "horizon-every-third": RULES["atlas"].vary(
+        optimiser={"horizon": "chunk", "every": 3}, window={"size": 3, "chunk": 8}, retention={"kind": "RowNorm"}
+    ),
 }
 
 

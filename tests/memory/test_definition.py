@@ -21,6 +21,7 @@ from atlas_memory.memory import (
 )
 
 from .by_hand import (
+    MUON,
     Exact,
     Hand,
     bias_first,
@@ -39,6 +40,7 @@ from .by_hand import (
     momentum,
     muon,
     muon_at_the_end,
+    muon_of_two_chunks,
     run,
     same,
     smooth,
@@ -201,14 +203,14 @@ OTHERS = {
 def agree(rule, hand, bounded, chunk, seed=0):
     size = 1 if rule.window.size == 1 else 3
     rule = rule.vary(window={"size": size, "chunk": chunk})
-    if hasattr(rule.optimiser, "bounded") and hand.optimiser not in (muon, muon_at_the_end):
+    if hasattr(rule.optimiser, "bounded") and hand.optimiser not in MUON:
         rule = rule.vary(optimiser={"bounded": bounded})
     dim = 2 if isinstance(rule.features, Exponential) else 3
     per_channel = hand.norm and "ttt" not in hand.body.__name__  # Miras's gates
     problem = random_problem(rule, seed, BATCH, HEADS, TIME, dim, channels=per_channel)
     if "ttt" in hand.body.__name__:
         problem.params = replace(problem.params, sqrt_a=torch.ones(2).double())
-    if not bounded and hand.body is not linear and hand.optimiser not in (muon, muon_at_the_end):
+    if not bounded and hand.body is not linear and hand.optimiser not in MUON:
         # the bare equations of a deep memory explode at larger steps
         problem.gates = replace(problem.gates, eta=0.03 * problem.gates.eta.detach())
     y, state = recurrent(*problem.arguments())
@@ -222,7 +224,7 @@ def agree(rule, hand, bounded, chunk, seed=0):
 
 def bounds(hand):
     """Whether steps are bounded, where there is a choice; TTT's are not."""
-    fixed = hand.optimiser in (muon, muon_at_the_end) or hand.body in (ttt_linear, ttt_mlp)
+    fixed = hand.optimiser in MUON or hand.body in (ttt_linear, ttt_mlp)
     return [False] if fixed else [False, True]
 
 
@@ -241,6 +243,12 @@ def test_every_rule_is_its_equations(name, bounded, chunk):
 def test_every_retention_is_its_equations(name, chunk):
     rule, base, retention = OTHERS[name]
     agree(rule, replace(HAND[base], retention=retention), base == "omeganet", chunk)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_horizon_is_its_equations(chunk):
+    rule = RULES["atlas"].vary(optimiser={"horizon": "chunk"})
+    agree(rule, replace(ATLAS, optimiser=muon_of_two_chunks), False, chunk)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 16])

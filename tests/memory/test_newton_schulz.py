@@ -1,15 +1,18 @@
 """Newton-Schulz against its scalar polynomial on the singular values."""
 
+import math
+
 import pytest
 import torch
 from torch.autograd import gradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_memory.memory import gram_polynomial, newton_schulz
-from atlas_memory.memory.newton_schulz import COEFFICIENTS
+from atlas_memory.memory.newton_schulz import COEFFICIENTS, gram_cost, schulz_cost
 
 from .problems import error
 
-SHAPES = [(1, 1), (3, 7), (7, 3), (5, 5), (16, 64)]
+SHAPES = [(1, 1), (3, 7), (7, 3), (5, 5), (16, 64), (40, 9)]
 
 
 def by_svd(matrix: torch.Tensor, steps: int) -> torch.Tensor:
@@ -27,6 +30,37 @@ def test_both_faces_equal_the_polynomial_of_the_singular_values(shape, steps):
     s = torch.randn(2, 3, *shape, dtype=torch.float64)
     assert error(newton_schulz(s, steps), by_svd(s, steps)) < 1e-11
     assert error(gram_polynomial(s @ s.mT, steps) @ s, by_svd(s, steps)) < 1e-9
+
+
+@pytest.mark.parametrize("shape", [(16, 40), (64, 256), (200, 20), (24, 24)])
+@pytest.mark.parametrize("condition", [1.0, 1e2, 1e4, 1e6])
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+def test_float32_against_float64(shape, condition, scale):
+    """At any condition and scale 2e-5, outputs and gradients; without a restart long matrices are at 2e-4."""
+    g = torch.Generator().manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(4, n, min(shape), generator=g, dtype=torch.float64))[0] for n in shape)
+    spread = torch.logspace(0, -math.log10(condition), min(shape), dtype=torch.float64)
+    s = ((u * spread) @ v.mT).float()
+    direction = torch.randn(4, *shape, generator=g)
+    results = []
+    for exact in (s.double(), s * scale):
+        exact.requires_grad_()
+        out = newton_schulz(exact)
+        (grad,) = torch.autograd.grad((out * direction).sum(), exact)
+        results.append((out.detach(), grad))
+    (expected, slope), (found, gradient) = results
+    assert error(found, expected) < 2e-5 and error(expected, by_svd(s.double(), 5)) < 1e-11
+    assert error(gradient.double() * scale, slope) < 2e-5
+
+
+@pytest.mark.parametrize("rows,columns,steps", [(16, 32, 5), (16, 33, 5), (16, 64, 1), (64, 16, 2), (16, 64, 9)])
+def test_cost_is_what_runs(rows, columns, steps):
+    with FlopCounterMode(display=False) as counter:
+        newton_schulz(torch.randn(rows, columns), steps)
+    assert counter.get_total_flops() / 2 == schulz_cost(rows, columns, steps)
+    with FlopCounterMode(display=False) as counter:
+        gram_polynomial(torch.randn(rows, rows), steps)
+    assert counter.get_total_flops() / 2 == gram_cost(rows, steps)
 
 
 def test_singular_values_end_near_one():
@@ -48,7 +82,7 @@ def test_zero_is_zero_with_a_zero_gradient():
         assert grad.isfinite().all() and grad.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)])
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4), (2, 5)])
 def test_gradcheck(shape):
     s = torch.randn(2, *shape, dtype=torch.float64, requires_grad=True)
     assert gradcheck(newton_schulz, (s,))

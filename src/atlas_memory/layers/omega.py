@@ -125,8 +125,8 @@ class OmegaMemory(nn.Module):
             gates = self.gates(k.transpose(1, 2).flatten(2))
         if state is not None and k.shape[-2] <= INCREMENTAL_TOKENS:
             return incremental(self.rule, self.params, q, k, v, gates, state)
-        how = {"recompute": self.recompute, "compiled": self.compiled}
-        return chunkwise(self.rule, self.params, q, k, v, gates, state, **how)
+        args = self.rule, self.params, q, k, v, gates, state
+        return chunkwise(*args, recompute=self.recompute, compiled=self.compiled)
 
     def retrieve(self, q: Tensor, state: MemoryState | None = None) -> Tensor:
         """What the memory answers to q ``[batch, heads, time, dim]`` as it is now, without writing; shaped as q.

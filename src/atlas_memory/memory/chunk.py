@@ -18,15 +18,20 @@ from .fast_weight import (
     Steps,
     Tokens,
     add_product,
+    cheapest_space,
     delta_steps,
     identity_steps,
+    last_factors,
+    last_momentum,
     muon_steps,
+    muon_steps_of_tokens,
     rows_at,
     scale,
     scale_rows,
     step_tokens,
 )
 from .features import Exponential
+from .horizon import Recent
 from .networks import Trace
 from .optimisers import DeltaGradientDescent, Muon
 from .retention import NonLinearRetention
@@ -38,16 +43,19 @@ Weights = tuple[Tensor, ...]
 
 class Memory(NamedTuple):
     """What a chunk begins and ends with; see ``MemoryState``. ``frozen`` is None where it equals ``weights``, as at
-    the start of every chunk under a linear retention."""
+    the start of every chunk under a linear retention. Where ``recent`` is not empty, it has the momentum of the
+    matrices that are stepped in token space, and ``momentum`` only that of sequences that had ended before."""
 
     frozen: Weights | None
     weights: Weights
     momentum: Weights
     dual: Weights
+    recent: tuple[Recent | None, ...] = ()
 
     def map(self, fn: Callable[[Weights], Weights]) -> Memory:
-        """With ``fn`` applied to each part."""
-        return Memory(None if self.frozen is None else fn(self.frozen), *map(fn, self[1:]))
+        """The same with ``fn`` applied to each of the four, one tensor a matrix in each."""
+        frozen = None if self.frozen is None else fn(self.frozen)
+        return Memory(frozen, fn(self.weights), fn(self.momentum), fn(self.dual), self.recent)
 
 
 class Chunk(NamedTuple):
@@ -116,17 +124,20 @@ def read_chunk(
     deltas = network.deltas(frozen, trace, rule.bias.derivative(trace.prediction, chunk.v), params.norm)
     plan = _schedule(rule, params, frozen, trace, chunk, first)
     ends: list[tuple[Tensor, ...]] = []
+    momentum: list[Weights] = []
+    recent: list[Recent | None] = []
 
     def apply_at_each_token(i: int, u: Tensor) -> Tensor:
         if lifted[i]:
             of_keys, of_queries = known.get(i, (None, None))
-            tokens = Tokens(replace(see_keys, known=of_keys), deltas[i], write)
+            kernel = partial(rule.features.kernel, sqrt_a=params.sqrt_a)
+            tokens = Tokens(replace(see_keys, known=of_keys), deltas[i], write, kernel)
             queries = replace(see_queries, known=of_queries)
         else:
             f = trace.inputs[i]
-            tokens = Tokens(_see(f, f), deltas[i], partial(_add, f))
+            tokens = Tokens(_see(f, f), deltas[i], partial(_add, f), _times)
             queries = _see(u, f)
-        w, s = memory.weights[i], memory.momentum[i] if memory.momentum else None
+        w = memory.weights[i]
         # A memory that fades to M_0 is M_0 plus a memory that fades to zero; on phi* M_0 is zero.
         home = start[i] if start is not None and (columns is None or not lifted[i]) else None
         if home is not None:
@@ -135,38 +146,76 @@ def read_chunk(
                 held = tokens.inputs.apply(home)
                 held = scale_rows(_by_channel(chunk.alpha), held) if rule.optimiser.after_decay else held
                 tokens = replace(tokens, deltas=tokens.deltas + held)
-        steps = _steps(rule, w, s, tokens, plan)
+        steps = _steps(rule, memory, i, w, tokens, plan)
         end = steps.weights(-1, w) if home is None else steps.weights(-1, w) + home
         if rule.window.read == "frozen":
             out = queries.held(frozen[i])
         else:
             out = steps.read(queries) if home is None else steps.read(queries) + queries.apply(home)
-        momentum = () if steps.momentum is None else (steps.momentum,)
         if isinstance(retention, NonLinearRetention):
             initial = params.initial[i]
             out, end, *next_chunk = _settle(
                 retention, initial, frozen[i], memory, i, chunk, plan, steps, queries, out, filled
             )
-            ends.append((end, *momentum, *next_chunk))
+            ends.append((end, *next_chunk))
         else:
-            ends.append((end, *momentum))
+            ends.append((end,))
+        sums, next_recent = _momentum(rule, memory, i, chunk, tokens, plan, filled)
+        momentum.append(sums)
+        recent.append(next_recent)
         return out
 
     y = network.forward(apply_at_each_token, q, params.norm)
     weights, *others = zip(*ends, strict=True)
-    momentum = others.pop(0) if memory.momentum else ()
+    sums = tuple(m for part in zip(*momentum, strict=True) for m in part)
+    in_tokens = tuple(recent) if any(part is not None for part in recent) else ()
     if isinstance(retention, NonLinearRetention):
-        return y, Memory(others[0], weights, momentum, others[1])
+        return y, Memory(others[0], weights, sums, others[1], in_tokens)
     if isinstance(filled, Tensor):
         picked = tuple(_pick(filled, new, old) for new, old in zip(weights, frozen, strict=True))
-        return y, Memory(picked, weights, momentum, ())
-    return y, Memory(None if filled else frozen, weights, momentum, ())
+        return y, Memory(picked, weights, sums, (), in_tokens)
+    return y, Memory(None if filled else frozen, weights, sums, (), in_tokens)
 
 
-def _steps(rule: Rule, w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) -> Steps:
+def _momentum(
+    rule: Rule, memory: Memory, i: int, chunk: Chunk, tokens: Tokens, plan: Schedule, filled: Where
+) -> tuple[Weights, Recent | None]:
+    """The sums of matrix i's momentum after the chunk: in matrices, and as sums over tokens."""
+    *old, new = memory.momentum[i :: len(memory.weights)] or (None,)
+    if new is None:
+        return (), None
+    recent = memory.recent[i] if memory.recent else None
+    if recent is not None:  # from here on, no matrices
+        carried, inside = plan.carried[..., 0, -1], chunk.inside.any(-1)[..., 0]
+        return (*old, new), recent.after(last_factors(tokens, plan), carried, filled, inside)
+    new = last_momentum(new, tokens, plan)
+    if not old:
+        return (new,), None
+    sums = _pick(filled, new, scale(plan.carried[..., -1], old[0])), _pick(filled, torch.zeros_like(new), new)
+    in_tokens = not memory.recent and takes_token_space(rule, *new.shape[-2:])
+    if not in_tokens:
+        return sums, None
+    goes_on = 0.0 if filled is False else 1.0 if filled is True else filled[:, None, None, None].to(new)
+    return sums, Recent(last_factors(tokens, plan).times(goes_on))
+
+
+def takes_token_space(rule: Rule, rows: int, columns: int) -> bool:
+    """Whether a matrix is stepped in token space wherever its momentum is known as a sum over tokens."""
+    if not isinstance(rule.optimiser, Muon) or rule.optimiser.horizon is None:
+        return False
+    chunk, window = rule.window.chunk, rule.window.chunk + rule.window.size - 1
+    taken, steps = -(-chunk // rule.every), rule.optimiser.steps
+    return cheapest_space(rows, columns, taken, window, chunk, steps, rule.every, horizon=True) == "tokens"
+
+
+def _steps(rule: Rule, memory: Memory, i: int, w: Tensor, tokens: Tokens, plan: Schedule) -> Steps:
+    sums = memory.momentum[i :: len(memory.weights)]
+    recent = memory.recent[i] if memory.recent else None
     if isinstance(rule.optimiser, Muon):
-        assert s is not None
-        return muon_steps(w, s, tokens, plan, rule.optimiser.steps)
+        if recent is not None:
+            return muon_steps_of_tokens(w, recent.old, tokens, plan, rule.optimiser.steps)
+        return muon_steps(w, sums[0] + sums[1] if len(sums) == 2 else sums[0], tokens, plan, rule.optimiser.steps)
+    s = sums[0] if sums else None
     if isinstance(rule.optimiser, DeltaGradientDescent):
         return delta_steps(w, tokens, plan, rule.optimiser.after_decay)
     return identity_steps(w, s, tokens, plan)
@@ -228,6 +277,7 @@ def _schedule(rule: Rule, params: Params, frozen: Weights, trace: Trace, chunk: 
         weights=rows_at(mixed, at),
         carried_steps=rows_at(carried[..., None], at)[..., 0],
         last=mixed[..., -1, :],
+        every=rule.every,
         before=rule.window.read == "before",
     )
 
@@ -252,7 +302,7 @@ def _lift(
     if not isinstance(rule.features, Exponential):
         phi = rule.features.expand(kq, params.sqrt_a)
         phi_k, phi_q = phi.split(sizes, -2)
-        keys, queries = (Seen(partial(_times, f), f, to) for f, to in zip((phi_k, phi_q), to_keys, strict=True))
+        keys, queries = map(Seen, (k, q), (partial(_times, phi_k), partial(_times, phi_q)), (phi_k, phi_q), to_keys)
 
         def apply(w: Tensor) -> tuple[Tensor, Tensor]:
             of_keys, of_queries = _times(phi, w).split(sizes, -2)
@@ -271,14 +321,14 @@ def _lift(
         return w.scatter_add(-1, columns.window[:, None, None].expand(*w.shape[:-1], -1), a.mT)
 
     keys, queries = (
-        Seen(lambda w, f=f: _times(f, w[..., : columns.filled]), None, to)  # type: ignore[misc]
-        for f, to in zip(against.split(sizes, -2), to_keys, strict=True)
+        Seen(u, lambda w, f=f: _times(f, w[..., : columns.filled]), None, to)  # type: ignore[misc]
+        for u, f, to in zip((k, q), against.split(sizes, -2), to_keys, strict=True)
     )
     return see, keys, queries, write
 
 
 def _see(u: Tensor, f: Tensor) -> Seen:
-    return Seen(partial(_times, u), u, lambda: u @ f.mT)
+    return Seen(u, partial(_times, u), u, lambda: u @ f.mT)
 
 
 def _times(f: Tensor, w: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ recurrence. Computes the same function as recurrent.py (ATLAS sections 3.3 and 5
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -15,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .chunk import Chunk, Columns, Memory, Weights, read_chunk
+from .chunk import Chunk, Columns, Memory, Weights, read_chunk, takes_token_space
 from .features import Exponential
 from .gates import Gates
+from .horizon import Recent, in_matrices, known_as_tokens
 from .precision import compute
 from .rules import Params, Rule
 from .state import MemoryState, initial_state
@@ -86,13 +88,18 @@ def _chunkwise(
     phase = None if state is None else state.seen % rule.window.chunk
     # A memory that reads from its start stands at the start of a chunk in every group; one with rows that ended stays.
     whole = state is None and length is None
+    recent: tuple[Recent | None, ...] = ()
+    if state is None and rule.optimiser.accumulators == 2:
+        in_tokens = [takes_token_space(rule, *shape) for shape in rule.shapes(q.shape[-1])]
+        recent = tuple(Recent() if yes else None for yes in in_tokens) if any(in_tokens) else ()
     for i, group in enumerate(groups):
         left = None if length is None else (length - i * width).clamp(0, width)
         state = initial_state(rule, params.initial, k) if state is None else state
-        y, state = read(params, group, left, state, phase, whole or (i == 0 and phase is None))
+        y, state, recent = read(params, group, left, state, recent, phase, whole or (i == 0 and phase is None))
         outputs.append(y)
     assert state is not None
-    return torch.cat(outputs, 2), state
+    momentum = in_matrices(state.momentum, recent) if recent else state.momentum
+    return torch.cat(outputs, 2), replace(state, momentum=momentum)
 
 
 def _read_group(
@@ -102,13 +109,15 @@ def _read_group(
     tokens: tuple[Tensor, ...],
     length: Tensor | None,
     state: MemoryState,
+    recent: tuple[Recent | None, ...],
     phase: Tensor | None,
     together: bool,
-) -> tuple[Tensor, MemoryState]:
-    """The tokens of a few chunks.
+) -> tuple[Tensor, MemoryState, tuple[Recent | None, ...]]:
+    """The tokens of a few chunks: y, the state, and what is known of its momentum as sums over tokens.
 
     Args:
         tokens: q, k, v and the gates alpha, theta, eta, gamma.
+        recent: see ``Memory``.
         phase: ``[batch]``, how many tokens of its chunk each row has read; None: none. Groups being whole chunks, all
             have the phase of the first.
         together: whether all rows stand at the start of a chunk, where the frozen memory is the present one.
@@ -151,7 +160,7 @@ def _read_group(
         strict=True,
     )
     frozen = None if together and not state.dual else state.frozen
-    memory = Memory(frozen, state.weights, state.momentum, state.dual)
+    memory = Memory(frozen, state.weights, state.momentum, state.dual, recent)
     keys, lifted = state.keys, rule.network.lifted
     if isinstance(rule.features, Exponential):
         keys = torch.cat([keys, F.pad(k, (0, 0, 0, count * chunk - time))], -2)
@@ -166,6 +175,10 @@ def _read_group(
         y, memory = form(rule, params, memory, Chunk(*inputs), first + j * chunk, filled, columns)
         if isinstance(rule.features, Exponential) and rule.features.horizon is not None:
             memory = _forget(rule, memory, columns, filled)
+        if phase is not None and j < 2 and memory.recent:
+            # What a call begins with is known in matrices only. It takes two chunks to forget that.
+            kept = known_as_tokens(memory.momentum, memory.recent, filled) if j == 1 else memory.momentum
+            memory = memory._replace(momentum=kept, recent=memory.recent if j == 1 else ())
         outputs.append(y)
 
     y = torch.cat(outputs, -2)
@@ -181,7 +194,11 @@ def _read_group(
         memory = memory.map(lambda part: _narrow(part, lifted, at))
         keys = torch.where((at >= 0)[:, None, :, None], take(keys, at.clamp_min(0)), 0.0)
     frozen = memory.weights if memory.frozen is None else memory.frozen
-    return y, MemoryState(frozen, *memory[1:], past_k, past_v, keys, state.seen + read)
+    recent, momentum = memory.recent, memory.momentum
+    if phase is not None:  # then the next group begins within a chunk
+        recent, momentum = (), in_matrices(momentum, recent) if recent else momentum
+    state = MemoryState(frozen, memory.weights, momentum, memory.dual, past_k, past_v, keys, state.seen + read)
+    return y, state, recent
 
 
 @lru_cache(maxsize=1)

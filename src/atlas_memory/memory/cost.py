@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from .fast_weight import prefers_output_space
+from .chunk import takes_token_space
+from .fast_weight import cheapest_space, token_groups
 from .features import Exponential, Polynomial
+from .newton_schulz import gram_cost, schulz_cost
 from .optimisers import DeltaGradientDescent, Muon
 from .retention import NonLinearRetention
 from .rules import Rule
@@ -58,7 +60,7 @@ def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
             total += n * m * f  # the error at its input
         else:
             apply, write, inner = (m * _columns(rule), 0, dim) if by_key else (m * f, m * f, dim)
-        keys, queries, steps = _steps(rule, m, f, apply, write)
+        keys, queries, steps = _steps(rule, m, f, apply, write, inner)
         total += n * apply + steps
         if not (lifted and shared):  # lifted matrices share their kernels
             total += (keys * n + queries * b) * n * inner
@@ -66,9 +68,10 @@ def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
     return round(heads * total / b)
 
 
-def _steps(rule: Rule, m: int, f: int, apply: int, write: int) -> tuple[bool, bool, int]:
+def _steps(rule: Rule, m: int, f: int, apply: int, write: int, inner: int) -> tuple[bool, bool, int]:
     """Whether the steps of one matrix need the kernel among keys, and that of queries with keys; and their
-    multiply-adds in a chunk without these, given those of applying it to a token and of adding a token to it."""
+    multiply-adds in a chunk without these, given those of applying it to a token, of adding a token to it and of one
+    entry of the kernel."""
     b, n = rule.window.chunk, rule.window.chunk + rule.window.size - 1
     taken, optimiser, retention = -(-b // rule.every), rule.optimiser, rule.retention
     delta, reads = isinstance(optimiser, DeltaGradientDescent), rule.window.read != "frozen"
@@ -79,15 +82,20 @@ def _steps(rule: Rule, m: int, f: int, apply: int, write: int) -> tuple[bool, bo
         total += b * taken if optimiser.has_momentum else 0
         total += b * apply if optimiser.has_momentum and reads else 0
         total += n * n * m // 2 if delta else 0  # a triangular system
-    elif prefers_output_space(m, f, taken, n, b):
-        keys, gram = True, (4 * optimiser.steps - 3) * m**3
-        total += n * apply + m * m * f + taken * (n * n * m + n * m * m + gram)
+    elif takes_token_space(rule, m, f):
+        t, queries = 2 * n, False
+        total += t * t * (inner + m) + (b * t * inner if reads else 0)
+        for start, stop, seen in token_groups(taken, t, b, rule.every):
+            total += (stop - start) * (seen**3 + gram_cost(seen, optimiser.steps))
+            total += b * seen * ((stop - start) * seen + m) if reads else 0
+        end, write = t * t * m + t * write, 0
+    elif cheapest_space(m, f, taken, n, b, optimiser.steps) == "outputs":
+        keys = True
+        total += n * apply + m * m * f + taken * (n * n * m + n * m * m + gram_cost(m, optimiser.steps))
         total += b * apply + taken * b * m * (n + m) if reads else 0
         end += m * m * f + taken * n * m * m
     else:
-        short, long = sorted((m, f))
-        schulz = optimiser.steps * (2 * short**2 * long + short**3)
-        total += taken * (n * m * f + schulz + (b * m * f if reads else 0))
+        total += taken * (n * m * f + schulz_cost(m, f, optimiser.steps) + (b * m * f if reads else 0))
         queries, end = False, 0
     if optimiser.has_momentum:
         total += n * write

@@ -16,19 +16,24 @@ everything between goes through the kernel k(x, y) = phi(x) . phi(y):
 * O = Newton-Schulz in *output space*: NS(S_n) = Q_n S_n with Q_n a polynomial in the rows x rows matrix S_n S_n^T, and
   S_n S_n^T = E_n^T K_kk E_n + cT_n (X^T E_n + E_n^T X) + cT_n^2 S_0 S_0^T, E_n = diag(P[n]) Delta, X = phi_k S_0^T.
 * O = Newton-Schulz in *feature space*: every S_n is formed; cheaper when the features are few.
+* O = Newton-Schulz in *token space*, where S_0 is a sum over tokens too (``Muon.horizon``): S_n = Delta^T D_n f with T
+  tokens and D_n diagonal, and NS(S_n) = Delta^T D_n Q_n f with Q_n the same polynomial in the T x T matrix
+  K D_n (Delta Delta^T) D_n, K = f f^T, for (S S^T)^j S = Delta^T D (K D Delta Delta^T D)^j f. Neither m nor F enters:
+  cheaper when both are longer than T.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .newton_schulz import gram_polynomial, newton_schulz
+from .horizon import Factors
+from .newton_schulz import gram_cost, gram_polynomial, newton_schulz, schulz_cost
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Schedule:
         weights: P at those tokens, ``[..., J, N]``.
         carried_steps: cT at those tokens, ``[..., J]``.
         last: P at the chunk's last token, ``[..., N]``.
+        every: a step is taken after every so many tokens.
         before: whether query t reads M_{t-1} instead of M_t.
     """
 
@@ -52,6 +58,7 @@ class Schedule:
     weights: Tensor
     carried_steps: Tensor
     last: Tensor
+    every: int
     before: bool
 
     def seen(self, rows: Tensor, at_start: float = 0.0) -> Tensor:
@@ -66,10 +73,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Seen:
-    """Inputs f of a matrix: ``apply(W)`` gives W f ``[..., n, rows]``; ``features`` is f ``[..., n, columns]``, or None
-    where it has no finite size; ``kernel()`` gives f . f_i against the window tokens, ``[..., n, N]``; ``known`` is
-    W_0 f of the matrix that takes the steps, where it is at hand."""
+    """Inputs f = phi(u), or f = u, of a matrix: ``inputs`` is u ``[..., n, d]``; ``apply(W)`` gives W f
+    ``[..., n, rows]``; ``features`` is f ``[..., n, columns]``, or None where it has no finite size; ``kernel()`` gives
+    f . f_i against the window tokens, ``[..., n, N]``; ``known`` is W_0 f of the matrix that takes the steps, where it
+    is at hand."""
 
+    inputs: Tensor
     apply: Callable[[Tensor], Tensor]
     features: Tensor | None
     kernel: Callable[[], Tensor]
@@ -82,22 +91,21 @@ class Seen:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a matrix sees of the window tokens: inputs f_i, deltas delta_i ``[..., N, m]``, and ``write(W, A)``, giving
-    W + sum_i A_i f_i^T for A ``[..., N, m]``."""
+    """What a matrix sees of the window tokens: inputs f_i, deltas delta_i ``[..., N, m]``; ``write(W, A)``, giving
+    W + sum_i A_i f_i^T for A ``[..., N, m]``; and ``product(u, v)``, giving f(u_i) . f(v_j)."""
 
     inputs: Seen
     deltas: Tensor
     write: Callable[[Tensor, Tensor], Tensor]
+    product: Callable[[Tensor, Tensor], Tensor]
 
 
 class Steps(NamedTuple):
     """The steps of one matrix over a chunk: ``read(queries)`` gives W_t f ``[..., b, m]`` for every query,
-    ``weights(t, w)`` the W after token t (0: the first, -1: the last) of a memory that makes these steps from w;
-    ``momentum`` is S_b."""
+    ``weights(t, w)`` the W after token t (0: the first, -1: the last) of a memory that makes these steps from w."""
 
     read: Callable[[Seen], Tensor]
     weights: Callable[[int, Tensor], Tensor]
-    momentum: Tensor | None
 
 
 def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) -> Steps:
@@ -126,7 +134,7 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
             end = end + scale(old[..., row, 0], s)
         return tokens.write(end, _join(mixing[..., row, :, None] * deltas))
 
-    return Steps(read, weights, None if s is None else _last_momentum(s, tokens, plan))
+    return Steps(read, weights)
 
 
 def delta_steps(w: Tensor, tokens: Tokens, plan: Schedule, after_decay: bool) -> Steps:
@@ -145,24 +153,35 @@ def delta_steps(w: Tensor, tokens: Tokens, plan: Schedule, after_decay: bool) ->
     right = retained[..., None] * held + _split(tokens.deltas, channels)
     size = torch.eye(rate.shape[-1], dtype=w.dtype, device=w.device)
     updates = torch.linalg.solve_triangular(size + system, right, upper=False, unitriangular=True)
-    return identity_steps(w, None, Tokens(tokens.inputs, _join(updates), tokens.write), plan)
+    return identity_steps(w, None, replace(tokens, deltas=_join(updates)), plan)
 
 
 def muon_steps(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
-    """Muon; arguments and result as for ``identity_steps``, C = 1. Picks the cheaper of the two exact spaces."""
+    """Muon from a momentum in matrices; arguments and result as for ``identity_steps``, C = 1. Picks the cheaper of the
+    two exact spaces."""
     (taken, window), chunk = plan.weights.shape[-2:], plan.carried.shape[-1]
-    in_output_space = prefers_output_space(w.shape[-2], w.shape[-1], taken, window, chunk)
-    form = _output_space if in_output_space else _feature_space
-    return form(w, s, tokens, plan, steps)
+    space = cheapest_space(w.shape[-2], w.shape[-1], taken, window, chunk, steps)
+    return (_output_space if space == "outputs" else _feature_space)(w, s, tokens, plan, steps)
 
 
-def prefers_output_space(rows: int, columns: int, taken: int, window: int, chunk: int) -> bool:
-    """Whether output space needs fewer multiply-adds than feature space, for ``taken`` steps in a chunk of ``chunk``
+def cheapest_space(
+    rows: int, columns: int, taken: int, window: int, chunk: int, steps: int, every: int = 1, horizon: bool = False
+) -> str:
+    """In which space Newton-Schulz needs the fewest multiply-adds: "features", "outputs" or, with a ``horizon`` and so
+    twice ``window`` tokens in S, "tokens"; for ``taken`` steps, of ``steps`` iterations each, in a chunk of ``chunk``
     tokens with ``window`` window tokens."""
-    short, long = sorted((rows, columns))
-    feature = taken * (window * rows * columns + 5 * (2 * short**2 * long + short**3) + chunk * rows * columns)
-    output = taken * (window**2 * rows + window * rows**2 + 20 * rows**3 + chunk * rows * (window + rows))
-    return output + 2 * rows**2 * columns + window * rows * columns < feature
+    m, f, n, b, t = rows, columns, window, chunk, 2 * window
+    outputs = taken * (m * (n * n + 2 * n * m + b * n + b * m) + gram_cost(m, steps))
+    costs = {
+        "features": taken * (n * m * f + schulz_cost(m, f, steps) + b * m * f) + n * m * f,
+        "outputs": outputs + 2 * m * m * f + (3 * n + b) * m * f,
+    }
+    if horizon:
+        costs["tokens"] = 2 * t * t * m + t * m * f
+        for start, stop, seen in token_groups(taken, t, b, every):
+            each = seen * seen * (seen + b) + gram_cost(seen, steps)
+            costs["tokens"] += (stop - start) * each + b * seen * m
+    return min(costs, key=lambda space: costs[space])
 
 
 def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
@@ -181,22 +200,20 @@ def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: 
     def weights(row: int, start: Tensor) -> Tensor:
         return scale(plan.retained[..., row], start) - (plan.decay[..., 0, row, :, None, None] * step).sum(-3)
 
-    return Steps(read, weights, _last_momentum(s, tokens, plan))
+    return Steps(read, weights)
 
 
 def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
-    # Newton-Schulz ignores the scale of S, but S S^T must neither over- nor underflow: work with S / scale throughout.
-    # A power of two, which rounds nothing: the scale looks at all of the chunk, its results must not.
-    size = [x.detach().abs().amax((-2, -1), keepdim=True) for x in (tokens.deltas, s)]
-    inverse = torch.ldexp(torch.ones_like(size[0]), -torch.frexp(torch.maximum(*size))[1])
-    unscaled, s = s, s * inverse
+    inverse = _power_of_two(tokens.deltas, s)
+    s = s * inverse
     weighted = plan.weights[..., 0, :, :, None] * (tokens.deltas * inverse)[..., None, :, :]  # E_n: [..., J, N, m]
     past = tokens.inputs.apply(s)  # X
     carried = _matrix(plan.carried_steps)
-    # The two cross terms are one another's transpose: one is added twice, and gram_polynomial symmetrises.
+    # The two cross terms are one another's transpose: one is added twice, and all made symmetric.
     cross = (2.0 * carried) * past[..., None, :, :]
     gram = weighted.mT @ (tokens.inputs.kernel()[..., None, :, :] @ weighted + cross)
-    q = gram_polynomial(gram + carried.square() * (s @ s.mT)[..., None, :, :], steps)  # [..., J, m, m]
+    gram = 0.5 * (gram + gram.mT) + carried.square() * (s @ s.mT)[..., None, :, :]
+    q = gram_polynomial(gram, steps)  # [..., J, m, m]
 
     def read(queries: Seen) -> Tensor:
         seen = carried * queries.apply(s)[..., None, :, :] + queries.kernel()[..., None, :, :] @ weighted  # S_n phi(q)
@@ -208,10 +225,58 @@ def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: i
         written = (weighted @ final).sum(-3)  # [..., N, m]
         return tokens.write(scale(plan.retained[..., row], start) - (carried * final).sum(-3) @ s, -written)
 
-    return Steps(read, weights, _last_momentum(unscaled, tokens, plan))
+    return Steps(read, weights)
 
 
-def _last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:
+def muon_steps_of_tokens(w: Tensor, old: Factors | None, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
+    """Muon in token space, from a momentum that is a sum over tokens itself (None: zero). Result as ``muon_steps``."""
+    features = tokens.inputs.features
+    assert features is not None
+    deltas, inputs, weights = tokens.deltas, tokens.inputs.inputs, plan.weights[..., 0, :, :]
+    before = 0 if old is None else old.deltas.shape[-2]
+    if old is not None:
+        deltas, inputs = torch.cat([old.deltas, deltas], -2), torch.cat([old.inputs, inputs], -2)
+        weights = torch.cat([plan.carried_steps[..., 0, :, None].expand(*weights.shape[:-1], before), weights], -1)
+    inverse = _power_of_two(deltas)
+    deltas = deltas * inverse
+    inner, outer = tokens.product(inputs, inputs), deltas @ deltas.mT
+    groups = token_groups(weights.shape[-2], weights.shape[-1], plan.carried.shape[-1], plan.every)
+    polynomials = []
+    for start, stop, seen in groups:
+        at = weights[..., start:stop, :seen, None]  # D_n
+        left = at * outer[..., None, :seen, :seen] * at.mT
+        gram = (left.flatten(-3, -2) @ inner[..., :seen, :seen]).view(left.shape)
+        polynomials.append(gram_polynomial(gram, steps) * at.mT)  # Q_n^T D_n: [..., J', T', T']
+
+    def read(queries: Seen) -> Tensor:
+        near, decay = tokens.product(queries.inputs, inputs), plan.seen(plan.decay)[..., 0, :, :]
+        total = torch.zeros_like(near[..., :1])
+        for (start, stop, seen), q in zip(groups, polynomials, strict=True):
+            moved = near[..., None, :, :seen] @ q  # [..., J', b, T']
+            moved = (decay[..., start:stop].mT[..., None] * moved).sum(-3)
+            total = total + moved @ deltas[..., :seen, :]
+        return scale_rows(plan.seen_retained(), queries.held(w)) - total
+
+    def weights_at(row: int, start_from: Tensor) -> Tensor:
+        mixed = inner.new_zeros(inner.shape)
+        for (start, stop, seen), q in zip(groups, polynomials, strict=True):
+            final = (plan.decay[..., 0, row, start:stop, None, None] * q).sum(-3)
+            mixed = mixed + F.pad(final, (0, inner.shape[-1] - seen) * 2)
+        written = -(mixed @ deltas)
+        end = tokens.write(scale(plan.retained[..., row], start_from), written[..., before:, :])
+        return end if old is None else end + written[..., :before, :].mT @ old.features
+
+    return Steps(read, weights_at)
+
+
+def token_groups(taken: int, tokens: int, chunk: int, every: int) -> list[tuple[int, int, int]]:
+    """Steps a few at a time, (first, last + 1, how many tokens they see): an early step has seen few of the chunk."""
+    steps = [(start, min(start + 8, taken)) for start in range(0, taken, 8)]
+    return [(start, stop, tokens - max(chunk - every * stop, 0)) for start, stop in steps]
+
+
+def last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:
+    """A sum S after the chunk, from that before it ``[batch, heads, m, F]``."""
     channels = plan.last.shape[-2]
     return tokens.write(scale(plan.carried[..., -1], s), _join(plan.last[..., None] * _split(tokens.deltas, channels)))
 
@@ -219,6 +284,21 @@ def _last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:
 def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """x + a @ b, in one pass over x: ``[batch, heads, n, m]``, ``[batch, heads, n, k]``, ``[batch, heads, k, m]``."""
     return torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).view(x.shape)
+
+
+def last_factors(tokens: Tokens, plan: Schedule) -> Factors:
+    """What the chunk adds to S by its end; C = 1."""
+    features = tokens.inputs.features
+    assert features is not None
+    return Factors(plan.last[..., 0, :, None] * tokens.deltas, tokens.inputs.inputs, features)
+
+
+def _power_of_two(*matrices: Tensor) -> Tensor:
+    """What brings the largest entry of all matrices to about 1 ``[..., 1, 1]``. Newton-Schulz ignores the scale of S,
+    but products of S must neither over- nor underflow. A power of two rounds nothing: it looks at all of a chunk, whose
+    results must not depend on where the chunk ends."""
+    size = torch.stack([x.detach().abs().amax((-2, -1), keepdim=True) for x in matrices]).amax(0)
+    return torch.ldexp(torch.ones_like(size), -torch.frexp(size)[1])
 
 
 def scale(factor: Tensor, matrix: Tensor) -> Tensor:

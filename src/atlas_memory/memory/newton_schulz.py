@@ -17,8 +17,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Orthogonalise ``matrix`` ``[..., rows, columns]``; same shape and dtype. Cost: steps * (4 s^2 l + 2 s^3) FLOPs a
-    matrix, s and l its shorter and longer side."""
+    """Orthogonalise ``matrix`` ``[..., rows, columns]``; same shape and dtype. ``schulz_cost`` has its multiply-adds.
+
+    Where one side is more than twice the other, few of the products are with the long side: two steps on the Gram
+    matrix, then the product with X and, from it, a new Gram matrix, at most three steps from there, and so on.
+    """
     a, b, c = COEFFICIENTS
     scale = matrix.detach().abs().amax((-2, -1), keepdim=True)
     x = matrix * reciprocal_or_zero(scale)
@@ -27,33 +30,69 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x.reshape(-1, *x.shape[-2:])
-    for _ in range(steps):
+    for count in _between_restarts(x.shape[-2], x.shape[-1], steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        if count > 1:
+            x = _product(gram, count) @ x
+        else:
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.mT if tall else x
     return x.reshape(matrix.shape)
 
 
 def gram_polynomial(gram: Tensor, steps: int = 5) -> Tensor:
-    """Q with NS(S) = Q S, from ``gram`` = S S^T ``[..., m, m]``; same shape and dtype. About 8 m^3 * steps FLOPs.
+    """Q with NS(S) = Q S, from ``gram`` = S S^T ``[..., m, m]``; same shape and dtype. (4 steps - 3) m^3 multiply-adds.
+
+    Q is a polynomial in the Gram matrix, and so of use wherever (S S^T)^j S can be written with the powers of a small
+    matrix, symmetric or not: S = A B^T over n tokens has (S S^T)^j S = A (B^T B A^T A)^j B^T, so that
+    ``gram_polynomial(B^T B A^T A)`` ``[..., n, n]`` is a Y with NS(S) = A Y B^T. The trace must be that of S S^T.
 
     The caller scales S so that the trace of ``gram`` neither over- nor underflows. A Gram matrix squares the condition
-    number, and Newton-Schulz amplifies small directions: give it float64 where the result must hold to float32.
+    number, and Newton-Schulz amplifies small directions: give it float64 where the result must hold to float32. A
+    restart, as ``newton_schulz`` makes one, mends nothing here. It recovers what rounding did to the Gram matrix when
+    there is an X, of the Gram matrix's root condition, to compute it from again; where S is never formed, Q G Q^T has
+    the errors of the G it began with.
     """
-    a, b, c = COEFFICIENTS
-    diagonal = a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     tiny = torch.finfo(gram.dtype).tiny
-    power = ((gram + gram.mT) * (0.5 * reciprocal_or_zero(trace))).reshape(-1, *gram.shape[-2:])
     scale = torch.where(trace > tiny, trace.clamp_min(tiny).rsqrt(), 0.0)
-    q = None
+    unit = (gram * reciprocal_or_zero(trace)).reshape(-1, *gram.shape[-2:])
+    return scale * _product(unit, steps).view(gram.shape)
+
+
+def _product(gram: Tensor, steps: int) -> Tensor:
+    """Q with X_steps = Q X_0, from X_0 X_0^T ``[batch, m, m]``."""
+    a, b, c = COEFFICIENTS
+    diagonal = a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    q, power = None, gram
     for step in range(steps):
         z = torch.baddbmm(torch.add(diagonal, power, alpha=b), power, power, alpha=c)
         q = z if q is None else z @ q
         if step + 1 < steps:
             power = z @ power @ z
     assert q is not None
-    return scale * q.view(gram.shape)
+    return q
+
+
+def _between_restarts(short: int, long: int, steps: int) -> list[int]:
+    """How many of ``steps`` to take on each Gram matrix of a short x long X."""
+    if long <= 2 * short:
+        return [1] * steps
+    counts = [min(2, steps)]
+    while sum(counts) < steps:
+        counts.append(min(3, steps - sum(counts)))
+    return counts
+
+
+def schulz_cost(rows: int, columns: int, steps: int) -> int:
+    """Multiply-adds of ``newton_schulz`` on one matrix."""
+    short, long = sorted((rows, columns))
+    return sum(2 * short**2 * long + gram_cost(short, count) for count in _between_restarts(short, long, steps))
+
+
+def gram_cost(m: int, steps: int) -> int:
+    """Multiply-adds of ``gram_polynomial`` on one matrix."""
+    return (4 * steps - 3) * m**3
 
 
 def reciprocal_or_zero(x: Tensor) -> Tensor:

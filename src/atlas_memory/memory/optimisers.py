@@ -47,6 +47,7 @@ class GradientDescent:
     bounded: bool = True
 
     has_momentum = False
+    accumulators = 0
     every = 1
 
     def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:
@@ -73,6 +74,7 @@ class DeltaGradientDescent:
     after_decay: bool = False
 
     has_momentum = False
+    accumulators = 0
     every = 1
 
     def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:
@@ -88,6 +90,7 @@ class Momentum:
     bounded: bool = True
 
     has_momentum = True
+    accumulators = 1
     every = 1
 
     def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:
@@ -106,11 +109,22 @@ class Muon:
     ``precise`` works float32 inputs in float64 within a call. Newton-Schulz multiplies small directions of S by up to
     3.4445^5 = 485, rounding errors among them, so in float32 two exact forms differ by 1e-5 to 1e-3 of their output:
     noise that training does not feel (``precise=False`` is two to three times faster on a CPU), but reproduction does.
+
+    ``horizon="chunk"``: at a chunk's end the momentum forgets all that is older than this chunk, so that S_t sums the
+    gradients of its own chunk and of the one before, weighted as ever: between b and 2 b tokens. What is cut off
+    weighs at most theta^b. S_t then is a sum over few tokens at any time, and ``chunkwise`` orthogonalises in the space
+    of these tokens where both sides of a matrix are longer (fast_weight.py). None, the paper's, never forgets. In the
+    recurrence, with two accumulators a matrix,
+
+        S^old_t = theta_t S^old_{t-1},   S^new_t = theta_t S^new_{t-1} + g_t,   S_t = S^old_t + S^new_t,
+
+    and after a chunk's last token S^old = S^new, S^new = 0.
     """
 
     steps: int = 5
     every: int | None = 1
     precise: bool = True
+    horizon: str | None = None
 
     has_momentum = True
     bounded = False
@@ -120,6 +134,13 @@ class Muon:
             value = getattr(self, name)
             if not (value is None and name == "every") and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"Muon {name} must be an integer >= 1, got {value!r}")
+        if self.horizon not in (None, "chunk"):
+            raise ValueError(f"Muon horizon must be None or 'chunk', got {self.horizon!r}")
+
+    @property
+    def accumulators(self) -> int:
+        """How many sums a matrix's momentum is kept in."""
+        return 1 if self.horizon is None else 2
 
     def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:
         """``curvature``, ``reach`` and ``chunk`` play no part: the step's length is eta."""

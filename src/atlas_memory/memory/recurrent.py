@@ -112,6 +112,7 @@ def _loop(
     outputs = []
     for t in range(q.shape[-2]):
         real = torch.ones_like(seen, dtype=torch.bool) if length is None else t < length
+        first, last = seen % chunk == 0, (seen + 1) % chunk == 0
         k_t, v_t, q_t = (x[..., t : t + 1, :] for x in (k, v, q))
         k_window, v_window = torch.cat([past_k, k_t], -2), torch.cat([past_v, v_t], -2)
         if isinstance(rule.features, Exponential):
@@ -128,9 +129,13 @@ def _loop(
         rates = optimiser.rates(gate.theta[..., t], gate.eta[:, :, t], curvature, reach, chunk)
         alpha = alphas[:, :, t]
         if optimiser.has_momentum:
-            s = zip(momentum, g, strict=True)
-            g = tuple(_rows(rates.theta, m) * m + _rows(rates.write, d) * d for m, d in s)
-            momentum = _choose(real, g, momentum)
+            faded = tuple(_rows(rates.theta, m) * m for m in momentum)
+            old_sums, new_sums = faded[: -len(g)], faded[-len(g) :]  # with a horizon there are two sums a matrix
+            new_sums = tuple(m + _rows(rates.write, d) * d for m, d in zip(new_sums, g, strict=True))
+            momentum = _choose(real, (*old_sums, *new_sums), momentum)
+            if old_sums:
+                momentum = _choose(real & last, (*new_sums, *map(torch.zeros_like, new_sums)), momentum)
+            g = tuple(map(torch.add, old_sums, new_sums)) if old_sums else new_sums
         takes_step = ((seen + 1) % rule.every == 0)[:, None]
         if isinstance(optimiser, Muon):  # at every token, whoever takes a step: rows are at different phases
             g = tuple(newton_schulz(s, optimiser.steps) for s in g)
@@ -142,7 +147,6 @@ def _loop(
         new = tuple(_rows(alpha, w) * w - _rows(step, d) * d for w, d in zip(weights, g, strict=True))
         if start is not None:
             new = tuple(n + (1.0 - _rows(alpha, n)) * m for n, m in zip(new, start, strict=True))
-        first, last = seen % chunk == 0, (seen + 1) % chunk == 0
         settled: Weights = new
         if isinstance(retention, NonLinearRetention):
             a = tuple(_rows(alpha, x) * x - _rows(step, d) * d for x, d in zip(dual, g, strict=True))
