@@ -40,8 +40,9 @@ def chunk_recurrence(
     deep = isinstance(rule.network, MLP)
     past_k, past_v = torch.cat([state.k.to(k), k], -2), torch.cat([state.v.to(v), v], -2)
     alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.eta)
-    first = state.weights[0] if deep else None
-    y, *ends = _ChunkRecurrence.apply(rule, q, past_k, past_v, alpha, gate.eta, gate.gamma, first, state.weights[-1])
+    inputs = (q, past_k, past_v, alpha, gate.eta, gate.gamma, state.weights[0] if deep else None, state.weights[-1])
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    y, *ends = _ChunkRecurrence.apply(rule, differentiable, *inputs)
     frozen, weights = (tuple(m for m in pair if m is not None) for pair in (ends[:2], ends[2:]))
     frozen = weights if time % rule.window.chunk == 0 else frozen
     past_k, past_v = (x[..., past_k.shape[-2] - past :, :] for x in (past_k, past_v))
@@ -53,6 +54,7 @@ class _ChunkRecurrence(torch.autograd.Function):
     def forward(
         ctx: Any,
         rule: Rule,
+        differentiable: bool,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -65,7 +67,7 @@ class _ChunkRecurrence(torch.autograd.Function):
         inputs = [x.contiguous() for x in (q, k, v, alpha, eta, gamma)]
         time, values = q.shape[-2], options(rule, q.shape[-1])
         count = -(-time // values["CHUNK"])
-        slots = count + 1 if any(ctx.needs_input_grad) else 2
+        slots = count + 1 if differentiable else 2
         memories = [None if w is None else w.new_empty(slots, *w.shape) for w in (first, second)]
         for memory, start in zip(memories, (first, second), strict=True):
             if memory is not None and start is not None:
@@ -96,7 +98,7 @@ class _ChunkRecurrence(torch.autograd.Function):
             *inputs, *ends, grad_y.contiguous(), *frozen, *by_input, *by_memory, time, scale, **values
         )
         by_input = [g.to(x.dtype) for g, x in zip(by_input, inputs, strict=True)]
-        return None, *by_input, None if first is None else by_memory[0], by_memory[1]
+        return None, None, *by_input, None if first is None else by_memory[0], by_memory[1]
 
 
 def _grid(x: Tensor) -> tuple[int]:
@@ -112,11 +114,10 @@ def options(rule: Rule, dim: int) -> dict[str, Any]:
     """The compile-time values of both kernels for heads of ``dim``."""
     network, chunk = rule.network, rule.window.chunk
     hidden = network.expansion * dim if isinstance(network, MLP) else dim
-    block = next(b for b in (32, 16) if hidden % b == 0) if isinstance(network, MLP) else dim
     return {
         "HIDDEN": hidden,
         "DIM": dim,
-        "BLOCK": block,
+        "BLOCK": 16 if isinstance(network, MLP) else dim,
         "CHUNK": chunk,
         "WINDOW": rule.window.size,
         "PADDED": triton.next_power_of_2(chunk + rule.window.size - 1),
@@ -125,7 +126,7 @@ def options(rule: Rule, dim: int) -> dict[str, Any]:
         "RESIDUAL": network.residual,
         "L2": isinstance(rule.bias, L2),
         "BOUNDED": rule.optimiser.bounded,
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
         "num_warps": 8,
         "num_stages": 1,
     }

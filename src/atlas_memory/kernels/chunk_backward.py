@@ -1,7 +1,7 @@
 """The backward kernel of the chunk recurrence: chunks in reverse, each recomputed from its start memory.
 
 The adjoint of the equations of chunk_parts.py, x' the gradient of x, W_1' and W_2' of the chunk's end memory given
-and G_1, G_2 those of its start wanted. Sums over rows, entries and hidden units are written <.>; D(t, :) is row t of D.
+and G_1, G_2 those of its start wanted. Sums over entries are written <.>.
 
 What needs E, R and a alone, a block of hidden units at a time (first loop):
 
@@ -17,8 +17,8 @@ What needs E, R and a alone, a block of hidden units at a time (first loop):
 
 The scalars. R_t = alpha_t R_{t-1} + e_t Gamma_t, and a likewise, so that with S = D^T R', and D_{-1} D one row down:
 
-    e'_t = <S_t, Gamma_t>,  Gamma' = e S + l' stiff       alpha'_t = <S_t, (D_{-1} diag(e) Gamma)_t> + (D^T a')_t a_{t-1}
-    eta' = e' / (1 + b eta l)^2,  l' = -b e^2 e'          stiff' = Gamma^T l'
+    e'_t = <S_t, Gamma_t>,  Gamma' = e S + l' stiff      alpha'_t = <S_t, (D_{-1} diag(e) Gamma)_t> + (D^T a')_t a_{t-1}
+    eta' = e' / (1 + b eta l)^2,  l' = -b e^2 e'         stiff' = Gamma^T l'
 
 What needs E' and stiff' (second loop; nothing for the dot product unbounded), added to the above:
 
@@ -100,7 +100,9 @@ def backward(
             alpha_at + tokens, eta_at + tokens, gamma_at + tokens * WINDOW,
             start, time, k, CHUNK, WINDOW, PADDED,
         )  # fmt: skip
-        softness = 1.0 / (1.0 + CHUNK * eta * tl.sum(gamma * stiff[None, :], 1)) if BOUNDED else tl.full_like(eta, 1.0)
+        softness = tl.zeros_like(eta) + 1.0
+        if BOUNDED:
+            softness = 1.0 / (1.0 + CHUNK * eta * tl.sum(gamma * stiff[None, :], 1))
         step = eta * softness
         mixing = mul(decay, step[:, None] * gamma, PRECISION)
         retained = tl.cumprod(alpha, 0)
@@ -131,9 +133,7 @@ def backward(
                 back_error = mul(e, w2, PRECISION)  # F
                 delta = back_error * s
                 from_start = mul(q, tl.trans(w1), PRECISION)
-                z, slope, _ = activate(
-                    retained[:, None] * from_start - mul(weights, delta, PRECISION), ACTIVATION
-                )
+                z, slope, _curve = activate(retained[:, None] * from_start - mul(weights, delta, PRECISION), ACTIVATION)
             similar += mul(z, tl.trans(u), PRECISION)
             from_y = mul(grad_y, w2, PRECISION)
             grad_retained += tl.sum(z * from_y, 1)
@@ -177,7 +177,12 @@ def backward(
         grad_mixing += tl.where(at_last[:, None], grad_final[None, :], 0.0)
         grad_retained += tl.where(at_last, grad_kept, 0.0)
 
-        # The scalars. alpha, D and a one row down: alpha_{t-1}, with 1 before the first.
+        # The scalars. Gates and D are made again, not kept through the loop. alpha, D and a one row down begin with 1.
+        _alpha, eta, gamma, decay = gates(
+            alpha_at + tokens, eta_at + tokens, gamma_at + tokens * WINDOW,
+            start, time, k, CHUNK, WINDOW, PADDED,
+        )  # fmt: skip
+        step = eta * softness
         token = start + t
         before = tl.load(alpha_at + tokens + token - 1, mask=(t > 0) & (token - 1 < time), other=1.0).to(dtype)
         below = t[:, None] > t[None, :]

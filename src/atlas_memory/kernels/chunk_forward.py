@@ -50,7 +50,7 @@ def forward(
         stop = tl.minimum(start + CHUNK, time) + WINDOW - 1
         k, v = rows(k_at + keys, start, n, stop, DIM, dtype), rows(v_at + keys, start, n, stop, DIM, dtype)
         q = rows(q_at + program * time * DIM, start, t, time, DIM, dtype)
-        e, stiff, _ = errors(
+        e, stiff, _gain = errors(
             k, v, w1_at + here, w2_at + here, scale,
             HIDDEN, DIM, BLOCK, DEEP, ACTIVATION, RESIDUAL, L2, PRECISION,
         )  # fmt: skip
@@ -75,10 +75,10 @@ def forward(
             if DEEP:
                 inner = inner_at(block, HIDDEN, DIM, BLOCK)
                 w1 = tl.load(w1_at + here + inner)
-                u, s, _ = activate(mul(k, tl.trans(w1), PRECISION), ACTIVATION)
+                u, s, _bend = activate(mul(k, tl.trans(w1), PRECISION), ACTIVATION)
                 delta = mul(e, w2, PRECISION) * s
                 hidden = retained[:, None] * mul(q, tl.trans(w1), PRECISION) - mul(weights, delta, PRECISION)
-                z, _, _ = activate(hidden, ACTIVATION)
+                z, _slope, _curve = activate(hidden, ACTIVATION)
                 written = mul(tl.trans(final[:, None] * delta), k, PRECISION)
                 tl.store(w1_at + there + inner, kept * w1 - written)
             read += mul(z, tl.trans(w2), PRECISION)

@@ -1,6 +1,6 @@
 """What the forward and the backward kernel of the chunk recurrence share, and the equations of a chunk.
 
-One head, one chunk of b tokens, its N = b + c - 1 window tokens as rows of K and V, its queries as rows of Q, the memory
+One head, one chunk of b tokens, its N = b + c - 1 window tokens as rows of K and V, its queries as rows of Q, a memory
 W_1 ``[H, d]``, W_2 ``[d, H]`` at the chunk's start. sigma is the activation, rho is 1 with a residual, else 0; ``*``
 multiplies entry by entry and a vector beside a matrix multiplies rows; L2: kappa = lambda' = 2 scale, dot product:
 lambda' = 1:
@@ -16,7 +16,7 @@ lambda' = 1:
 
 ``Linear`` is the outer matrix alone: u = K, z = Q, no W_1. The hidden units are taken a block at a time, for only sums
 over them are needed: of the predictions, of g and |u|^2, of X and of z W_2^T. A program's memory therefore stays in
-global memory, in the slot where the backward pass wants it anyway, and is read back from the cache: 2 H d numbers, which
+global memory, in the slot where the backward pass wants it anyway, and is read back from the cache: its 2 H d numbers
 do not fit into registers beside what a chunk needs once H d is 64 * 256.
 
 Tokens that do not exist are zero keys, values and queries with alpha = 1, eta = gamma = 0: E, u and z are zero there,
@@ -92,7 +92,7 @@ def errors(
         u = k
         if DEEP:
             w1 = tl.load(w1_at + inner_at(block, HIDDEN, DIM, BLOCK))
-            u, s, _ = activate(mul(k, tl.trans(w1), PRECISION), ACTIVATION)
+            u, s, _bend = activate(mul(k, tl.trans(w1), PRECISION), ACTIVATION)
             gain += tl.sum(s * s * tl.sum(w2 * w2, 0)[None, :], 1)
         size += tl.sum(u * u, 1)
         if L2:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.dispatch import supports
 from .chunk import Chunk, Columns, Memory, Weights, read_chunk
 from .features import Exponential
 from .gates import Gates
@@ -42,6 +43,11 @@ def _chunkwise(
 ) -> tuple[Tensor, MemoryState]:
     size, chunk = rule.window.size, rule.window.chunk
     time, length, gate = q.shape[-2], gates.length, gates.complete(q, size)
+    by_kernel = length is None and supports(rule, q.device.type, q.dtype, q.shape, gate)
+    if by_kernel and (state is None or not (state.seen % chunk).any()):  # it begins where a chunk begins
+        from ..kernels.chunk import chunk_recurrence
+
+        return chunk_recurrence(rule, q, k, v, gate, state or initial_state(rule, params.initial, k))
     v = torch.cat([v, gate.delta[..., None]], -1) if rule.bias.has_delta else v
     phase = None if state is None else state.seen % chunk
     state = initial_state(rule, params.initial, k) if state is None else state

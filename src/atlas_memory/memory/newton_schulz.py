@@ -40,6 +40,13 @@ def gram_polynomial(gram: Tensor, steps: int = 5) -> Tensor:
     The caller scales S so that the trace of ``gram`` neither over- nor underflows. A Gram matrix squares the condition
     number, and Newton-Schulz amplifies small directions: give it float64 where the result must hold to float32.
     """
+    if gram.is_cuda:
+        from ..kernels.dispatch import supports_gram
+
+        if supports_gram(gram.device.type, gram.dtype, gram.shape[-1]):
+            from ..kernels.gram_newton_schulz import gram_newton_schulz
+
+            return gram_newton_schulz(gram, steps)
     a, b, c = COEFFICIENTS
     diagonal = a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]

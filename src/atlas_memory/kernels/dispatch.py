@@ -1,0 +1,60 @@
+"""Which calls take a kernel: pure functions of device type, dtype, shapes and rule. No Triton is imported."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from ..memory.bias import L2, DotProduct
+from ..memory.features import Identity
+from ..memory.gates import CompleteGates
+from ..memory.networks import MLP, Linear
+from ..memory.optimisers import GradientDescent
+from ..memory.retention import Decay, Keep
+from ..memory.rules import Rule
+
+WIDTHS = (16, 32, 64, 128)
+"""Head widths of the chunk kernels."""
+
+CHUNKS = (16, 32, 64)
+"""Their chunks b."""
+
+GRAM_SIZE = 64
+"""The largest Gram matrix: at 128 the backward kernel asks for more shared memory than an SM of an H200 has."""
+
+
+def supports(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gate: CompleteGates) -> bool:
+    """Whether kernels/chunk.py computes ``rule`` for q of this device type, dtype and ``shape``
+    ``[batch, heads, time, dim]``: an MLP of depth 2 or a matrix on plain keys, L2 or the dot product, gradient descent,
+    linear retention to zero, gates one a head, float32 on CUDA, and widths that fit."""
+    network, window = rule.network, rule.window
+    shallow = isinstance(network, Linear) or (isinstance(network, MLP) and network.depth == 2 and not network.bias)
+    return (
+        device == "cuda"
+        and dtype == torch.float32
+        and isinstance(rule.features, Identity)
+        and shallow
+        and not network.norm
+        and isinstance(rule.bias, L2 | DotProduct)
+        and isinstance(rule.optimiser, GradientDescent)
+        and (isinstance(rule.retention, Keep) or (isinstance(rule.retention, Decay) and not rule.retention.to_start))
+        and window.read == "after"
+        and window.chunk in CHUNKS
+        and window.size <= window.chunk + 1
+        and shape[-1] in WIDTHS
+        and shape[0] * shape[1] * shape[2] > 0
+        and gate.eta.dim() == 3
+        and gate.alpha.dim() == 3
+        and triton_is_installed()
+    )
+
+
+def supports_gram(device: str, dtype: torch.dtype, size: int) -> bool:
+    """Whether kernels/gram_newton_schulz.py takes Gram matrices of this device type and dtype, ``size`` x ``size``."""
+    return device == "cuda" and dtype == torch.float32 and 0 < size <= GRAM_SIZE and triton_is_installed()
+
+
+def triton_is_installed() -> bool:
+    """Whether ``import triton`` would find it."""
+    return find_spec("triton") is not None
