@@ -14,8 +14,8 @@ from ..memory.optimisers import GradientDescent
 from ..memory.retention import Decay, Keep
 from ..memory.rules import Rule
 
-WIDTHS = (16, 32, 64, 128)
-"""Head widths of the chunk kernels."""
+WIDTHS = (16, 32, 64)
+"""Head widths of the chunk kernels; whether 128 fits into an SM was not seen."""
 
 CHUNKS = (16, 32, 64)
 """Their chunks b."""
