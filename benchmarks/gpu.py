@@ -349,7 +349,7 @@ def main(out: Path, minutes: float, dry: bool) -> None:
     dim, chunk, heads = (16, 16, 1) if dry else (64, 64, 16)
     deep = RULE.vary(window={"size": 1, "chunk": chunk}, network={"expansion": 1 if dry else 4})
     lengths = (20,) if dry else (2048, 8192, 32768)
-    names = ("attention", "memory", "gated-deltanet of fla", "linear memory")
+    names = ("attention", "memory", "gated-deltanet of fla", "linear memory")[: 3 if dry else 4]
     bench.item("copy bandwidth", bench.copy)
     for kind in ("fp32", "tf32", "bf16"):
         bench.item(f"matmul {kind}", partial(bench.matmul, kind))

@@ -84,6 +84,16 @@ def test_calls_without_a_kernel(monkeypatch):
     assert not supports_gram("cuda", torch.float32, 64)
 
 
+@pytest.mark.parametrize(
+    "network,dim,size,fits",
+    [(MLP(), 64, 8, True), (MLP(), 128, 1, True), (MLP(), 128, 2, False), (Linear(), 64, 1, True)]
+    + [(Linear(), 64, 2, False), (Linear(), 128, 1, False)],
+)
+def test_shared_memory(network, dim, size, fits):
+    rule = replace(RULE, network=network).vary(window={"size": size, "chunk": 64})
+    assert ask(rule, shape=torch.Size([2, 4, 9, dim])) == fits
+
+
 def test_gram_matrices():
     assert supports_gram("cuda", torch.float32, 64) and supports_gram("cuda", torch.float32, 5)
     assert not supports_gram("cpu", torch.float32, 64)

@@ -14,8 +14,8 @@ from ..memory.optimisers import GradientDescent
 from ..memory.retention import Decay, Keep
 from ..memory.rules import Rule
 
-WIDTHS = (16, 32, 64)
-"""Head widths of the chunk kernels; whether 128 fits into an SM was not seen."""
+WIDTHS = (16, 32, 64, 128)
+"""Head widths of the chunk kernels."""
 
 CHUNKS = (16, 32, 64)
 """Their chunks b."""
@@ -43,11 +43,19 @@ def supports(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gat
         and window.chunk in CHUNKS
         and window.size <= window.chunk + 1
         and shape[-1] in WIDTHS
+        and _fits(isinstance(network, MLP), shape[-1], window.chunk + window.size - 1)
         and shape[0] * shape[1] * shape[2] > 0
         and gate.eta.dim() == 3
         and gate.alpha.dim() == 3
         and triton_is_installed()
     )
+
+
+def _fits(deep: bool, dim: int, tokens: int) -> bool:
+    """Whether both chunk kernels, for heads of ``dim`` and so many window tokens a chunk, were seen to need no more
+    shared memory than an SM of an H200 has: docs/kernels.md."""
+    wide, long = dim > 64, tokens > 64
+    return not (wide and long) if deep else not (wide or long)
 
 
 def supports_gram(device: str, dtype: torch.dtype, size: int) -> bool:
