@@ -86,8 +86,14 @@ def test_calls_without_a_kernel(monkeypatch):
 
 @pytest.mark.parametrize(
     "network,dim,size,fits",
-    [(MLP(), 64, 8, True), (MLP(), 128, 1, True), (MLP(), 128, 2, False), (Linear(), 64, 1, True)]
-    + [(Linear(), 64, 2, False), (Linear(), 128, 1, False)],
+    [
+        (MLP(), 64, 8, True),
+        (MLP(), 128, 1, True),
+        (MLP(), 128, 2, False),
+        (Linear(), 64, 1, True),
+        (Linear(), 64, 2, False),
+        (Linear(), 128, 1, False),
+    ],
 )
 def test_shared_memory(network, dim, size, fits):
     rule = replace(RULE, network=network).vary(window={"size": size, "chunk": 64})
