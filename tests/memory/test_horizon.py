@@ -207,9 +207,9 @@ def test_newton_schulz_runs_as_often_as_the_rule_says(name, every, monkeypatch):
         for face in counts:
             if (function := getattr(module, face, None)) is not None:
 
-                def counted(matrix, steps, face=face, function=function):
+                def counted(matrix, steps, face=face, function=function, **options):
                     counts[face] += matrix.shape[:-2].numel()
-                    return function(matrix, steps)
+                    return function(matrix, steps, **options)
 
                 monkeypatch.setattr(module, face, counted)
     problem: Problem = random_problem(rule, 0, time=time)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..kernels.dispatch import supports
 from .chunk import Chunk, Columns, Memory, Weights, read_chunk, takes_token_space
 from .features import Exponential
 from .gates import Gates
@@ -77,6 +78,11 @@ def _chunkwise(
     if q.shape[-2] == 0:
         return q.new_zeros(q.shape), initial_state(rule, params.initial, k) if state is None else state
     gate = gates.complete(q, rule.window.size)
+    by_kernel = gates.length is None and supports(rule, q.device.type, q.dtype, q.shape, gate)
+    if by_kernel and (state is None or not (state.seen % rule.window.chunk).any()):  # it begins where a chunk begins
+        from ..kernels.chunk import chunk_recurrence
+
+        return chunk_recurrence(rule, q, k, v, gate, state or initial_state(rule, params.initial, k))
     v = torch.cat([v, gate.delta[..., None]], -1) if rule.bias.has_delta else v
     tokens, length = (q, k, v, gate.alpha, gate.theta, gate.eta, gate.gamma), gates.length
     read = partial(_read_group, rule, compiled)

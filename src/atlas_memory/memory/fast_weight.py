@@ -213,7 +213,7 @@ def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: i
     cross = (2.0 * carried) * past[..., None, :, :]
     gram = weighted.mT @ (tokens.inputs.kernel()[..., None, :, :] @ weighted + cross)
     gram = 0.5 * (gram + gram.mT) + carried.square() * (s @ s.mT)[..., None, :, :]
-    q = gram_polynomial(gram, steps)  # [..., J, m, m]
+    q = gram_polynomial(gram, steps, symmetric=True)  # [..., J, m, m]
 
     def read(queries: Seen) -> Tensor:
         seen = carried * queries.apply(s)[..., None, :, :] + queries.kernel()[..., None, :, :] @ weighted  # S_n phi(q)

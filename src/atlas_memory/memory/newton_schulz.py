@@ -40,7 +40,7 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
     return x.reshape(matrix.shape)
 
 
-def gram_polynomial(gram: Tensor, steps: int = 5) -> Tensor:
+def gram_polynomial(gram: Tensor, steps: int = 5, symmetric: bool = False) -> Tensor:
     """Q with NS(S) = Q S, from ``gram`` = S S^T ``[..., m, m]``; same shape and dtype. (4 steps - 3) m^3 multiply-adds.
 
     Q is a polynomial in the Gram matrix, and so of use wherever (S S^T)^j S can be written with the powers of a small
@@ -52,7 +52,16 @@ def gram_polynomial(gram: Tensor, steps: int = 5) -> Tensor:
     restart, as ``newton_schulz`` makes one, mends nothing here. It recovers what rounding did to the Gram matrix when
     there is an X, of the Gram matrix's root condition, to compute it from again; where S is never formed, Q G Q^T has
     the errors of the G it began with.
+
+    ``symmetric``: promises that ``gram`` is, which is what a GPU kernel needs (docs/kernels.md).
     """
+    if symmetric and gram.is_cuda:
+        from ..kernels.dispatch import supports_gram
+
+        if supports_gram(gram.device.type, gram.dtype, gram.shape[-1]):
+            from ..kernels.gram_newton_schulz import gram_newton_schulz
+
+            return gram_newton_schulz(gram, steps)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     tiny = torch.finfo(gram.dtype).tiny
     scale = torch.where(trace > tiny, trace.clamp_min(tiny).rsqrt(), 0.0)
