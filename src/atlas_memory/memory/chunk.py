@@ -36,7 +36,7 @@ from .networks import Trace
 from .optimisers import DeltaGradientDescent, Muon
 from .retention import NonLinearRetention
 from .rules import Params, Rule
-from .windows import decay_matrix
+from .windows import decay_matrix, decay_rows
 
 Weights = tuple[Tensor, ...]
 
@@ -262,21 +262,26 @@ def _schedule(rule: Rule, params: Params, frozen: Weights, trace: Trace, chunk: 
     rates = rule.optimiser.rates(chunk.theta, chunk.eta, curvature, reach, rule.window.chunk)
     alpha, theta, apply = (_by_channel(x) for x in (chunk.alpha, rates.theta, rates.apply))
     mixed = _by_channel(rates.write)[..., None] * chunk.window[..., None, :, :]
-    if rule.optimiser.has_momentum:
-        mixed = decay_matrix(theta) @ mixed  # P
     carried = theta.cumprod(-1)
+    applied = torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, :]
     at, valid = step_tokens(first, rule.every, rule.window.chunk)
-    steps = decay_matrix(alpha) * torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, :]
-    steps = rows_at(steps.mT, at)
-    if valid is not None:
-        steps = steps * valid[:, None, None, :, None]
+    if isinstance(at, slice):  # the chunk's last token is among them
+        decay = decay_matrix(alpha, at) * applied[..., at]
+        weights = decay_rows(theta, at) @ mixed if rule.optimiser.has_momentum else mixed[..., at, :]  # P
+        carried_steps, last = carried[..., at], weights[..., -1, :]
+    else:
+        mixed = decay_matrix(theta) @ mixed if rule.optimiser.has_momentum else mixed
+        steps = rows_at((decay_matrix(alpha) * applied).mT, at)
+        decay = (steps if valid is None else steps * valid[:, None, None, :, None]).mT
+        weights, last = rows_at(mixed, at), mixed[..., -1, :]
+        carried_steps = rows_at(carried[..., None], at)[..., 0]
     return Schedule(
         retained=alpha.cumprod(-1),
         carried=carried,
-        decay=steps.mT,
-        weights=rows_at(mixed, at),
-        carried_steps=rows_at(carried[..., None], at)[..., 0],
-        last=mixed[..., -1, :],
+        decay=decay,
+        weights=weights,
+        carried_steps=carried_steps,
+        last=last,
         every=rule.every,
         before=rule.window.read == "before",
     )

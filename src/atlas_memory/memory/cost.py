@@ -51,7 +51,7 @@ def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
     elif isinstance(rule.features, Polynomial) and rule.features.degree > 1:
         total += (n + b) * dim**2 * (dim + 1)  # the two factors of the monomials of degree 2
     if rule.optimiser.has_momentum:
-        total += b * b * n  # P
+        total += (b if b % rule.every else b // rule.every) * b * n  # P
     if rule.optimiser.bounded:
         total += 2 * b * n  # lambda over the window
     for (m, f), lifted in zip(rule.shapes(dim), rule.network.lifted, strict=True):

@@ -330,10 +330,8 @@ def _join(x: Tensor) -> Tensor:
     return x[..., 0, :, :] if x.shape[-3] == 1 else x.transpose(-3, -2).flatten(-2)
 
 
-def rows_at(x: Tensor, index: Tensor | slice) -> Tensor:
-    """Rows of ``x`` ``[batch, heads, C, b, n]`` at a slice, or at each sequence's own indices ``[batch, J]``."""
-    if isinstance(index, slice):
-        return x[..., index, :]
+def rows_at(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of ``x`` ``[batch, heads, C, b, n]`` at each sequence's own indices ``[batch, J]``."""
     return x.gather(-2, index[:, None, None, :, None].expand(-1, *x.shape[1:3], -1, x.shape[-1]))
 
 

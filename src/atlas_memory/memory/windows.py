@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+EVERYTHING = slice(None)
+
 
 @dataclass(frozen=True)
 class Window:
@@ -52,15 +54,24 @@ def band(gamma: Tensor, exists: Tensor | None = None) -> Tensor:
     return skewed if exists is None else torch.where(exists[..., None, :], skewed, 0.0)
 
 
-def decay_matrix(factor: Tensor) -> Tensor:
-    """D[t, n] = factor_{n+1} * ... * factor_t for n <= t, else 0: ``[..., b] -> [..., b, b]``.
+def decay_matrix(factor: Tensor, columns: slice = EVERYTHING) -> Tensor:
+    """D[t, n] = factor_{n+1} * ... * factor_t for n <= t, else 0: ``[..., b] -> [..., b, b]``; or some of its columns.
 
     A running product down each column: exact for any factor, zero included, where a ratio of cumulative products or a
     logarithm is not.
     """
     b = factor.shape[-1]
-    below = torch.ones(b, b, dtype=torch.bool, device=factor.device).tril(-1)
-    return torch.where(below, factor[..., :, None], 1.0).cumprod(-2).tril()
+    ones = torch.ones(b, b, dtype=torch.bool, device=factor.device)
+    running = torch.where(ones.tril(-1)[:, columns], factor[..., :, None], 1.0).cumprod(-2)
+    return running.tril() if columns == EVERYTHING else torch.where(ones.tril()[:, columns], running, 0.0)
+
+
+def decay_rows(factor: Tensor, rows: slice) -> Tensor:
+    """Some rows of ``decay_matrix``: ``[..., b] -> [..., J, b]``; a running product along each, from its right."""
+    b = factor.shape[-1]
+    upto = torch.ones(b, b, dtype=torch.bool, device=factor.device).tril()[rows]
+    running = torch.where(upto, factor[..., None, :], 1.0).flip(-1).cumprod(-1).flip(-1)
+    return torch.where(upto, F.pad(running[..., 1:], (0, 1), value=1.0), 0.0)
 
 
 def shift_right(x: Tensor, by: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
