@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .features import Exponential
 from .gates import Gates
+from .networks import Trace
 from .newton_schulz import newton_schulz
 from .optimisers import DeltaGradientDescent, Muon
 from .precision import compute
@@ -31,7 +32,7 @@ from .state import MemoryState, initial_state
 
 Weights = tuple[Tensor, ...]
 Apply = Callable[[int, Tensor], Tensor]
-Gradient = Callable[[Rule, Params, Weights, Tensor, Tensor, Tensor, Tensor], Weights]
+Gradient = Callable[[Rule, Params, Weights, Trace, Tensor, Tensor, Tensor, Tensor], Weights]
 
 
 def recurrent(
@@ -111,17 +112,17 @@ def _loop(
         start = tuple(m.new_zeros(()) if up else m for m, up in zip(start, rule.network.lifted, strict=True))
     outputs = []
     for t in range(q.shape[-2]):
-        real = torch.ones_like(seen, dtype=torch.bool) if length is None else t < length
+        real = None if length is None else t < length
         first, last = seen % chunk == 0, (seen + 1) % chunk == 0
+        ends = last if real is None else real & last
         k_t, v_t, q_t = (x[..., t : t + 1, :] for x in (k, v, q))
         k_window, v_window = torch.cat([past_k, k_t], -2), torch.cat([past_v, v_t], -2)
         if isinstance(rule.features, Exponential):
             keys, (frozen, weights, momentum) = _new_column(rule, real, keys, k_t, (frozen, weights, momentum))
         gamma = gate.gamma[:, :, t].flip(-1)
         gamma = torch.where((age <= seen[:, None])[:, None], gamma, 0.0)
-        g = gradient(rule, params, frozen, k_window, v_window, gamma, keys)
-
         at_frozen = rule.network.trace(_applier(rule, params, frozen, keys), k_window, params.norm)
+        g = gradient(rule, params, frozen, at_frozen, k_window, v_window, gamma, keys)
         curvature = reach = torch.zeros_like(gamma[..., 0])
         if optimiser.bounded:
             stiffness = rule.stiffness(frozen, at_frozen, v_window, params)
@@ -134,7 +135,7 @@ def _loop(
             new_sums = tuple(m + _rows(rates.write, d) * d for m, d in zip(new_sums, g, strict=True))
             momentum = _choose(real, (*old_sums, *new_sums), momentum)
             if old_sums:
-                momentum = _choose(real & last, (*new_sums, *map(torch.zeros_like, new_sums)), momentum)
+                momentum = _choose(ends, (*new_sums, *map(torch.zeros_like, new_sums)), momentum)
             g = tuple(map(torch.add, old_sums, new_sums)) if old_sums else new_sums
         takes_step = ((seen + 1) % rule.every == 0)[:, None]
         if isinstance(optimiser, Muon):  # at every token, whoever takes a step: rows are at different phases
@@ -159,14 +160,13 @@ def _loop(
         read = {"after": weights, "before": before, "frozen": frozen}[rule.window.read]
         outputs.append(rule.network.forward(_applier(rule, params, read, keys), q_t, params.norm))
         if size > 1:
-            past_k = torch.where(real[:, None, None, None], k_window[..., 1:, :], past_k)
-            past_v = torch.where(real[:, None, None, None], v_window[..., 1:, :], past_v)
-        seen = seen + real
-        frozen = _choose(real & last, settled if dual else weights, frozen)
+            past_k, past_v = _choose(real, (k_window[..., 1:, :], v_window[..., 1:, :]), (past_k, past_v))
+        seen = seen + (1 if real is None else real)
+        frozen = _choose(ends, settled if dual else weights, frozen)
         if isinstance(rule.features, Exponential) and rule.features.horizon is not None:
             held = min(keys.shape[-2], rule.features.horizon + chunk + size - 2)
             kept = torch.arange(keys.shape[-2], 0, -1, device=q.device) <= rule.features.horizon
-            forget = ~kept & (real & last)[:, None]
+            forget = ~kept & ends[:, None]
             lifted = rule.network.lifted
             frozen, weights, momentum = (_forget(m, lifted, forget, held) for m in (frozen, weights, momentum))
             keys = keys[..., keys.shape[-2] - held :, :]
@@ -175,9 +175,10 @@ def _loop(
 
 
 def _autograd_gradient(
-    rule: Rule, params: Params, frozen: Weights, k: Tensor, v: Tensor, gamma: Tensor, keys: Tensor
+    rule: Rule, params: Params, frozen: Weights, _: Trace, k: Tensor, v: Tensor, gamma: Tensor, keys: Tensor
 ) -> Weights:
-    """grad of sum_i gamma_i bias(M(phi(k_i)), v_i), summed over batch and heads: each has its own weights.
+    """grad of sum_i gamma_i bias(M(phi(k_i)), v_i), summed over batch and heads: each has its own weights. Nothing but
+    the printed objective is looked at.
 
     A matrix on phi* cannot be a leaf. Where W phi*(k_i) is moved by z_i, dl/dW = sum_i (dl/dz_i) phi*(k_i)^T.
     """
@@ -202,10 +203,9 @@ def _autograd_gradient(
 
 
 def _closed_form_gradient(
-    rule: Rule, params: Params, frozen: Weights, k: Tensor, v: Tensor, gamma: Tensor, keys: Tensor
+    rule: Rule, params: Params, frozen: Weights, trace: Trace, k: Tensor, v: Tensor, gamma: Tensor, keys: Tensor
 ) -> Weights:
-    """sum_i gamma_i delta_i f_i^T for every matrix."""
-    trace = rule.network.trace(_applier(rule, params, frozen, keys), k, params.norm)
+    """sum_i gamma_i delta_i f_i^T for every matrix; ``trace`` is the pass at the frozen memory."""
     error = gamma[..., None] * rule.bias.derivative(trace.prediction, v)
     deltas = rule.network.deltas(frozen, trace, error, params.norm)
     return tuple(
@@ -251,10 +251,10 @@ def _under(rule: Rule, params: Params, inputs: tuple[Tensor, ...], weights: Weig
 
 
 def _new_column(
-    rule: Rule, real: Tensor, keys: Tensor, k: Tensor, memories: tuple[Weights, ...]
+    rule: Rule, real: Tensor | None, keys: Tensor, k: Tensor, memories: tuple[Weights, ...]
 ) -> tuple[Tensor, list[Weights]]:
     """A column for token k at the right of all matrices on phi*; rows without a token get an empty one at the left."""
-    at_right = real[:, None, None, None]
+    at_right = keys.new_ones((), dtype=torch.bool) if real is None else real[:, None, None, None]
     keys = torch.where(at_right, torch.cat([keys, k], -2), torch.cat([torch.zeros_like(k), keys], -2))
     grown = []
     for weights in memories:
@@ -276,6 +276,8 @@ def _rows(gate: Tensor, matrix: Tensor) -> Tensor:
     return gate.repeat_interleave(matrix.shape[-2] // gate.shape[-1], -1)[..., None]
 
 
-def _choose(rows: Tensor, new: Weights, old: Weights) -> Weights:
-    """``new`` for the batch rows where ``rows`` is true, else ``old``."""
+def _choose(rows: Tensor | None, new: Weights, old: Weights) -> Weights:
+    """``new`` for the batch rows where ``rows`` is true, else ``old``; None: for all."""
+    if rows is None:
+        return new
     return tuple(torch.where(rows[:, None, None, None], n, o) for n, o in zip(new, old, strict=True))
