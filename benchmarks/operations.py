@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atlas_memory import NeuralMemory, OmegaMemory, Rule
+from atlas_memory import NeuralMemory, OmegaMemory, Rule, set_execution
 from atlas_memory.layers.hierarchy import Hierarchy
 from atlas_memory.memory import (
     Gates,
@@ -24,7 +23,7 @@ from atlas_memory.memory import (
     resolve_rule,
 )
 from benchmarks import cost
-from benchmarks.registry import Candidate, Missing, Operation, Shape, Wrap
+from benchmarks.registry import Candidate, Missing, Operation, Shape, Wrap, as_it_is
 
 SEED = 0
 FORM = Callable[..., tuple[Tensor, MemoryState]]
@@ -68,21 +67,16 @@ def memory_layer(
     rule = resolve_rule(rule, window, chunk)
     span = (hierarchy.shard if hierarchy else 0) + 2 * rule.window.chunk if verified is None else verified
 
-    def make(shape: Shape, dtype: torch.dtype, recomputing: bool = True) -> NeuralMemory:
-        asked: dict[str, Any] = {}
-        if recompute is not None and recomputing:
-            if "recompute" not in inspect.signature(NeuralMemory).parameters:
-                raise Missing("this NeuralMemory has no option `recompute`")
-            asked["recompute"] = recompute
-        return seeded(partial(NeuralMemory, shape.width, shape.heads, rule, hierarchy=hierarchy, **asked), dtype)
+    def make(shape: Shape, dtype: torch.dtype) -> NeuralMemory:
+        return seeded(partial(NeuralMemory, shape.width, shape.heads, rule, hierarchy=hierarchy), dtype)
 
     def build(shape: Shape, dtype: torch.dtype, wrap: Wrap) -> Operation:
         layer = make(shape, dtype)
-        run = wrap(layer)
-        return Operation(lambda x: run(x)[0], inputs(shape, dtype), tuple(layer.parameters()))
+        set_execution(layer, recompute=recompute, compiled=wrap is not as_it_is)  # what is compiled is the chunk
+        return Operation(lambda x: layer(x)[0], inputs(shape, dtype), tuple(layer.parameters()))
 
     def oracle(shape: Shape, dtype: torch.dtype) -> Operation:
-        layer = by_definition(make(shape, dtype, recomputing=False))
+        layer = by_definition(make(shape, dtype))
         return Operation(lambda x: layer(x)[0], inputs(shape, dtype), tuple(layer.parameters()))
 
     return Candidate(
@@ -220,6 +214,6 @@ def titans_pytorch(name: str, chunk: int, asked: dict[str, Any], **options: Any)
 
 
 def in_both(make: Callable[..., Candidate], name: str, *given: Any, **options: Any) -> tuple[Candidate, Candidate]:
-    """A candidate eager and through ``torch.compile``."""
+    """A candidate eager and through ``torch.compile``; of our layer, what happens in a chunk is compiled."""
     flags = {key: value for key, value in options.items() if key != "baseline"}
     return make(name, *given, **options), make(f"{name}, compiled", *given, compile=True, **flags)

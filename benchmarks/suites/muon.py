@@ -10,13 +10,31 @@ from typing import Any
 
 from torch import Tensor
 
-from atlas_memory.memory import MLP, Linear, MemoryState, Network, Rule, Window, chunk, chunkwise, cost, fast_weight
+from atlas_memory.memory import (
+    MLP,
+    Linear,
+    MemoryState,
+    Muon,
+    Network,
+    Rule,
+    Window,
+    chunk,
+    chunkwise,
+    cost,
+    fast_weight,
+)
+from atlas_memory.memory.newton_schulz import COEFFICIENTS
 from benchmarks.cost import memory
 from benchmarks.operations import bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Shape
 
-NETWORKS: dict[str, Network] = {"linear": Linear(), "MLP, expansion 1": MLP(expansion=1), "MLP, expansion 4": MLP()}
-CHUNK = 64
+RULES: dict[str, tuple[Network, str | None]] = {
+    "linear": (Linear(), None),
+    "linear, horizon": (Linear(), "chunk"),
+    "MLP, expansion 1": (MLP(expansion=1), None),
+    "MLP, expansion 4, horizon": (MLP(), "chunk"),
+}
+CHUNK, TIME = 32, 64
 
 
 @contextmanager
@@ -24,18 +42,31 @@ def forced(space: str) -> Iterator[None]:
     """Newton-Schulz in one space of every matrix, "features", "outputs" or "tokens", whatever is cheaper; in the cost
     model too. The one place that knows how the space is chosen."""
     modules = fast_weight, cost, chunk
-    before = fast_weight.cheapest_space
+    before = fast_weight.cheapest_space, fast_weight.newton_schulz
 
     def always(*sizes: int, **options: bool) -> str:
         return space
 
     for module in modules:
         module.cheapest_space = always  # type: ignore[attr-defined]
+    fast_weight.newton_schulz = literal_newton_schulz  # type: ignore[assignment]
     try:
         yield
     finally:
         for module in modules:
-            module.cheapest_space = before  # type: ignore[attr-defined]
+            module.cheapest_space = before[0]  # type: ignore[attr-defined]
+        fast_weight.newton_schulz = before[1]
+
+
+def literal_newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+    """The iteration as it is printed, on the matrices themselves (ours takes Gram matrices where they are long)."""
+    a, b, c = COEFFICIENTS
+    x = matrix / matrix.square().sum((-2, -1), keepdim=True).clamp_min(1e-30).sqrt()
+    x = x.mT if x.shape[-2] > x.shape[-1] else x
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if matrix.shape[-2] > matrix.shape[-1] else x
 
 
 def in_feature_space(*arguments: Any) -> tuple[Tensor, MemoryState]:
@@ -50,8 +81,8 @@ def materialised(rule: Rule, shape: Shape) -> Cost:
         return memory(rule, shape)
 
 
-def _pair(name: str, network: Network) -> tuple[Candidate, Candidate]:
-    rule = Rule(network=network, window=Window(size=8, chunk=CHUNK))
+def _pair(name: str, network: Network, horizon: str | None) -> tuple[Candidate, Candidate]:
+    rule = Rule(network=network, optimiser=Muon(horizon=horizon), window=Window(size=8, chunk=CHUNK))
     made = bare_memory(f"{name}, feature space", rule, in_feature_space, verified=16, group=name, baseline=True)
     made = replace(made, cost=partial(materialised, rule))
     return made, bare_memory(f"{name}, as chosen", rule, verified=16, group=name)
@@ -59,10 +90,10 @@ def _pair(name: str, network: Network) -> tuple[Candidate, Candidate]:
 
 MUON = Benchmark(
     name="muon",
-    shows="What it saves not to make the momentum of each token: exact per-token Muon, one chunk, degree-2 features.",
-    shapes=tuple(Shape(batch=1, heads=1, dim=dim, time=CHUNK) for dim in (32, 64)),
+    shows="What it saves not to make the momentum of each token: exact per-token Muon, two chunks, degree-2 features.",
+    shapes=tuple(Shape(batch=1, heads=1, dim=dim, time=TIME) for dim in (32, 64)),
     quick=(Shape(batch=1, heads=1, dim=8, time=16),),
-    candidates=tuple(candidate for name, network in NETWORKS.items() for candidate in _pair(name, network)),
+    candidates=tuple(candidate for name, given in RULES.items() for candidate in _pair(name, *given)),
     columns=(
         "shape",
         "candidate",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, partial
+from types import FunctionType
 
 import torch
 import torch.nn.functional as F
@@ -177,7 +178,7 @@ def _read_group(
         filled, columns = (j + 1) * chunk <= end, None
         if isinstance(rule.features, Exponential):
             columns = _columns(keys, state.keys.shape[-2] + j * chunk, phase, chunk, reach)
-        form = _compiled_read_chunk() if compiled and filled is True and columns is None else read_chunk
+        form = _compiled(rule) if compiled and filled is True and columns is None else read_chunk
         y, memory = form(rule, params, memory, Chunk(*inputs), first + j * chunk, filled, columns)
         if isinstance(rule.features, Exponential) and rule.features.horizon is not None:
             memory = _forget(rule, memory, columns, filled)
@@ -207,9 +208,11 @@ def _read_group(
     return y, state, recent
 
 
-@lru_cache(maxsize=1)
-def _compiled_read_chunk() -> Callable[..., tuple[Tensor, Memory]]:
-    return torch.compile(read_chunk, fullgraph=True, dynamic=False)
+@cache
+def _compiled(rule: Rule) -> Callable[..., tuple[Tensor, Memory]]:
+    # Code of its own for every rule: a compiler that met too many rules in one function would give up on it.
+    own = read_chunk.__code__.replace(co_name=f"read_chunk_{abs(hash(rule))}")
+    return torch.compile(FunctionType(own, read_chunk.__globals__), dynamic=False)
 
 
 def _spare(chunk: int, size: int) -> int:
