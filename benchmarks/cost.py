@@ -1,9 +1,9 @@
 """The written model: floating-point operations and bytes of one forward call. Backward counts twice as much.
 
-Operations are those of matrix products and convolutions, a multiplication and an addition counted apart; element-wise
-work counts as bytes only. Those inside a memory are ``atlas_memory.memory.cost.multiply_adds``. Bytes are the traffic
-that no fusion within an operator saves: every linear map and convolution reads its input and writes its output, the
-memory reads q, k, v and writes y, and at every chunk reads and writes its state; parameters are read once. All float32.
+Operations are those of matrix products, a multiplication and an addition counted apart; element-wise work counts as
+bytes only. Those inside a memory are ``atlas_memory.memory.cost.multiply_adds``. Bytes are the traffic that no fusion
+within an operator saves: every linear map and convolution reads its input and writes its output, the memory reads q,
+k, v and writes y, and at every chunk reads and writes its state; parameters are read once. All float32.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def memory(rule: Rule, shape: Shape) -> Cost:
     return Cost(2.0 * shape.tokens * work, moved)
 
 
-def layer(rule: Rule, shape: Shape, hierarchy: Hierarchy | None = None, taps: int = 4) -> Cost:
+def layer(rule: Rule, shape: Shape, hierarchy: Hierarchy | None = None) -> Cost:
     """``NeuralMemory``: projections, convolution, gates and the memory, or the memories of a hierarchy."""
     tokens, width = shape.tokens, shape.width
     rules = (rule,) if hierarchy is None else hierarchy.rules(rule)
     parts = [linear(tokens, width, outputs) for outputs in (3 * width, width, width)]
     parts += [linear(tokens, width, gates(rule) * shape.heads) for rule in rules]
-    parts += [Cost(2.0 * taps * tokens * 3 * width, FLOAT * 2 * tokens * 3 * width)]
+    parts += [Cost(0.0, FLOAT * 2 * tokens * 3 * width)]  # the convolution, a pass a tap: element-wise
     parts += [memory(rule, shape) for rule in rules]
     if hierarchy is not None and hierarchy.project is not None:
         spans = (hierarchy.shard,) if hierarchy.project == "shard" else hierarchy.local_chunks
