@@ -192,7 +192,7 @@ def _momentum(
     if not old:
         return (new,), None
     sums = _pick(filled, new, scale(plan.carried[..., -1], old[0])), _pick(filled, torch.zeros_like(new), new)
-    in_tokens = not memory.recent and takes_token_space(rule, *new.shape[-2:])
+    in_tokens = len(memory.recent) == 0 and takes_token_space(rule, *new.shape[-2:])
     if not in_tokens:
         return sums, None
     goes_on = 0.0 if filled is False else 1.0 if filled is True else filled[:, None, None, None].to(new)

@@ -22,6 +22,7 @@ from .chunk import Chunk, Columns, Memory, Weights, read_chunk, takes_token_spac
 from .features import Exponential
 from .gates import Gates
 from .horizon import Recent, in_matrices, known_as_tokens
+from .optimisers import Muon
 from .precision import compute
 from .rules import Params, Rule
 from .state import MemoryState, initial_state
@@ -51,16 +52,19 @@ def chunkwise(
             lies between a second time: about a third more work, activations of one group of chunks at a time. None:
             keep everything.
         compiled: have ``torch.compile`` make one kernel sequence of a chunk; it needs a C++ compiler (on a GPU, Triton)
-            and half a minute at the first call. Inside a ``torch.compile`` of yours it changes nothing.
+            and half a minute at the first call. Not for Muon: with PyTorch 2.13 its gradients of theta and gamma came
+            out wrong (docs/diary.md).
 
     Raises:
-        ValueError: as ``recurrent``; or ``recompute`` below 1.
+        ValueError: as ``recurrent``; ``recompute`` below 1, or ``compiled`` with Muon.
 
     FLOPs a token and matrix (m x F), N = b + c - 1: about 8 m F for reads and writes at the chunk's ends and
     4 N (m + d) inside for gradient descent and momentum; Muon adds about 40 m^3 / every in output space.
     """
     if recompute is not None and recompute < 1:
         raise ValueError(f"recompute must be a number of chunks >= 1 or None, got {recompute!r}")
+    if compiled and isinstance(rule.optimiser, Muon):
+        raise ValueError("compiled=True is not for Muon, whose gradients PyTorch's compiler gets wrong; leave it out")
     return compute(partial(_chunkwise, recompute, compiled), rule, params, q, k, v, gates, state)
 
 

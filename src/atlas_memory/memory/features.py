@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations_with_replacement
@@ -176,7 +177,13 @@ class Exponential:
 FeatureMap = Identity | Polynomial | Exponential
 
 
-@lru_cache(maxsize=64)
+def _kept(make: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
+    """``make`` with a cache, which a compiler, that makes constants of its own, does not see."""
+    known = lru_cache(maxsize=64)(make)
+    return lambda dim, i: make(dim, i) if torch.compiler.is_compiling() else known(dim, i)
+
+
+@_kept
 def _weights(dim: int, degree: int) -> Tensor:
     """sqrt of the multinomial coefficient of every monomial of one degree, in lexicographic order: float64."""
     with torch.inference_mode(False):  # a cached inference tensor could never be trained through
@@ -190,7 +197,7 @@ def _multinomials(dim: int, degree: int) -> list[float]:
     return [math.factorial(degree) / n for n in repeats]
 
 
-@lru_cache(maxsize=64)
+@_kept
 def _selection(dim: int, factor: int) -> Tensor:
     """0/1 matrix ``[dim, dim (dim + 1) / 2]`` picking the first (0) or second (1) factor of every pair i <= j."""
     with torch.inference_mode(False):

@@ -1,0 +1,144 @@
+"""How memories are computed, not what: recomputation, compilation, and what a state keeps alive."""
+
+import shutil
+
+import pytest
+import torch
+from torch._dynamo import config as dynamo
+
+from atlas_memory import NeuralMemory, set_execution
+from atlas_memory.layers.attention import FullAttention
+from atlas_memory.layers.hierarchy import Hierarchy
+from atlas_memory.memory import RULES
+
+DIM, HEADS = 16, 2
+LAYERS = {
+    "omeganet": {"rule": "omeganet", "chunk_size": 4},
+    "atlas": {"rule": "atlas", "chunk_size": 4},
+    "horizon": {"rule": RULES["atlas"].vary(optimiser={"horizon": "chunk"}), "chunk_size": 4},
+    "memora": {"rule": "memora", "chunk_size": 4},
+    "gated-deltanet": {"rule": "gated-deltanet", "chunk_size": 4},
+    "deeptransformer": {"rule": "deeptransformer", "chunk_size": 4},
+    "tnt": {"rule": "tnt", "hierarchy": Hierarchy(8, (4,), 8)},
+}
+
+
+def layer(name: str) -> NeuralMemory:
+    torch.manual_seed(0)
+    return NeuralMemory(DIM, HEADS, **LAYERS[name]).double()
+
+
+def results(memory, x, mask=None):
+    """Outputs, state, and the gradients of x and all parameters."""
+    x = x.clone().requires_grad_()
+    y, state = memory(x, mask=mask)
+    leaves = [x, *memory.parameters()]
+    grads = torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True, materialize_grads=True)
+    held = []
+    state.map(lambda t: held.append(t) or t)
+    return [y, *held, *grads]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_recomputation_changes_nothing(name, groups):
+    """Also where rows are padded, and where the last group and the last chunk are not full."""
+    memory, x = layer(name), torch.randn(2, 27, DIM, dtype=torch.float64)
+    mask = torch.ones(2, 27)
+    mask[1, 13:] = 0
+    for real in (None, mask):
+        expected = results(memory, x, real)
+        set_execution(memory, recompute=groups)
+        for a, b in zip(results(memory, x, real), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+        set_execution(memory)
+
+
+def saved_bytes(memory, x) -> int:
+    """Of all distinct tensors that the backward pass has been given to keep, parameters apart."""
+    held, own = {}, {p.data_ptr() for p in memory.parameters()}
+
+    def pack(t):
+        held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        memory(x)[0].sum()
+    return sum(size for at, size in held.items() if at not in own)
+
+
+def test_what_recomputation_keeps():
+    """Little more than a memory state a group, where otherwise every token has its activations kept."""
+    memory, x = layer("omeganet"), torch.randn(1, 256, DIM, dtype=torch.float64, requires_grad=True)
+    everything = saved_bytes(memory, x)
+    set_execution(memory, recompute=8)
+    assert saved_bytes(memory, x) < everything / 3
+
+
+@pytest.mark.parametrize("name", ["omeganet", "atlas", "horizon", "tnt"])
+def test_one_graph_and_no_other_when_numbers_change(name):
+    """``torch.compile(fullgraph=True)``, forward and backward, from a fresh memory; other inputs, and so other gates
+    and rates, give no new graph."""
+    memory, x = layer(name), torch.randn(2, 8, DIM, dtype=torch.float64)
+    torch.compiler.reset()
+    whole = torch.compile(memory, fullgraph=True, backend="aot_eager", dynamic=False)
+    x = x.requires_grad_()
+    y, y0 = whole(x)[0], memory(x)[0]
+    torch.testing.assert_close(y, y0, rtol=1e-9, atol=1e-10)
+    leaves = [x, *memory.parameters()]
+    grads = [torch.autograd.grad(z.sin().sum(), leaves, allow_unused=True, materialize_grads=True) for z in (y, y0)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    with dynamo.patch(error_on_recompile=True):
+        whole(3.0 * x)[0].sum().backward()
+
+
+@pytest.mark.parametrize("name", ["omeganet", "horizon", "lact"])
+def test_a_compiled_step_at_any_phase(name):
+    """One graph decodes rows that stand at different places of their chunks, through several chunks."""
+    torch.manual_seed(0)
+    memory = layer(name) if name in LAYERS else NeuralMemory(DIM, HEADS, name, chunk_size=4).double()
+    mask = torch.ones(3, 9)
+    mask[1, 2:] = mask[2, 7:] = 0
+    torch.compiler.reset()
+    step = torch.compile(memory, fullgraph=True, backend="aot_eager", dynamic=False)
+    with torch.inference_mode():
+        state = memory(torch.randn(3, 9, DIM, dtype=torch.float64), mask=mask)[1]
+        seen = state.memory.seen % 4
+        assert len(set(seen.tolist())) == 3
+        ours = state
+        for t in range(10):
+            x = torch.randn(3, 1, DIM, dtype=torch.float64)
+            with dynamo.patch(error_on_recompile=t > 1):  # the first state was made by another function
+                y, ours = step(x, ours)
+            expected, state = memory(x, state)
+            torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "cl"))), reason="compiling needs a C++ compiler")
+def test_compiled_chunks():
+    memory, x = layer("gated-deltanet").float(), torch.randn(2, 14, DIM)
+    expected = results(memory, x)
+    set_execution(memory, compiled=True)
+    for a, b in zip(results(memory, x), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_keeps_nothing_else_alive():
+    """What was sliced from the inputs must not keep them: a state's size is what it says it is."""
+    memory = layer("omeganet")
+    with torch.no_grad():
+        state = memory(torch.randn(1, 100, DIM, dtype=torch.float64))[1]
+    held = []
+    state.map(lambda t: held.append(t) or t)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    assert sum(storages.values()) <= state.nbytes
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(ValueError, match="recompute must be a number of chunks >= 1 or None, got 0"):
+        set_execution(layer("omeganet"), recompute=0)
+    with pytest.raises(ValueError, match="compiled=True is not for Muon"):
+        set_execution(layer("atlas"), compiled=True)
+    with pytest.raises(ValueError, match="FullAttention has no memory"):
+        set_execution(FullAttention(16, 2), compiled=True)
