@@ -49,11 +49,11 @@ def chunkwise(
 
     Args:
         recompute: keep for the backward pass only the memory at the start of every so many chunks, and compute what
-            lies between a second time: about a third more work, activations of one group of chunks at a time. None:
+            lies between a second time: a third more work, activations of one group of chunks at a time. None:
             keep everything.
         compiled: have ``torch.compile`` make one kernel sequence of a chunk; it needs a C++ compiler (on a GPU, Triton)
             and half a minute at the first call. Not for Muon: with PyTorch 2.13 its gradients of theta and gamma came
-            out wrong (docs/diary.md).
+            out wrong (docs/diary.md). Inside a ``torch.compile`` of yours it changes nothing.
 
     Raises:
         ValueError: as ``recurrent``; ``recompute`` below 1, or ``compiled`` with Muon.
@@ -182,7 +182,8 @@ def _read_group(
         filled, columns = (j + 1) * chunk <= end, None
         if isinstance(rule.features, Exponential):
             columns = _columns(keys, state.keys.shape[-2] + j * chunk, phase, chunk, reach)
-        form = _compiled(rule) if compiled and filled is True and columns is None else read_chunk
+        own = compiled and filled is True and columns is None and not torch.compiler.is_compiling()
+        form = _compiled(rule) if own else read_chunk
         y, memory = form(rule, params, memory, Chunk(*inputs), first + j * chunk, filled, columns)
         if isinstance(rule.features, Exponential) and rule.features.horizon is not None:
             memory = _forget(rule, memory, columns, filled)

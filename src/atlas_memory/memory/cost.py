@@ -2,7 +2,8 @@
 
 The multiply-adds are those of the matrix products in chunkwise.py, chunk.py and fast_weight.py, forward, for one chunk
 of b tokens with its N = b + c - 1 window tokens, divided by b. Element-wise work is left out, as are projections, gates
-and convolution, which belong to the layer. Both numbers are held against a real call in tests/memory/test_cost.py.
+and convolution, which belong to the layer, and the spare places of chunkwise.py. Both numbers are held against a real
+call in tests/memory/test_cost.py.
 """
 
 from __future__ import annotations
