@@ -48,7 +48,6 @@ from atlas_memory.memory import (
     initial_state,
     l2_normalise,
 )
-from atlas_memory.memory.chunk import read_chunk
 from atlas_memory.models.presets import PRESETS
 
 Form = Callable[[Rule, Params, Tensor, Tensor, Tensor, Gates], tuple[Tensor, MemoryState]]
@@ -229,13 +228,10 @@ def eager(rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Ga
         return chunkwise(rule, params, q, k, v, gates)
 
 
-COMPILED_CHUNK = torch.compile(read_chunk, dynamic=False)
-
-
 def compiled(rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, MemoryState]:
-    """``eager`` with each chunk compiled: the loop over chunks itself would be unrolled."""
-    with patch("atlas_memory.memory.chunkwise.read_chunk", COMPILED_CHUNK):
-        return eager(rule, params, q, k, v, gates)
+    """``eager`` with each chunk compiled."""
+    with patch("atlas_memory.memory.chunkwise.supports", lambda *_: False):
+        return chunkwise(rule, params, q, k, v, gates, compiled=True)
 
 
 def kernel(rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, MemoryState]:

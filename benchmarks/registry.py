@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from atlas_memory import compile_options
+
 Function = Callable[[Tensor], Tensor]
 Row = dict[str, Any]
 
@@ -78,7 +80,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     torch._dynamo.config.recompile_limit = 1024
     torch._dynamo.config.accumulated_recompile_limit = 4096
-    return torch.compile(function, dynamic=False)
+    return torch.compile(function, dynamic=False, options=compile_options())
 
 
 @dataclass(frozen=True)

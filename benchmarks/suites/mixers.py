@@ -15,11 +15,12 @@ LACT = RULES["lact"].vary(optimiser={"precise": False})
 
 OURS: tuple[Candidate, ...] = (
     *in_both(memory_layer, "omeganet, window 8, chunk 64", OMEGANET, chunk=64),
+    *in_both(memory_layer, "omeganet, window 8, chunk 64, groups of 4", OMEGANET, chunk=64, recompute=4),
     *in_both(memory_layer, "omeganet, window 1, chunk 64", OMEGANET, window=1, chunk=64),
     *in_both(memory_layer, "titans, chunk 64", "titans", chunk=64),
     *in_both(memory_layer, "gated memory of width d, chunk 64", GATED),
-    memory_layer("lact, float32, chunk 64", LACT, chunk=64),
-    memory_layer("lact, float32, chunk 256", LACT, chunk=256),
+    *in_both(memory_layer, "lact, float32, chunk 64", LACT, chunk=64),
+    *in_both(memory_layer, "lact, float32, chunk 256", LACT, chunk=256),
     *in_both(memory_layer, "ttt-mlp, chunk 64", "ttt-mlp", chunk=64),
     *in_both(memory_layer, "ttt-linear, chunk 16", "ttt-linear", chunk=16),
     *in_both(memory_layer, "gated-deltanet, chunk 64", "gated-deltanet", chunk=64),

@@ -10,6 +10,7 @@ from .layers.omega import set_execution as set_execution
 from .memory import RULES as RULES
 from .memory import PolynomialFeatures as PolynomialFeatures
 from .memory import Rule as Rule
+from .memory import compile_options as compile_options
 from .models import AtlasConfig as AtlasConfig
 from .models import AtlasForCausalLM as AtlasForCausalLM
 from .models import AtlasModel as AtlasModel
@@ -24,5 +25,6 @@ __all__ = [
     "OmegaMemory",
     "PolynomialFeatures",
     "Rule",
+    "compile_options",
     "set_execution",
 ]

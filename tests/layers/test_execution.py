@@ -117,11 +117,13 @@ def test_a_compiled_step_at_any_phase(name):
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "cl"))), reason="compiling needs a C++ compiler")
 def test_compiled_chunks():
-    memory, x = layer("gated-deltanet").float(), torch.randn(2, 14, DIM)
+    """LaCT's gate at sizes that are vectorised in two directions met PyTorch's issue 185702 (compiling.py)."""
+    torch.manual_seed(0)
+    memory, x = NeuralMemory(32, 2, "lact", chunk_size=16).double(), torch.randn(1, 17, 32, dtype=torch.float64)
     expected = results(memory, x)
     set_execution(memory, compiled=True)
     for a, b in zip(results(memory, x), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
 def test_a_state_keeps_nothing_else_alive():
@@ -138,7 +140,5 @@ def test_a_state_keeps_nothing_else_alive():
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="recompute must be a number of chunks >= 1 or None, got 0"):
         set_execution(layer("omeganet"), recompute=0)
-    with pytest.raises(ValueError, match="compiled=True is not for Muon"):
-        set_execution(layer("atlas"), compiled=True)
     with pytest.raises(ValueError, match="FullAttention has no memory"):
         set_execution(FullAttention(16, 2), compiled=True)

@@ -1,6 +1,6 @@
 """Random instances of the inner problem, and the error measure every comparison uses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,6 +81,17 @@ def random_problem(
         leaf(v),
         Gates(leaf(eta), leaf(alpha), leaf(theta), leaf(gamma), leaf(delta) if rule.bias.has_delta else None),
     )
+
+
+def nudged(problem: Problem, seed: int) -> Problem:
+    """The same problem with every entry of q, k and v moved by at most half a unit in its last place."""
+    g = torch.Generator().manual_seed(seed)
+
+    def nudge(x: Tensor) -> Tensor:
+        moved = (torch.rand(x.shape, generator=g, dtype=x.dtype) - 0.5) * torch.finfo(x.dtype).eps
+        return (x.detach() * (1.0 + moved)).requires_grad_()
+
+    return replace(problem, q=nudge(problem.q), k=nudge(problem.k), v=nudge(problem.v))
 
 
 def everything(form, problem: Problem, state: MemoryState | None = None) -> dict[str, Tensor]:

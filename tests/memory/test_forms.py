@@ -38,7 +38,7 @@ from atlas_memory.memory import (
     recurrent,
 )
 
-from .problems import Problem, error, everything, random_problem, resized, worst
+from .problems import Problem, error, everything, nudged, random_problem, resized, worst
 
 FORMS = {"chunkwise": chunkwise, "recomputed": partial(chunkwise, recompute=1), "incremental": incremental}
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
@@ -114,6 +114,9 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels):
         # A memory on phi* is zero at first, and a layer norm of zero is so steep that one ulp of k moves the definition
         # itself by 1e-9.
         allowed = 1e-6 if rule.network.norm and isinstance(rule.features, Exponential) else 1e-8
+        if gap >= allowed:  # a problem this ill-conditioned the definition does not answer any better
+            moved = max(worst(everything(recurrent, nudged(problem, draw)), oracle)[0] for draw in range(3))
+            allowed = max(allowed, 3.0 * moved)
         assert gap < allowed, f"{name}: {where} is off by {gap:.1e}"
 
 

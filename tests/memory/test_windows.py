@@ -28,6 +28,19 @@ def test_decay_matrix_is_exact_at_zero_and_for_tiny_factors():
             assert d[t, n] == (factor[n + 1 : t + 1].prod() if n <= t else 0.0)
 
 
+@pytest.mark.parametrize("rows,columns", [(slice(None), slice(None)), (slice(1, None, 2), slice(None)),
+                                          (slice(None), slice(1, None, 2)), (slice(5, None, 6), slice(None)),
+                                          (slice(None), slice(5, None, 6))])  # fmt: skip
+def test_some_of_a_decay_matrix_and_its_gradient(rows, columns):
+    factor = torch.rand(2, 3, 6, dtype=torch.float64)
+    factor[0, 1, 2] = factor[0, 1, 4] = factor[1, 0, 0] = 0.0
+    factor.requires_grad_()
+    some = decay_matrix(factor, rows, columns)
+    torch.testing.assert_close(some, decay_matrix(factor)[..., rows, :][..., columns], rtol=1e-14, atol=0.0)
+    assert torch.autograd.gradcheck(lambda f: decay_matrix(f, rows, columns), factor)
+    assert torch.autograd.gradgradcheck(lambda f: decay_matrix(f, rows, columns), factor)
+
+
 @pytest.mark.parametrize("every,chunk", [(1, 4), (2, 4), (4, 4), (3, 4), (8, 4), (6, 4), (5, 3)])
 def test_steps_fall_on_every_rth_token_of_the_sequence(every, chunk):
     for first in range(0, 5 * chunk, chunk):

@@ -66,19 +66,23 @@ class ShortConvolution(nn.Module):
 
 
 class _Convolution(torch.autograd.Function):
-    """y_t = sum_j w_j x_{t+j}, for x ``[batch, time + taps - 1, channels]`` and w ``[channels, taps]``, a pass a tap.
-    ``conv1d`` wants time last: with the channels last its backward pass takes three times as long (docs/diary.md)."""
+    """y_t = sum_j w_j x_{t+j}, for x ``[batch, time + taps - 1, channels]`` and w ``[channels, taps]``, a pass a tap
+    over as many tokens as stay in cache meanwhile. ``conv1d`` wants time last: with the channels last its backward
+    pass takes three times as long (docs/diary.md)."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, w: Tensor) -> Tensor:
         taps = w.shape[1]
-        time = x.shape[1] - taps + 1
-        y = x[:, :time] * w[:, 0]
-        for j in range(1, taps):
-            y = y.addcmul_(x[:, j : j + time], w[:, j])
-        return y
+        time, w = x.shape[1] - taps + 1, w.mT.contiguous()
+        y = []
+        for start, stop in _blocks(x, time):
+            part = x[:, start:stop] * w[0]
+            for j in range(1, taps):
+                part = part.addcmul_(x[:, start + j : stop + j], w[j])
+            y.append(part)
+        return torch.cat(y, 1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -87,10 +91,22 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
-        time, taps = g.shape[1], w.shape[1]
-        to_x = torch.zeros_like(x)
-        for j in range(taps):
-            to_x[:, j : j + time].addcmul_(g, w[:, j])
         wide = torch.promote_types(g.dtype, torch.float32)
-        to_w = [(g * x[:, j : j + time]).sum((0, 1), dtype=wide) for j in range(taps)]
+        to_x, by_tap = torch.zeros_like(x), w.mT.contiguous()
+        to_w = [torch.zeros_like(tap, dtype=wide) for tap in by_tap]
+        for start, stop in _blocks(x, g.shape[1]):
+            part = g[:, start:stop]
+            for j, tap in enumerate(by_tap):
+                to_x[:, start + j : stop + j].addcmul_(part, tap)
+                to_w[j] = to_w[j] + (part * x[:, start + j : stop + j]).sum((0, 1), dtype=wide)
         return to_x, torch.stack(to_w, -1).to(w.dtype)
+
+
+CACHED = 2**18
+"""Numbers of x, about, in a block that stays in cache."""
+
+
+def _blocks(x: Tensor, time: int) -> list[tuple[int, int]]:
+    """Stretches of time, all of it where a compiler looks for itself."""
+    size = time if torch.compiler.is_compiling() else max(1, CACHED // (x.shape[0] * x.shape[2]))
+    return [(start, min(start + size, time)) for start in range(0, time, size)]

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from ..memory import (
     Gates,
     MemoryState,
-    Muon,
     Params,
     Rule,
     chunkwise,
@@ -148,17 +147,15 @@ def set_execution(module: nn.Module, *, recompute: int | None = None, compiled: 
     Args:
         module: a layer or a model.
         recompute: chunks a group of which one memory state is kept for the backward pass; None: keep everything.
-        compiled: compile what happens in a chunk. Not for Muon; see ``chunkwise``.
+        compiled: compile what happens in a chunk; see ``chunkwise``.
 
     Raises:
-        ValueError: ``recompute`` below 1, ``compiled`` for a memory with Muon, or a module without memories to set.
+        ValueError: ``recompute`` below 1, or a module without memories to set.
     """
     if recompute is not None and recompute < 1:
         raise ValueError(f"recompute must be a number of chunks >= 1 or None, got {recompute!r}")
     memories = [m for m in module.modules() if isinstance(m, OmegaMemory)]
     if not memories:
         raise ValueError(f"{type(module).__name__} has no memory whose execution could be set")
-    if compiled and any(isinstance(memory.rule.optimiser, Muon) for memory in memories):
-        raise ValueError("compiled=True is not for Muon, whose gradients PyTorch's compiler gets wrong; leave it out")
     for memory in memories:
         memory.recompute, memory.compiled = recompute, compiled

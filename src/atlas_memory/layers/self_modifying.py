@@ -215,7 +215,7 @@ class SelfModifyingMemory(nn.Module):
             tokens = Chunk(
                 kq=torch.cat([lesson.k, _for_all(q_j)], -2),
                 v=lesson.target,
-                window=torch.diag_embed(real.to(u.dtype)),
+                window=real.to(u.dtype),
                 alpha=torch.where(real, lesson.alpha, 1.0),
                 theta=torch.zeros_like(lesson.eta),
                 eta=torch.where(real, lesson.eta, 0.0),

@@ -17,6 +17,7 @@ theta, and its alpha is 1 - ours.
 
 from .bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
 from .chunkwise import chunkwise
+from .compiling import compile_options
 from .features import Exponential, FeatureMap, Identity, Polynomial, PolynomialFeatures, l2_normalise
 from .gates import Gates
 from .networks import MLP, GatedMLP, Linear, Network
@@ -66,6 +67,7 @@ __all__ = [
     "Softmax",
     "Window",
     "chunkwise",
+    "compile_options",
     "gram_polynomial",
     "incremental",
     "initial_state",

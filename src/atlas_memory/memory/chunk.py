@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .fast_weight import (
+    Inertia,
     Schedule,
     Seen,
     Steps,
@@ -36,7 +37,7 @@ from .networks import Trace
 from .optimisers import DeltaGradientDescent, Muon
 from .retention import NonLinearRetention
 from .rules import Params, Rule
-from .windows import decay_matrix, decay_rows
+from .windows import EVERYTHING, decay_matrix
 
 Weights = tuple[Tensor, ...]
 
@@ -63,7 +64,7 @@ class Chunk(NamedTuple):
 
     Attributes:
         kq: the window tokens' keys, then the queries, ``[..., N + b, dim]``; v: ``[..., N, dim]``.
-        window: Gamma ``[..., b, N]``.
+        window: Gamma ``[..., b, N]``; where the window is one token its diagonal, gamma ``[..., b]``.
         alpha, eta: ``[..., b]`` or channel-wise ``[..., b, dim]``, 1 and 0 where there is no token.
         theta: ``[..., b]``.
         inside: which slots are tokens of this call, bool ``[batch or 1, 1, b]``.
@@ -105,20 +106,22 @@ def read_chunk(
         y ``[..., b, dim]`` and the memory, with ``frozen`` and ``dual`` as the next chunk has them where filled.
     """
     network, retention = rule.network, rule.retention
-    k, q = chunk.kq.split([chunk.v.shape[-2], chunk.window.shape[-2]], -2)
+    k, q = chunk.kq.split([chunk.v.shape[-2], chunk.theta.shape[-1]], -2)
     see, see_keys, see_queries, write = _lift(rule, params, chunk.kq, k, q, columns)
     frozen = memory.weights if memory.frozen is None else memory.frozen
     start = retention.start(params.initial)
     lifted, shared = network.lifted, memory.frozen is None and start is None
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # W_0 f of keys and queries, from one product
+    of_keys: dict[int, Tensor] = {}  # W_0 f, where the frozen memory is W_0
+    of_queries: dict[int, Tensor] = {}  # from one product with the keys'
 
     def apply_frozen(i: int, u: Tensor) -> Tensor:
-        if not lifted[i]:
-            return u @ frozen[i].mT
-        if not shared:
-            return see_keys.apply(frozen[i])
-        known[i] = see(frozen[i])
-        return known[i][0]
+        if lifted[i] and shared:
+            of_keys[i], of_queries[i] = see(frozen[i])
+            return of_keys[i]
+        out = see_keys.apply(frozen[i]) if lifted[i] else u @ frozen[i].mT
+        if shared:
+            of_keys[i] = out
+        return out
 
     trace = network.trace(apply_frozen, k, params.norm)
     deltas = network.deltas(frozen, trace, rule.bias.derivative(trace.prediction, chunk.v), params.norm)
@@ -129,13 +132,12 @@ def read_chunk(
 
     def apply_at_each_token(i: int, u: Tensor) -> Tensor:
         if lifted[i]:
-            of_keys, of_queries = known.get(i, (None, None))
             kernel = partial(rule.features.kernel, sqrt_a=params.sqrt_a)
-            tokens = Tokens(replace(see_keys, known=of_keys), deltas[i], write, kernel)
-            queries = replace(see_queries, known=of_queries)
+            tokens = Tokens(replace(see_keys, known=of_keys.get(i)), deltas[i], write, kernel)
+            queries = replace(see_queries, known=of_queries.get(i))
         else:
             f = trace.inputs[i]
-            tokens = Tokens(_see(f, f), deltas[i], partial(_add, f), _times)
+            tokens = Tokens(replace(_see(f, f), known=of_keys.get(i)), deltas[i], partial(_add, f), _times)
             queries = _see(u, f)
         w = memory.weights[i]
         # A memory that fades to M_0 is M_0 plus a memory that fades to zero; on phi* M_0 is zero.
@@ -186,12 +188,12 @@ def _momentum(
         return (), None
     recent = memory.recent[i] if memory.recent else None
     if recent is not None:  # from here on, no matrices
-        carried, inside = plan.carried[..., 0, -1], chunk.inside.any(-1)[..., 0]
+        carried, inside = plan.moving.carried[..., 0, -1], chunk.inside.any(-1)[..., 0]
         return (*old, new), recent.after(last_factors(tokens, plan), carried, filled, inside)
     new = last_momentum(new, tokens, plan)
     if not old:
         return (new,), None
-    sums = _pick(filled, new, scale(plan.carried[..., -1], old[0])), _pick(filled, torch.zeros_like(new), new)
+    sums = _pick(filled, new, scale(plan.moving.carried[..., -1], old[0])), _pick(filled, torch.zeros_like(new), new)
     in_tokens = len(memory.recent) == 0 and takes_token_space(rule, *new.shape[-2:])
     if not in_tokens:
         return sums, None
@@ -256,35 +258,39 @@ def _settle(
 def _schedule(rule: Rule, params: Params, frozen: Weights, trace: Trace, chunk: Chunk, first: Tensor) -> Schedule:
     """All scalars of a chunk."""
     curvature = reach = torch.zeros_like(chunk.theta)
+    single = chunk.window.dim() == chunk.theta.dim()
     if rule.optimiser.bounded:
         stiffness = rule.stiffness(frozen, trace, chunk.v, params)
-        curvature, reach = ((chunk.window @ x[..., None]).squeeze(-1) for x in stiffness)
+        curvature, reach = (
+            chunk.window * x if single else (chunk.window @ x[..., None]).squeeze(-1) for x in stiffness
+        )
     rates = rule.optimiser.rates(chunk.theta, chunk.eta, curvature, reach, rule.window.chunk)
-    alpha, theta, apply = (_by_channel(x) for x in (chunk.alpha, rates.theta, rates.apply))
-    mixed = _by_channel(rates.write)[..., None] * chunk.window[..., None, :, :]
-    carried = theta.cumprod(-1)
+    alpha, theta, apply, write = (_by_channel(x) for x in (chunk.alpha, rates.theta, rates.apply, rates.write))
     applied = torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, :]
     at, valid = step_tokens(first, rule.every, rule.window.chunk)
-    if isinstance(at, slice):  # the chunk's last token is among them
-        decay = decay_matrix(alpha, at) * applied[..., at]
-        weights = decay_rows(theta, at) @ mixed if rule.optimiser.has_momentum else mixed[..., at, :]  # P
-        carried_steps, last = carried[..., at], weights[..., -1, :]
-    else:
-        mixed = decay_matrix(theta) @ mixed if rule.optimiser.has_momentum else mixed
-        steps = rows_at((decay_matrix(alpha) * applied).mT, at)
-        decay = (steps if valid is None else steps * valid[:, None, None, :, None]).mT
-        weights, last = rows_at(mixed, at), mixed[..., -1, :]
-        carried_steps = rows_at(carried[..., None], at)[..., 0]
-    return Schedule(
-        retained=alpha.cumprod(-1),
-        carried=carried,
-        decay=decay,
-        weights=weights,
-        carried_steps=carried_steps,
-        last=last,
-        every=rule.every,
-        before=rule.window.read == "before",
-    )
+    alike = at if isinstance(at, slice) else EVERYTHING
+    fading = decay_matrix(alpha, columns=alike)
+    decay = fading * applied[..., alike]
+    retained = _from_start(alpha, fading)
+    weights = write * chunk.window[..., None, :] if single else write[..., None] * chunk.window[..., None, :, :]
+    inertia = None
+    if rule.optimiser.has_momentum:
+        fading = decay_matrix(theta, rows=alike)
+        weights = fading * weights[..., None, :] if single else fading @ weights  # P
+        carried, last = _from_start(theta, fading), weights[..., -1, :]
+        at_steps = carried[..., alike]
+        if not isinstance(at, slice):  # steps fall on other tokens in every chunk; only Muon has such
+            steps = rows_at(decay.mT, at)
+            decay = (steps if valid is None else steps * valid[:, None, None, :, None]).mT
+            weights, at_steps = rows_at(weights, at), rows_at(carried[..., None], at)[..., 0]
+        inertia = Inertia(carried, at_steps, last)
+    return Schedule(retained, decay, weights, rule.every, rule.window.read == "before", inertia)
+
+
+def _from_start(factor: Tensor, fading: Tensor) -> Tensor:
+    """factor_1 * ... * factor_t ``[..., b]``, with the decay matrix at hand where it is whole."""
+    whole = fading.shape[-2] == fading.shape[-1]
+    return factor[..., :1] * fading[..., 0] if whole else factor.cumprod(-1)
 
 
 Both = Callable[[Tensor], tuple[Tensor, Tensor]]

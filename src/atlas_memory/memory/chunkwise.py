@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels.dispatch import supports
 from .chunk import Chunk, Columns, Memory, Weights, read_chunk, takes_token_space
+from .compiling import compiled as compiled_form
 from .features import Exponential
 from .gates import Gates
 from .horizon import Recent, in_matrices, known_as_tokens
-from .optimisers import Muon
 from .precision import compute
 from .rules import Params, Rule
 from .state import MemoryState, initial_state
@@ -52,19 +52,16 @@ def chunkwise(
             lies between a second time: a third more work, activations of one group of chunks at a time. None:
             keep everything.
         compiled: have ``torch.compile`` make one kernel sequence of a chunk; it needs a C++ compiler (on a GPU, Triton)
-            and half a minute at the first call. Not for Muon: with PyTorch 2.13 its gradients of theta and gamma came
-            out wrong (docs/diary.md). Inside a ``torch.compile`` of yours it changes nothing.
+            and half a minute at the first call. Inside a ``torch.compile`` of yours it changes nothing.
 
     Raises:
-        ValueError: as ``recurrent``; ``recompute`` below 1, or ``compiled`` with Muon.
+        ValueError: as ``recurrent``; ``recompute`` below 1.
 
     FLOPs a token and matrix (m x F), N = b + c - 1: about 8 m F for reads and writes at the chunk's ends and
     4 N (m + d) inside for gradient descent and momentum; Muon adds about 40 m^3 / every in output space.
     """
     if recompute is not None and recompute < 1:
         raise ValueError(f"recompute must be a number of chunks >= 1 or None, got {recompute!r}")
-    if compiled and isinstance(rule.optimiser, Muon):
-        raise ValueError("compiled=True is not for Muon, whose gradients PyTorch's compiler gets wrong; leave it out")
     return compute(partial(_chunkwise, recompute, compiled), rule, params, q, k, v, gates, state)
 
 
@@ -159,7 +156,9 @@ def _read_group(
 
     alpha = on_grid(alpha if rule.retention.gated else torch.ones_like(theta), 1.0)
     theta, eta, gamma = on_grid(theta, 1.0), on_grid(eta, 0.0), on_grid(gamma, 0.0)
-    windows = band(F.pad(gamma, (0, spare)), exists.unfold(-1, chunk + reach, chunk)[:, None])
+    windows = gamma[..., 0]
+    if size > 1:
+        windows = band(F.pad(gamma, (0, spare)), exists.unfold(-1, chunk + reach, chunk)[:, None])
 
     k_windows = k_grid.unfold(-2, chunk + reach, chunk).mT
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
@@ -217,7 +216,7 @@ def _read_group(
 def _compiled(rule: Rule) -> Callable[..., tuple[Tensor, Memory]]:
     # Code of its own for every rule: a compiler that met too many rules in one function would give up on it.
     own = read_chunk.__code__.replace(co_name=f"read_chunk_{abs(hash(rule))}")
-    return torch.compile(FunctionType(own, read_chunk.__globals__), dynamic=False)
+    return compiled_form(FunctionType(own, read_chunk.__globals__))
 
 
 def _spare(chunk: int, size: int) -> int:

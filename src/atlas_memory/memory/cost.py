@@ -51,9 +51,9 @@ def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
         total += (n + b) * _columns(rule) * dim  # the kernel against the columns held
     elif isinstance(rule.features, Polynomial) and rule.features.degree > 1:
         total += (n + b) * dim**2 * (dim + 1)  # the two factors of the monomials of degree 2
-    if rule.optimiser.has_momentum:
+    if rule.optimiser.has_momentum and rule.window.size > 1:
         total += (b if b % rule.every else b // rule.every) * b * n  # P
-    if rule.optimiser.bounded:
+    if rule.optimiser.bounded and rule.window.size > 1:
         total += 2 * b * n  # lambda over the window
     for (m, f), lifted in zip(rule.shapes(dim), rule.network.lifted, strict=True):
         if not lifted:
@@ -79,9 +79,11 @@ def _steps(rule: Rule, m: int, f: int, apply: int, write: int, inner: int) -> tu
     keys, queries = delta, reads
     total, end = b * apply, n * write  # reading what was there before the chunk; making a W_b
     if not isinstance(optimiser, Muon):
-        total += b * taken * n + (b * n * m if reads else 0)
-        total += b * taken if optimiser.has_momentum else 0
-        total += b * apply if optimiser.has_momentum and reads else 0
+        if optimiser.has_momentum or rule.window.size > 1:  # else R is a product of scalars
+            ends = 4 if retention.lag else 2 if isinstance(retention, NonLinearRetention) else 1
+            total += (b + ends if reads else ends) * taken * n
+        total += b * n * m if reads else 0
+        total += b * taken + b * apply if optimiser.has_momentum and reads else 0
         total += n * n * m // 2 if delta else 0  # a triangular system
     elif takes_token_space(rule, m, f):
         t, queries = 2 * n, False

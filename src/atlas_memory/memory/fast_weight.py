@@ -34,6 +34,16 @@ from torch import Tensor
 
 from .horizon import Factors
 from .newton_schulz import gram_cost, gram_polynomial, newton_schulz, schulz_cost
+from .windows import EVERYTHING
+
+
+class Inertia(NamedTuple):
+    """What the momentum adds to a ``Schedule``: ``carried``, cT ``[..., b]``; ``at_steps``, cT at the tokens of steps
+    ``[..., J]``; and ``last``, P at the chunk's last token ``[..., N]``."""
+
+    carried: Tensor
+    at_steps: Tensor
+    last: Tensor
 
 
 @dataclass(frozen=True)
@@ -43,23 +53,31 @@ class Schedule:
 
     Attributes:
         retained: cA ``[..., b]``, after each token.
-        carried: cT ``[..., b]``.
         decay: D_alpha diag(e), restricted to the J tokens after which a step is taken, ``[..., b, J]``.
-        weights: P at those tokens, ``[..., J, N]``.
-        carried_steps: cT at those tokens, ``[..., J]``.
-        last: P at the chunk's last token, ``[..., N]``.
+        weights: P at those tokens, ``[..., J, N]``; where it is diagonal, as with a window of one token and no
+            momentum, its diagonal ``[..., N]``.
         every: a step is taken after every so many tokens.
         before: whether query t reads M_{t-1} instead of M_t.
+        inertia: None without momentum.
     """
 
     retained: Tensor
-    carried: Tensor
     decay: Tensor
     weights: Tensor
-    carried_steps: Tensor
-    last: Tensor
     every: int
     before: bool
+    inertia: Inertia | None
+
+    @property
+    def moving(self) -> Inertia:
+        """``inertia``, for what has a momentum."""
+        assert self.inertia is not None
+        return self.inertia
+
+    def mixing(self, rows: slice = EVERYTHING) -> Tensor:
+        """R = D_alpha diag(e) P ``[..., b, N]``, or some of its rows."""
+        decay, diagonal = self.decay[..., rows, :], self.weights.dim() == self.retained.dim()
+        return decay * self.weights[..., None, :] if diagonal else decay @ self.weights
 
     def seen(self, rows: Tensor, at_start: float = 0.0) -> Tensor:
         """Of rows ``[..., b, n]``, one for the memory after each token, those that the queries see; what stands
@@ -115,31 +133,31 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
         w: W_0 ``[batch, heads, m, F]``; s: S_0 of the same shape, or None without momentum.
 
     """
-    mixing = -(plan.decay @ plan.weights)  # -R
-    old = None if s is None else -(plan.decay @ plan.carried_steps[..., None])
-    deltas = _split(tokens.deltas, mixing.shape[-3])
+    deltas = _split(tokens.deltas, plan.decay.shape[-3])
 
     def read(queries: Seen) -> Tensor:
         out = scale_rows(plan.seen_retained(), queries.held(w))
-        if s is not None and old is not None:
-            out = out + scale_rows(plan.seen(old)[..., 0], queries.apply(s))
-        mask = plan.seen(mixing)
+        if s is not None:
+            old = plan.decay @ plan.moving.at_steps[..., None]
+            out = out - scale_rows(plan.seen(old)[..., 0], queries.apply(s))
+        mask = -plan.seen(plan.mixing())
         if mask.shape[-3] == 1:
             return add_product(out, mask[..., 0, :, :] * queries.kernel(), tokens.deltas)
         return out + _join((mask * queries.kernel()[..., None, :, :]) @ deltas)
 
     def weights(row: int, start: Tensor) -> Tensor:
+        rows = slice(row, row + 1 or None)
         end = scale(plan.retained[..., row], start)
-        if s is not None and old is not None:
-            end = end + scale(old[..., row, 0], s)
-        return tokens.write(end, _join(mixing[..., row, :, None] * deltas))
+        if s is not None:
+            end = end - scale((plan.decay[..., row, :] * plan.moving.at_steps).sum(-1), s)
+        return tokens.write(end, _join(-plan.mixing(rows).mT * deltas))
 
     return Steps(read, weights)
 
 
 def delta_steps(w: Tensor, tokens: Tokens, plan: Schedule, after_decay: bool) -> Steps:
     """The delta step; the window is one token, so that N = b = J. Arguments and result as for ``identity_steps``."""
-    rate = plan.weights.diagonal(dim1=-2, dim2=-1)  # gamma
+    rate = plan.weights  # gamma
     # Row t: from W_n to the memory out of which token t takes its part, n <= t - 1; e_n is in `decay` already.
     if after_decay:
         reach = plan.decay * (1.0 - torch.eye(rate.shape[-1], dtype=w.dtype, device=w.device))
@@ -159,7 +177,7 @@ def delta_steps(w: Tensor, tokens: Tokens, plan: Schedule, after_decay: bool) ->
 def muon_steps(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
     """Muon from a momentum in matrices; arguments and result as for ``identity_steps``, C = 1. Picks the cheaper of the
     two exact spaces."""
-    (taken, window), chunk = plan.weights.shape[-2:], plan.carried.shape[-1]
+    (taken, window), chunk = plan.weights.shape[-2:], plan.retained.shape[-1]
     space = cheapest_space(w.shape[-2], w.shape[-1], taken, window, chunk, steps)
     return (_output_space if space == "outputs" else _feature_space)(w, s, tokens, plan, steps)
 
@@ -188,7 +206,7 @@ def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: 
     features = tokens.inputs.features
     assert features is not None
     weighted = plan.weights[..., 0, :, :, None] * tokens.deltas[..., None, :, :]  # E_n: [..., J, N, m]
-    momentum = _matrix(plan.carried_steps) * s[..., None, :, :] + weighted.mT @ features[..., None, :, :]
+    momentum = _matrix(plan.moving.at_steps) * s[..., None, :, :] + weighted.mT @ features[..., None, :, :]
     step = newton_schulz(momentum, steps)  # [..., J, m, F]
 
     def read(queries: Seen) -> Tensor:
@@ -208,7 +226,7 @@ def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: i
     s = s * inverse
     weighted = plan.weights[..., 0, :, :, None] * (tokens.deltas * inverse)[..., None, :, :]  # E_n: [..., J, N, m]
     past = tokens.inputs.apply(s)  # X
-    carried = _matrix(plan.carried_steps)
+    carried = _matrix(plan.moving.at_steps)
     # The two cross terms are one another's transpose: one is added twice, and all made symmetric.
     cross = (2.0 * carried) * past[..., None, :, :]
     gram = weighted.mT @ (tokens.inputs.kernel()[..., None, :, :] @ weighted + cross)
@@ -236,11 +254,11 @@ def muon_steps_of_tokens(w: Tensor, old: Factors | None, tokens: Tokens, plan: S
     before = 0 if old is None else old.deltas.shape[-2]
     if old is not None:
         deltas, inputs = torch.cat([old.deltas, deltas], -2), torch.cat([old.inputs, inputs], -2)
-        weights = torch.cat([plan.carried_steps[..., 0, :, None].expand(*weights.shape[:-1], before), weights], -1)
+        weights = torch.cat([plan.moving.at_steps[..., 0, :, None].expand(*weights.shape[:-1], before), weights], -1)
     inverse = _power_of_two(deltas)
     deltas = deltas * inverse
     inner, outer = tokens.product(inputs, inputs), deltas @ deltas.mT
-    groups = token_groups(weights.shape[-2], weights.shape[-1], plan.carried.shape[-1], plan.every)
+    groups = token_groups(weights.shape[-2], weights.shape[-1], plan.retained.shape[-1], plan.every)
     polynomials = []
     for start, stop, seen in groups:
         at = weights[..., start:stop, :seen, None]  # D_n
@@ -277,8 +295,10 @@ def token_groups(taken: int, tokens: int, chunk: int, every: int) -> list[tuple[
 
 def last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:
     """A sum S after the chunk, from that before it ``[batch, heads, m, F]``."""
-    channels = plan.last.shape[-2]
-    return tokens.write(scale(plan.carried[..., -1], s), _join(plan.last[..., None] * _split(tokens.deltas, channels)))
+    channels = plan.moving.last.shape[-2]
+    return tokens.write(
+        scale(plan.moving.carried[..., -1], s), _join(plan.moving.last[..., None] * _split(tokens.deltas, channels))
+    )
 
 
 def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -290,7 +310,7 @@ def last_factors(tokens: Tokens, plan: Schedule) -> Factors:
     """What the chunk adds to S by its end; C = 1."""
     features = tokens.inputs.features
     assert features is not None
-    return Factors(plan.last[..., 0, :, None] * tokens.deltas, tokens.inputs.inputs, features)
+    return Factors(plan.moving.last[..., 0, :, None] * tokens.deltas, tokens.inputs.inputs, features)
 
 
 def _power_of_two(*matrices: Tensor) -> Tensor:

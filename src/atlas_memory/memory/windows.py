@@ -9,6 +9,7 @@ memory. Chunks are counted from each sequence's first token, wherever calls or p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,24 +55,55 @@ def band(gamma: Tensor, exists: Tensor | None = None) -> Tensor:
     return skewed if exists is None else torch.where(exists[..., None, :], skewed, 0.0)
 
 
-def decay_matrix(factor: Tensor, columns: slice = EVERYTHING) -> Tensor:
-    """D[t, n] = factor_{n+1} * ... * factor_t for n <= t, else 0: ``[..., b] -> [..., b, b]``; or some of its columns.
+def decay_matrix(factor: Tensor, rows: slice = EVERYTHING, columns: slice = EVERYTHING) -> Tensor:
+    """D[t, n] = factor_{n+1} * ... * factor_t for n <= t, else 0: ``[..., b] -> [..., b, b]``; or some of its rows, or
+    some of its columns.
 
-    A running product down each column: exact for any factor, zero included, where a ratio of cumulative products or a
-    logarithm is not.
+    A running product along each: exact for any factor, zero included, where a ratio of cumulative products or a
+    logarithm is not; and so is its gradient.
     """
     b = factor.shape[-1]
-    ones = torch.ones(b, b, dtype=torch.bool, device=factor.device)
-    running = torch.where(ones.tril(-1)[:, columns], factor[..., :, None], 1.0).cumprod(-2)
-    return running.tril() if columns == EVERYTHING else torch.where(ones.tril()[:, columns], running, 0.0)
+    return _Decay.apply(factor, rows.indices(b), columns.indices(b))
 
 
-def decay_rows(factor: Tensor, rows: slice) -> Tensor:
-    """Some rows of ``decay_matrix``: ``[..., b] -> [..., J, b]``; a running product along each, from its right."""
+Range = tuple[int, int, int]
+
+
+class _Decay(torch.autograd.Function):
+    """dD[t, n] / dfactor_m = D[t, m] D[m - 1, n]. PyTorch's own gradient of a running product looks for zeros: by
+    waiting for the numbers, or under a compiler by a dozen more passes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(factor: Tensor, rows: Range, columns: Range) -> Tensor:
+        return _running_products(factor, slice(*rows), slice(*columns))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Range, Range], output: Tensor) -> None:
+        factor, ctx.rows, ctx.columns = inputs
+        ctx.whole = output.shape[-2] == output.shape[-1]
+        ctx.save_for_backward(factor, output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        factor, output = ctx.saved_tensors
+        if ctx.columns[0] == factor.shape[-1] - 1:  # the last column has no factor in it
+            return torch.zeros_like(factor), None, None
+        d = output if ctx.whole else _running_products(factor, EVERYTHING, EVERYTHING)
+        through = g @ d[..., slice(*ctx.columns)].mT  # sum_n g[t, n] D[s, n]
+        return F.pad((d[..., slice(*ctx.rows), 1:] * through[..., :-1]).sum(-2), (1, 0)), None, None
+
+
+def _running_products(factor: Tensor, rows: slice, columns: slice) -> Tensor:
     b = factor.shape[-1]
-    upto = torch.ones(b, b, dtype=torch.bool, device=factor.device).tril()[rows]
-    running = torch.where(upto, factor[..., None, :], 1.0).flip(-1).cumprod(-1).flip(-1)
-    return torch.where(upto, F.pad(running[..., 1:], (0, 1), value=1.0), 0.0)
+    ones = torch.ones(b, b, dtype=torch.bool, device=factor.device)
+    if len(range(b)[rows]) < b:  # from the right along each
+        upto = ones.tril()[rows]
+        running = torch.where(upto, factor[..., None, :], 1.0).flip(-1).cumprod(-1).flip(-1)
+        return torch.where(upto, F.pad(running[..., 1:], (0, 1), value=1.0), 0.0)[..., columns]
+    running = torch.where(ones.tril(-1)[:, columns], factor[..., :, None], 1.0).cumprod(-2)
+    return running.tril() if running.shape[-1] == b else torch.where(ones.tril()[:, columns], running, 0.0)
 
 
 def shift_right(x: Tensor, by: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
