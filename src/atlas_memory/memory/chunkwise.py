@@ -182,7 +182,7 @@ def _read_group(
         if isinstance(rule.features, Exponential):
             columns = _columns(keys, state.keys.shape[-2] + j * chunk, phase, chunk, reach)
         own = compiled and filled is True and columns is None and not torch.compiler.is_compiling()
-        form = _compiled(rule) if own else read_chunk
+        form = _compiled(rule, q.device.type) if own else read_chunk
         y, memory = form(rule, params, memory, Chunk(*inputs), first + j * chunk, filled, columns)
         if isinstance(rule.features, Exponential) and rule.features.horizon is not None:
             memory = _forget(rule, memory, columns, filled)
@@ -213,10 +213,10 @@ def _read_group(
 
 
 @cache
-def _compiled(rule: Rule) -> Callable[..., tuple[Tensor, Memory]]:
+def _compiled(rule: Rule, device: str) -> Callable[..., tuple[Tensor, Memory]]:
     # Code of its own for every rule: a compiler that met too many rules in one function would give up on it.
     own = read_chunk.__code__.replace(co_name=f"read_chunk_{abs(hash(rule))}")
-    return compiled_form(FunctionType(own, read_chunk.__globals__))
+    return compiled_form(FunctionType(own, read_chunk.__globals__), device)
 
 
 def _spare(chunk: int, size: int) -> int:

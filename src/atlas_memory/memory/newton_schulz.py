@@ -9,6 +9,10 @@ G = S S^T and gives Q with NS(S) = Q S, so that S need never exist: G, S and Q S
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,20 +26,13 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
     Where one side is more than twice the other, few of the products are with the long side: two steps on the Gram
     matrix, then the product with X and, from it, a new Gram matrix, at most three steps from there, and so on.
     """
-    a, b, c = COEFFICIENTS
     scale = matrix.detach().abs().amax((-2, -1), keepdim=True)
     x = matrix * reciprocal_or_zero(scale)
     # After the scaling |x|_F >= 1 unless the matrix is zero; the clamp only keeps zero at zero.
     x = x * x.square().sum((-2, -1), keepdim=True).clamp_min(0.25).rsqrt()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x.reshape(-1, *x.shape[-2:])
-    for count in _between_restarts(x.shape[-2], x.shape[-1], steps):
-        gram = x @ x.mT
-        if count > 1:
-            x = _product(gram, count) @ x
-        else:
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = _in_blocks(partial(_orthogonalise, steps=steps), x.reshape(-1, *x.shape[-2:]))
     x = x.mT if tall else x
     return x.reshape(matrix.shape)
 
@@ -53,7 +50,8 @@ def gram_polynomial(gram: Tensor, steps: int = 5, symmetric: bool = False) -> Te
     there is an X, of the Gram matrix's root condition, to compute it from again; where S is never formed, Q G Q^T has
     the errors of the G it began with.
 
-    ``symmetric``: promises that ``gram`` is, which is what a GPU kernel needs (docs/kernels.md).
+    ``symmetric``: promises that ``gram`` is. The backward pass then has three products for the general four, and a GPU
+    may take a kernel (docs/kernels.md).
     """
     if symmetric and gram.is_cuda:
         from ..kernels.dispatch import supports_gram
@@ -66,21 +64,132 @@ def gram_polynomial(gram: Tensor, steps: int = 5, symmetric: bool = False) -> Te
     tiny = torch.finfo(gram.dtype).tiny
     scale = torch.where(trace > tiny, trace.clamp_min(tiny).rsqrt(), 0.0)
     unit = (gram * reciprocal_or_zero(trace)).reshape(-1, *gram.shape[-2:])
-    return scale * _product(unit, steps).view(gram.shape)
+    function = partial(_symmetric_product if symmetric else _product, steps=steps)
+    return scale * _in_blocks(function, unit).view(gram.shape)
+
+
+CACHED = 2**18
+"""Bytes of matrices that are worked on together on a CPU: what comes between stays in cache."""
+
+
+def _in_blocks(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+    """``function`` of matrices ``[n, rows, columns]``, each for itself, a few at a time."""
+    size = max(1, CACHED // max(1, matrices[0].numel() * matrices.element_size())) if len(matrices) else 1
+    if len(matrices) <= size or matrices.device.type != "cpu" or torch.compiler.is_compiling():
+        return function(matrices)
+    return torch.cat([function(part) for part in matrices.split(size)])
+
+
+def _orthogonalise(x: Tensor, steps: int) -> Tensor:
+    """The iteration on X ``[n, short, long]`` of norm 1."""
+    for count in _between_restarts(x.shape[-2], x.shape[-1], steps):
+        x = _symmetric_product(x @ x.mT, count) @ x if count > 1 else _Step.apply(x)[0]
+    return x
+
+
+def _step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """a X + b G X + c G^2 X with G = X X^T; also G, and b G + c G^2."""
+    a, b, c = COEFFICIENTS
+    gram = x @ x.mT
+    z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    return torch.baddbmm(x, z, x, beta=a), gram, z
+
+
+class _Step(torch.autograd.Function):
+    """``_step``, with four products in the backward pass for autograd's six: Gram matrices are symmetric, and only the
+    symmetric part of their gradient counts."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _step(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.save_for_backward(inputs[0], *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, *none: None) -> Tensor | None:
+        if g is None:
+            return None
+        a, b, c = COEFFICIENTS
+        x, gram, z = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted: what was saved does not know where it came from
+            return torch.autograd.grad(_step(x)[0], x, g, create_graph=True)[0]
+        to_z = _symmetric_part(g @ x.mT)
+        to_gram = torch.baddbmm(to_z, to_z, gram, beta=b, alpha=2.0 * c)
+        return torch.baddbmm(torch.baddbmm(g, z, g, beta=a), to_gram + to_gram.mT, x)
 
 
 def _product(gram: Tensor, steps: int) -> Tensor:
-    """Q with X_steps = Q X_0, from X_0 X_0^T ``[batch, m, m]``."""
+    """Q with X_steps = Q X_0, from X_0 X_0^T ``[n, m, m]``."""
+    return _products(gram, steps)[0]
+
+
+def _products(gram: Tensor, steps: int) -> tuple[Tensor, ...]:
+    """Q; and of every step the power X X^T, the factor Z of Q and, but for the last, Q so far."""
     a, b, c = COEFFICIENTS
     diagonal = a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    q, power = None, gram
+    powers, factors, products = [gram], list[Tensor](), list[Tensor]()
     for step in range(steps):
+        power = powers[-1]
         z = torch.baddbmm(torch.add(diagonal, power, alpha=b), power, power, alpha=c)
-        q = z if q is None else z @ q
+        factors.append(z)
+        products.append(z @ products[-1] if products else z)
         if step + 1 < steps:
-            power = z @ power @ z
-    assert q is not None
-    return q
+            powers.append(z @ power @ z)
+    return products[-1], *powers, *factors, *products[:-1]
+
+
+def _symmetric_product(gram: Tensor, steps: int) -> Tensor:
+    return _SymmetricProduct.apply(gram, steps)[0]
+
+
+class _SymmetricProduct(torch.autograd.Function):
+    """``_product`` of symmetric matrices. All powers, Z and Q are symmetric and commute, and only the symmetric part of
+    a gradient counts: six products a step in the backward pass for autograd's eight."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gram: Tensor, steps: int) -> tuple[Tensor, ...]:
+        q, _, *others = _products(gram, steps)
+        return q, *others
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, ...]) -> None:
+        ctx.steps = inputs[1]
+        ctx.save_for_backward(inputs[0], *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, to_q: Tensor | None, *none: None) -> tuple[Tensor | None, None]:
+        if to_q is None:
+            return None, None
+        _, b, c = COEFFICIENTS
+        steps, saved = ctx.steps, ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return torch.autograd.grad(_product(saved[0], steps), saved[0], to_q, create_graph=True)[0], None
+        powers, factors, products = (saved[i * steps : (i + 1) * steps] for i in range(3))
+        to_power = torch.zeros((), dtype=to_q.dtype, device=to_q.device)
+        for step in range(steps - 1, -1, -1):
+            power, z, last = powers[step], factors[step], step + 1 == steps
+            to_z = to_q @ products[step - 1] if step > 0 else to_q
+            to_q = z @ to_q if step > 0 else to_q
+            # power' = z power z
+            through = to_power if last else to_power @ z
+            to_z = _symmetric_part(to_z if last else torch.baddbmm(to_z, through, power, alpha=2.0))
+            from_next = through if last else z @ through
+            to_power = _symmetric_part(from_next + torch.baddbmm(to_z, to_z, power, beta=b, alpha=2.0 * c))
+        return to_power, None
+
+
+def _symmetric_part(x: Tensor) -> Tensor:
+    return 0.5 * (x + x.mT)
 
 
 def _between_restarts(short: int, long: int, steps: int) -> list[int]:
