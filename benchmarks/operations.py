@@ -117,6 +117,7 @@ def bare_memory(
     rule: Rule,
     form: FORM = chunkwise,
     verified: int | None = None,
+    pieces: int | None = None,
     **options: Any,
 ) -> Candidate:
     """A form of the memory over q, k, v and gates, against ``recurrent``.
@@ -124,6 +125,8 @@ def bare_memory(
     Args:
         form: with the signature of ``chunkwise``.
         verified: tokens over which it is verified; None: two chunks.
+        pieces: forward and backward by so many tokens at a time, each from the state of the last, for a form whose
+            graph would not fit in memory; the candidate is then measured as if it had no backward pass.
         options: of ``Candidate``.
     """
 
@@ -149,14 +152,30 @@ def bare_memory(
             q, k, v = x
             return form(rule, params, l2_normalise(q), l2_normalise(k), v, given)[0]
 
-        return Operation(function, x.to(dtype).requires_grad_(), tuple(leaves))
+        def piecewise(x: Tensor) -> Tensor:
+            outputs: list[Tensor] = []
+            state: MemoryState | None = None
+            with torch.inference_mode(False), torch.enable_grad():
+                for parts in zip(
+                    x.detach().clone().split(pieces or 1, 3),
+                    *(t.split(pieces or 1, 2) for t in leaves[:4]),
+                    strict=True,
+                ):
+                    q, k, v = parts[0].requires_grad_()
+                    y, state = form(rule, params, l2_normalise(q), l2_normalise(k), v, Gates(*parts[1:]), state)
+                    torch.autograd.grad(y.sum(), (parts[0], *leaves), allow_unused=True)
+                    outputs, state = [*outputs, y.detach()], state.map(torch.detach)
+            return torch.cat(outputs, -2)
+
+        return Operation(piecewise if pieces else function, x.to(dtype).requires_grad_(), tuple(leaves))
 
     return Candidate(
         name,
         lambda shape, dtype, wrap: problem(shape, dtype, wrap(form)),
         lambda shape, dtype: problem(shape, dtype, recurrent),
-        cost=lambda shape: cost.memory(rule, shape),
+        cost=None if pieces else lambda shape: cost.memory(rule, shape),
         reduce=partial(reduced, tokens=2 * rule.window.chunk if verified is None else verified),
+        backward=not pieces,
         **options,
     )
 

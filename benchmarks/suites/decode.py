@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import DynamicCache
 
 from atlas_memory import NeuralMemory
 from atlas_memory.memory import resolve_rule
 from benchmarks import cost
 from benchmarks.operations import Attention, by_definition, in_both, inputs, seeded
-from benchmarks.registry import Benchmark, Candidate, Operation, Shape, Wrap, as_it_is
+from benchmarks.registry import Benchmark, Candidate, Operation, Row, Shape, Wrap, as_it_is
 from benchmarks.suites.mixers import OMEGANET
 
 TOKENS = 64
@@ -47,10 +48,11 @@ def _steps(layer: NeuralMemory, shape: Shape, dtype: torch.dtype, wrap: Wrap) ->
     return Operation(function, inputs(shape, dtype), facts=sizes)
 
 
-def decode_memory(name: str, **options: Any) -> Candidate:
-    """Our layer, a call a token."""
+def decode_memory(name: str, always: int | None = None, **options: Any) -> Candidate:
+    """Our layer, a call a token; ``always``: after so many tokens, whatever the context of the others is."""
 
     def build(shape: Shape, dtype: torch.dtype, wrap: Wrap) -> Operation:
+        shape = shape if always is None else replace(shape, context=min(always, shape.context))
         return _steps(_layer(shape, dtype), shape, dtype, wrap)
 
     def oracle(shape: Shape, dtype: torch.dtype) -> Operation:
@@ -87,6 +89,48 @@ def decode_attention(name: str, **options: Any) -> Candidate:
     return Candidate(name, build, cost=cost.attention, backward=False, **options)
 
 
+def decode_cache(name: str, **options: Any) -> Candidate:
+    """Softmax attention over transformers' ``DynamicCache``, which a model from its hub decodes with by default: every
+    token makes new tensors of all keys and values."""
+
+    def build(shape: Shape, dtype: torch.dtype, wrap: Wrap) -> Operation:
+        mixer: Attention = seeded(partial(Attention, shape.width, shape.heads), dtype)
+        with torch.inference_mode():
+            past = mixer.split(inputs(shape, dtype, shape.context, seed=1))[1:]
+
+        def function(x: Tensor) -> Tensor:
+            outputs, cache = [], DynamicCache()
+            with torch.inference_mode():
+                cache.update(past[0], past[1], 0)
+                for token in x.split(1, 1):
+                    q, k, v = mixer.split(token)
+                    keys, values = cache.update(k, v, 0)
+                    outputs.append(mixer.join(F.scaled_dot_product_attention(q, keys, values)))
+            return torch.cat(outputs, 1)
+
+        held = float(past.numel() * past.element_size())
+        return Operation(function, inputs(shape, dtype), facts={"state_bytes_fresh": 0.0, "state_bytes": held})
+
+    return Candidate(name, build, cost=cost.attention, backward=False, **options)
+
+
+SHORT = 1024
+STEADY = f"omeganet, chunk 64, compiled, after {SHORT:,}"
+
+
+def remarks(rows: list[Row]) -> list[str]:
+    """A token after a long context against one after a short one, timed in turns."""
+    medians = {(row["candidate"], row["context"]): row["median"] for row in rows if "median" in row}
+    ratios = [
+        (context, medians["omeganet, chunk 64, compiled", context] / steady)
+        for (name, context), steady in medians.items()
+        if name == STEADY and context > SHORT and ("omeganet, chunk 64, compiled", context) in medians
+    ]
+    return [
+        f"After {context:,} tokens a token takes {ratio:.2f} of its time after {SHORT:,}." for context, ratio in ratios
+    ]
+
+
 DECODE = Benchmark(
     name="decode",
     shows="What a token costs when they come one at a time, and what is carried between them, as the context grows.",
@@ -94,8 +138,11 @@ DECODE = Benchmark(
     quick=tuple(Shape(batch=1, heads=2, dim=8, time=8, context=n) for n in (128, 256)),
     candidates=(
         decode_attention("softmax attention, cache", baseline=True, longest=20_000),
+        decode_cache("softmax attention, DynamicCache", longest=20_000),
         *in_both(decode_memory, "omeganet, chunk 64"),
+        decode_memory(STEADY, always=SHORT, compile=True),
     ),
+    remarks=remarks,
     columns=(
         "context",
         "candidate",

@@ -1,10 +1,11 @@
 """Newton-Schulz against its scalar polynomial on the singular values."""
 
 import math
+import sys
 
 import pytest
 import torch
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_memory.memory import gram_polynomial, newton_schulz
@@ -86,6 +87,7 @@ def test_zero_is_zero_with_a_zero_gradient():
 def test_gradcheck(shape):
     s = torch.randn(2, *shape, dtype=torch.float64, requires_grad=True)
     assert gradcheck(newton_schulz, (s,))
+    assert gradgradcheck(newton_schulz, (s,))
     assert gradcheck(lambda s: gram_polynomial(s @ s.mT) @ s, (s,), atol=1e-5, rtol=1e-3)
 
 
@@ -93,3 +95,24 @@ def test_a_single_matrix():
     s = torch.randn(4, 7)
     assert newton_schulz(s).shape == (4, 7)
     assert error(gram_polynomial(s @ s.mT) @ s, newton_schulz(s)) < 1e-3
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("many", [2, 9])
+def test_the_backward_passes_are_those_of_autograd(steps, many, monkeypatch):
+    """Of the iteration as printed, on wide, square and tall matrices, all at once and in blocks."""
+    a, b, c = COEFFICIENTS
+    module = sys.modules[newton_schulz.__module__]
+    monkeypatch.setattr(module, "CACHED", 4 * 6 * 6 * 8)
+    for rows, columns in ((6, 30), (6, 6), (9, 4)):
+        x = torch.randn(many, rows, columns, dtype=torch.float64, requires_grad=True)
+        weights = torch.randn_like(x)
+        unit = x / x.square().sum((-2, -1), keepdim=True).sqrt()
+        for _ in range(steps):
+            gram = unit @ unit.mT
+            unit = a * unit + (b * gram + c * gram @ gram) @ unit
+        gram = x @ x.mT
+        for found in (newton_schulz(x, steps), gram_polynomial(gram, steps, symmetric=True) @ x):
+            torch.testing.assert_close(found, unit, rtol=1e-9, atol=1e-11)
+            gradients = [torch.autograd.grad(y, x, weights, retain_graph=True)[0] for y in (found, unit)]
+            torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-10)

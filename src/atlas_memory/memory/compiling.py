@@ -14,20 +14,22 @@ from typing import Any
 import torch
 
 
-def compile_options() -> dict[str, Any]:
-    """What to hand to ``torch.compile(model)``, on any device; nothing from PyTorch 2.14 on.
+def compile_options(device: str = "cpu") -> dict[str, Any]:
+    """What to hand to ``torch.compile`` for a module that lies on a device of this type: for a CPU the way around, and
+    that a memory's many small calls are made from C++ (4 to 10 % less time); for others nothing.
 
-    >>> compiled = torch.compile(torch.nn.Linear(2, 2))
+    >>> compiled = torch.compile(torch.nn.Linear(2, 2), options=compile_options())
     """
+    if device != "cpu":
+        return {}
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if (major, minor) >= (2, 14):
-        return {}
+        return {"cpp_wrapper": True}
     from .separate_loops import SeparateLoops
 
-    return {"_post_fusion_custom_pass": SeparateLoops()}
+    return {"cpp_wrapper": True, "_post_fusion_custom_pass": SeparateLoops()}
 
 
 def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     """``function`` compiled, for each shape that it meets on a device of this type."""
-    # On a CPU the many small calls of a chunk are made from C++: 4 % less time.
-    return torch.compile(function, dynamic=False, options={**compile_options(), "cpp_wrapper": device == "cpu"})
+    return torch.compile(function, dynamic=False, options=compile_options(device))

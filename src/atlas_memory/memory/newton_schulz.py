@@ -117,7 +117,7 @@ class _Step(torch.autograd.Function):
             return None
         a, b, c = COEFFICIENTS
         x, gram, z = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative is wanted: what was saved does not know where it came from
+        if _differentiable():
             return torch.autograd.grad(_step(x)[0], x, g, create_graph=True)[0]
         to_z = _symmetric_part(g @ x.mT)
         to_gram = torch.baddbmm(to_z, to_z, gram, beta=b, alpha=2.0 * c)
@@ -130,10 +130,13 @@ def _product(gram: Tensor, steps: int) -> Tensor:
 
 
 def _products(gram: Tensor, steps: int) -> tuple[Tensor, ...]:
-    """Q; and of every step the power X X^T, the factor Z of Q and, but for the last, Q so far."""
+    """Q; and of every step the power X X^T, of every step the factor Z, and Q after each step between the first, where
+    it is Z, and the last."""
     a, b, c = COEFFICIENTS
     diagonal = a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    powers, factors, products = [gram], list[Tensor](), list[Tensor]()
+    powers = [gram]
+    factors: list[Tensor] = []
+    products: list[Tensor] = []
     for step in range(steps):
         power = powers[-1]
         z = torch.baddbmm(torch.add(diagonal, power, alpha=b), power, power, alpha=c)
@@ -141,11 +144,11 @@ def _products(gram: Tensor, steps: int) -> tuple[Tensor, ...]:
         products.append(z @ products[-1] if products else z)
         if step + 1 < steps:
             powers.append(z @ power @ z)
-    return products[-1], *powers, *factors, *products[:-1]
+    return products[-1], *powers, *factors, *products[1:-1]
 
 
 def _symmetric_product(gram: Tensor, steps: int) -> Tensor:
-    return _SymmetricProduct.apply(gram, steps)[0]
+    return _SymmetricProduct.apply(gram, steps)[0] if steps > 1 else _product(gram, steps)
 
 
 class _SymmetricProduct(torch.autograd.Function):
@@ -172,9 +175,10 @@ class _SymmetricProduct(torch.autograd.Function):
             return None, None
         _, b, c = COEFFICIENTS
         steps, saved = ctx.steps, ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if _differentiable():
             return torch.autograd.grad(_product(saved[0], steps), saved[0], to_q, create_graph=True)[0], None
-        powers, factors, products = (saved[i * steps : (i + 1) * steps] for i in range(3))
+        powers, factors = saved[:steps], saved[steps : 2 * steps]
+        products = factors[0], *saved[2 * steps :]
         to_power = torch.zeros((), dtype=to_q.dtype, device=to_q.device)
         for step in range(steps - 1, -1, -1):
             power, z, last = powers[step], factors[step], step + 1 == steps
@@ -186,6 +190,12 @@ class _SymmetricProduct(torch.autograd.Function):
             from_next = through if last else z @ through
             to_power = _symmetric_part(from_next + torch.baddbmm(to_z, to_z, power, beta=b, alpha=2.0 * c))
         return to_power, None
+
+
+def _differentiable() -> bool:
+    """Whether a backward pass must be differentiable itself, for which what it saved lacks its history. No compiler
+    makes second derivatives."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _symmetric_part(x: Tensor) -> Tensor:
