@@ -18,10 +18,10 @@ ORACLE = Benchmark(
     shapes=(Shape(batch=1, heads=1, dim=64, time=1024),),
     quick=(Shape(batch=1, heads=1, dim=8, time=64),),
     candidates=(
-        bare_memory("recurrent", ATLAS, recurrent, pieces=PIECE, baseline=True, group="atlas", once=True),
-        bare_memory("chunkwise", ATLAS, group="atlas"),
-        bare_memory("recurrent, horizon", HORIZON, recurrent, pieces=PIECE, baseline=True, group="horizon", once=True),
-        bare_memory("chunkwise, horizon", HORIZON, group="horizon"),
+        bare_memory("chunkwise", ATLAS, baseline=True, group="atlas"),
+        bare_memory("recurrent", ATLAS, recurrent, pieces=PIECE, group="atlas", once=True),
+        bare_memory("chunkwise, horizon", HORIZON, baseline=True, group="horizon"),
+        bare_memory("recurrent, horizon", HORIZON, recurrent, pieces=PIECE, group="horizon", once=True),
     ),
     columns=("candidate", "ms", "ms, 20 to 80 %", "times baseline", "µs a token", "check"),
 )

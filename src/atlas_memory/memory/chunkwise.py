@@ -134,20 +134,22 @@ def _read_group(
     q, k, v, alpha, theta, eta, gamma = tokens
     time = q.shape[-2]
     count = -(-(time if phase is None else time + chunk - 1) // chunk)
-    past_k, past_v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
     spare = _spare(chunk, size)
     reach = size - 1 + spare  # window tokens before a chunk
+    past_k, past_v = (
+        torch.cat([past.new_zeros(*past.shape[:-2], spare, past.shape[-1]), past, new], -2)
+        for past, new in ((state.k, k), (state.v, v))
+    )
     q_grid, inside = shift_right(q, phase, count * chunk)
-    k_grid, exists = shift_right(past_k, phase, count * chunk + size - 1)
-    v_grid, _ = shift_right(past_v, phase, count * chunk + size - 1)
+    k_grid, exists = shift_right(past_k, phase, count * chunk + reach)
+    v_grid, _ = shift_right(past_v, phase, count * chunk + reach)
     if length is not None:
         start = 0 if phase is None else phase[:, None]
         inside = inside & (torch.arange(inside.shape[1], device=q.device) - start < length[:, None])
-        exists = exists & (torch.arange(exists.shape[1], device=q.device) - start < length[:, None] + size - 1)
+        exists = exists & (torch.arange(exists.shape[1], device=q.device) - start < length[:, None] + reach)
     # Tokens before the sequence's first are not in any window.
     first = state.seen if phase is None else state.seen - phase
-    exists = exists & (first[:, None] + torch.arange(exists.shape[1], device=q.device) >= size - 1)
-    k_grid, v_grid, exists = F.pad(k_grid, (0, 0, spare, 0)), F.pad(v_grid, (0, 0, spare, 0)), F.pad(exists, (spare, 0))
+    exists = exists & (first[:, None] + torch.arange(exists.shape[1], device=q.device) >= reach)
 
     def on_grid(values: Tensor, neutral: float) -> Tensor:
         grid, channels = values[..., None] if values.dim() == 3 else values, values.dim() == 4
@@ -196,6 +198,7 @@ def _read_group(
     y = y[..., :time, :] if phase is None else take(y, phase[:, None] + torch.arange(time, device=q.device))
     read = torch.full_like(state.seen, time) if length is None else length
     last = read[:, None] + torch.arange(size - 1, device=q.device)
+    past_k, past_v = (x[..., spare:, :] for x in (past_k, past_v))
     past_k, past_v = (x[..., time:, :].clone() if length is None else take(x, last) for x in (past_k, past_v))
     if isinstance(rule.features, Exponential):
         held = state.keys.shape[-2] + time

@@ -50,9 +50,11 @@ def band(gamma: Tensor, exists: Tensor | None = None) -> Tensor:
         ``[..., b, b + c - 1]``; column t + c - 1 is token t itself.
     """
     b, c = gamma.shape[-2:]
-    # Row t holds its c gates, oldest first, starting at column t: pad rows to b + c, and let reshaping skew them.
-    skewed = F.pad(gamma.flip(-1), (0, b)).flatten(-2)[..., : b * (b + c - 1)].unflatten(-1, (b, b + c - 1))
-    return skewed if exists is None else torch.where(exists[..., None, :], skewed, 0.0)
+    oldest_first = gamma.flip(-1)
+    if exists is not None:
+        oldest_first = torch.where(exists.unfold(-1, c, 1), oldest_first, 0.0)
+    # Row t holds its c gates starting at column t: pad rows to b + c, and let reshaping skew them.
+    return F.pad(oldest_first, (0, b)).flatten(-2)[..., : b * (b + c - 1)].unflatten(-1, (b, b + c - 1))
 
 
 def decay_matrix(factor: Tensor, rows: slice = EVERYTHING, columns: slice = EVERYTHING) -> Tensor:
@@ -114,8 +116,8 @@ def shift_right(x: Tensor, by: Tensor | None, length: int) -> tuple[Tensor, Tens
     """
     time = x.shape[-2]
     slots = torch.arange(length, device=x.device)
-    if by is None:
-        return F.pad(x, (0, 0, 0, length - time)), (slots < time)[None]
+    if by is None:  # padding by nothing would copy
+        return x if length == time else F.pad(x, (0, 0, 0, length - time)), (slots < time)[None]
     source = slots - by[:, None]
     inside = (source >= 0) & (source < time)
     return take(x, source.clamp(0, max(time - 1, 0))), inside
