@@ -46,6 +46,7 @@ def run(benchmark: Benchmark, settings: Settings, command: str, say: Callable[[s
         say: gets a line about each candidate as it comes.
     """
     torch.set_num_threads(settings.threads)
+    torch.set_flush_denormal(True)  # numbers below 1e-38 are slow, and an untrained memory fades to such
     result = {
         "benchmark": benchmark.name,
         "shows": benchmark.shows,

@@ -60,7 +60,7 @@ class ShortConvolution(nn.Module):
             return x, past
         y = _Convolution.apply(inputs, self.weight.to(x.dtype))
         if length is None:
-            return y, inputs[:, time:].clone()  # a view would keep all inputs
+            return y, inputs[:, time:].clone(memory_format=torch.contiguous_format)  # a view would keep all inputs
         last = length[:, None] + torch.arange(self.size - 1, device=x.device)
         return y, take(inputs, last)
 
