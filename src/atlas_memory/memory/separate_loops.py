@@ -8,7 +8,7 @@ from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 
 
-class SeparateLoops(CustomSchedulerPass):  # type: ignore[misc, unused-ignore]
+class SeparateLoops(CustomSchedulerPass):
     """Takes loops apart again whose outer loops were fused."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
