@@ -171,7 +171,7 @@ def bare_memory(
 
     return Candidate(
         name,
-        lambda shape, dtype, wrap: problem(shape, dtype, wrap(form)),
+        lambda shape, dtype, wrap: problem(shape, dtype, form if wrap is as_it_is else partial(form, compiled=True)),
         lambda shape, dtype: problem(shape, dtype, recurrent),
         cost=None if pieces else lambda shape: cost.memory(rule, shape),
         reduce=partial(reduced, tokens=2 * rule.window.chunk if verified is None else verified),

@@ -51,6 +51,11 @@ class Shape:
         return f"B={self.batch} T={self.time:,}{after}, {self.heads} x {self.dim}"
 
 
+def up_to(tokens: int) -> Callable[[Shape], bool]:
+    """Shapes with at most so many tokens in ``context`` and ``time``."""
+    return lambda shape: shape.context + shape.time <= tokens
+
+
 @dataclass(frozen=True)
 class Operation:
     """A candidate at a shape: ``function(x)``, its gradients taken with respect to x and ``parameters``.
@@ -98,7 +103,7 @@ class Candidate:
         compile: built through ``torch.compile``.
         backward: forward and backward, or forward only in inference mode.
         once: timed once, without a call to warm up.
-        longest: the longest ``context + time`` at which it is measured.
+        takes: at which shapes it is measured.
     """
 
     name: str
@@ -111,15 +116,11 @@ class Candidate:
     compile: bool = False
     backward: bool = True
     once: bool = False
-    longest: int | None = None
+    takes: Callable[[Shape], bool] = lambda shape: True
 
     def operation(self, shape: Shape, dtype: torch.dtype = torch.float32) -> Operation:
         """The operation at a shape; float32 is what is timed."""
         return self.build(shape, dtype, compiled if self.compile else as_it_is)
-
-    def takes(self, shape: Shape) -> bool:
-        """Whether it is measured at this shape."""
-        return self.longest is None or shape.context + shape.time <= self.longest
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from atlas_memory import NeuralMemory
 from atlas_memory.memory import resolve_rule
 from benchmarks import cost
 from benchmarks.operations import Attention, by_definition, in_both, inputs, seeded
-from benchmarks.registry import Benchmark, Candidate, Operation, Row, Shape, Wrap, as_it_is
+from benchmarks.registry import Benchmark, Candidate, Operation, Row, Shape, Wrap, as_it_is, up_to
 from benchmarks.suites.mixers import OMEGANET
 
 TOKENS = 64
@@ -137,8 +137,8 @@ DECODE = Benchmark(
     shapes=tuple(Shape(batch=1, heads=4, dim=64, time=TOKENS, context=n) for n in (256, 1024, 4096, 16384, 100_000)),
     quick=tuple(Shape(batch=1, heads=2, dim=8, time=8, context=n) for n in (128, 256)),
     candidates=(
-        decode_attention("softmax attention, cache", baseline=True, longest=20_000),
-        decode_cache("softmax attention, DynamicCache", longest=20_000),
+        decode_attention("softmax attention, cache", baseline=True, takes=up_to(20_000)),
+        decode_cache("softmax attention, DynamicCache", takes=up_to(20_000)),
         *in_both(decode_memory, "omeganet, chunk 64"),
         decode_memory(STEADY, always=SHORT, compile=True),
     ),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.operations import memory_layer, sdpa
-from benchmarks.registry import Benchmark, Row, Shape
+from benchmarks.operations import in_both, memory_layer, sdpa
+from benchmarks.registry import Benchmark, Row, Shape, up_to
 from benchmarks.suites.mixers import OMEGANET
 
 ATTENTION, MEMORY = "softmax attention", "omeganet, chunk 64"
 GROUP = 4
-"""Chunks computed anew together in the backward pass."""
+"""Chunks computed anew together in the backward pass; verified over five."""
 
 
 def remarks(rows: list[Row]) -> list[str]:
@@ -36,11 +36,9 @@ LENGTH = Benchmark(
     shapes=tuple(Shape(batch=1, heads=4, dim=64, time=1024 * n) for n in (1, 4, 8, 16, 64)),
     quick=tuple(Shape(batch=1, heads=2, dim=8, time=time) for time in (128, 256)),
     candidates=(
-        sdpa(ATTENTION, baseline=True, longest=16_384),  # at 64K a step takes minutes
-        memory_layer(MEMORY, OMEGANET, chunk=64),
-        memory_layer(
-            f"{MEMORY}, recomputed in groups of {GROUP}", OMEGANET, chunk=64, recompute=GROUP, verified=64 * (GROUP + 1)
-        ),
+        sdpa(ATTENTION, baseline=True, takes=up_to(16_384)),  # at 64K a step takes minutes
+        *in_both(memory_layer, MEMORY, OMEGANET, chunk=64),
+        *in_both(memory_layer, f"{MEMORY}, groups of {GROUP}", OMEGANET, chunk=64, recompute=GROUP, verified=320),
     ),
     columns=("tokens", "candidate", "ms", "ms, 20 to 80 %", "times baseline", "µs a token", "peak MB", "check"),
     remarks=remarks,

