@@ -5,7 +5,7 @@ import torch
 
 from atlas_memory.memory import Window
 from atlas_memory.memory.fast_weight import step_tokens
-from atlas_memory.memory.windows import band, decay_matrix, shift_right
+from atlas_memory.memory.windows import band, decay_matrix, overlapping, shift_right
 
 
 @pytest.mark.parametrize("b,c", [(1, 1), (1, 4), (5, 1), (4, 3), (3, 7)])
@@ -54,6 +54,15 @@ def test_shift_right_with_a_shift_a_row():
     grid, inside = shift_right(x, torch.tensor([0, 2]), 5)
     assert inside.tolist() == [[True, True, True, False, False], [False, False, True, True, True]]
     assert grid[0, 0, :3, 0].tolist() == [1, 2, 3] and grid[1, 0, 2:, 0].tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("count,width,step", [(4, 9, 8), (1, 5, 3), (5, 11, 4), (3, 2, 2)])
+def test_overlapping_and_its_gradient(count, width, step):
+    x = torch.randn(2, (count - 1) * step + width, 3, dtype=torch.float64, requires_grad=True)
+    found = overlapping(x, width, step)
+    assert torch.equal(found, torch.stack([x[:, i * step : i * step + width] for i in range(count)], 1))
+    assert torch.autograd.gradcheck(lambda x: overlapping(x, width, step), x)
+    assert torch.autograd.gradgradcheck(lambda x: overlapping(x, width, step).square(), x)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "4"])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory.windows import take
+from ..memory.windows import overlapping, take
 from .padding import pack, unpack
 from .rotary import check_heads, rotary, rotate
 
@@ -182,7 +182,7 @@ class SlidingWindowAttention(_Attention):
         # [i * block, i * block + window + block).
         q = F.pad(q, (0, 0, 0, ragged)).unflatten(2, (blocks, block))
         keys, values = (F.pad(x, (0, 0, 1, ragged)) for x in (keys, values))
-        keys, values = (x.unfold(2, window + block, block).transpose(-1, -2) for x in (keys, values))
+        keys, values = (overlapping(x, window + block, block) for x in (keys, values))
 
         row = torch.arange(block, device=q.device)[:, None]
         slot = torch.arange(window + block, device=q.device)

@@ -152,7 +152,7 @@ class NeuralMemory(nn.Module):
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
         qkv, past = self.convolution(self.qkv(x), state.past if state else None, length)
         kept = torch.promote_types(x.dtype, torch.float32)
-        q, k, v = F.silu(qkv).to(kept).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (x.transpose(1, 2) for x in F.silu(qkv).to(kept).unflatten(-1, (3, self.heads, -1)).unbind(2))
         q, k, memory = l2_normalise(q), l2_normalise(k), state.memory if state else None
         if self.writes:
             y, memory = self.memory(q, k, v, replace(self.gates(x), length=length), memory)

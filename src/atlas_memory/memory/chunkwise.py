@@ -26,7 +26,7 @@ from .horizon import Recent, in_matrices, known_as_tokens
 from .precision import compute
 from .rules import Params, Rule
 from .state import MemoryState, initial_state
-from .windows import band, shift_right, take
+from .windows import band, overlapping, shift_right, take
 
 GROUP = 64
 """Chunks that are laid out at a time: what is as long as the sequence stays proportional to it, not to b times it."""
@@ -162,11 +162,11 @@ def _read_group(
     if size > 1:
         windows = band(F.pad(gamma, (0, spare)), exists.unfold(-1, chunk + reach, chunk)[:, None])
 
-    k_windows = k_grid.unfold(-2, chunk + reach, chunk).mT
+    k_windows, v_windows = (overlapping(x, chunk + reach, chunk) for x in (k_grid, v_grid))
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     per_chunk = zip(
         torch.cat([k_windows, q_grid.unflatten(-2, (count, chunk))], -2).unbind(2),
-        v_grid.unfold(-2, chunk + reach, chunk).mT.unbind(2),
+        v_windows.unbind(2),
         *(x.unbind(2) for x in (windows, alpha, theta, eta)),
         inside.unflatten(-1, (count, chunk))[:, None].unbind(2),
         strict=True,

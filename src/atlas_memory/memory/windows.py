@@ -108,6 +108,37 @@ def _running_products(factor: Tensor, rows: slice, columns: slice) -> Tensor:
     return running.tril() if running.shape[-1] == b else torch.where(ones.tril()[:, columns], running, 0.0)
 
 
+def overlapping(x: Tensor, width: int, step: int) -> Tensor:
+    """Stretches of ``width`` tokens that begin every ``step`` tokens: ``[..., time, dim] -> [..., n, width, dim]``,
+    with time = (n - 1) step + width."""
+    return _Overlapping.apply(x, width, step)
+
+
+class _Overlapping(torch.autograd.Function):
+    """PyTorch's own gradient of ``unfold`` goes number by number; this one adds one slice for each ``step`` in
+    ``width``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, width: int, step: int) -> Tensor:
+        return x.unfold(-2, width, step).mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
+        ctx.width, ctx.step = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        width, step, count = ctx.width, ctx.step, g.shape[-3]
+        shifts = -(-width // step)
+        total = g.new_zeros(*g.shape[:-3], count + shifts - 1, step, g.shape[-1])
+        for shift in range(shifts):
+            part = g[..., shift * step : (shift + 1) * step, :]
+            total[..., shift : shift + count, : part.shape[-2], :] += part
+        return total.flatten(-3, -2)[..., : (count - 1) * step + width, :], None, None
+
+
 def shift_right(x: Tensor, by: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
     """Place each row of ``x`` ``[batch, ..., time, dim]`` at its offset ``by`` ``[batch]`` in a grid of ``length``.
 
