@@ -7,7 +7,7 @@ from benchmarks.registry import Benchmark, Row, Shape, up_to
 from benchmarks.suites.mixers import OMEGANET
 
 ATTENTION, MEMORY = "softmax attention", "omeganet, chunk 64"
-GROUP = 4
+GROUP = 2
 """Chunks computed anew together in the backward pass; verified over five."""
 
 
