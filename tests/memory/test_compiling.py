@@ -1,0 +1,20 @@
+"""What the compiler is told; that what it makes is right is tested in tests/layers/test_execution.py."""
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from atlas_memory import compile_options
+from atlas_memory.memory.compiler_passes import KeepActivations
+
+
+def test_activations_are_kept() -> None:
+    graph = make_fx(lambda x: torch.erf(x) * torch.exp(-x * x) + x.sigmoid() + x.sin())(torch.randn(3)).graph
+    KeepActivations()(graph)
+    kept = {str(node.target) for node in graph.nodes if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE}
+    assert kept == {"aten.erf.default", "aten.exp.default", "aten.sigmoid.default"}
+
+
+def test_a_model_of_ones_own_keeps_what_the_compiler_keeps() -> None:
+    assert "joint_custom_pre_pass" not in compile_options("cpu")
+    assert compile_options("cuda") == {}
