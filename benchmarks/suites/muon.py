@@ -28,8 +28,7 @@ from benchmarks.cost import memory
 from benchmarks.operations import bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Shape
 
-NARROW = Shape(batch=1, heads=4, dim=32, time=64)
-WIDE = replace(NARROW, dim=64)
+NARROW, WIDE = (Shape(batch=1, heads=256 // dim, dim=dim, time=64) for dim in (32, 64))
 ALONE = replace(WIDE, heads=1)  # to make the momenta of four heads of 64 with expansion 4 would take 20 GB
 QUICK = Shape(batch=1, heads=1, dim=8, time=16)
 RULES: dict[str, tuple[Network, str | None]] = {
