@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 from benchmarks import machine, measure, peak
 from benchmarks.cost import BACKWARD
@@ -47,6 +48,8 @@ def run(benchmark: Benchmark, settings: Settings, command: str, say: Callable[[s
     """
     torch.set_num_threads(settings.threads)
     torch.set_flush_denormal(True)  # numbers below 1e-38 are slow, and an untrained memory fades to such
+    if benchmark.profiled:  # else a profile does not see what compiled code calls
+        torch._inductor.config.cpp.enable_kernel_profile = True
     result = {
         "benchmark": benchmark.name,
         "shows": benchmark.shows,

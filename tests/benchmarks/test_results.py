@@ -181,6 +181,7 @@ def test_settings() -> None:
         ("aten::zero_", "copies"),
         ("aten::as_strided", "bookkeeping"),
         ("aten::clamp_max", "element-wise"),
+        ("aoti_torch_cpu_baddbmm_out", "matrix products"),
         ("aten::addcmul_", "element-wise"),
         ("autograd::engine::evaluate_function: MulBackward0", "overhead"),
         ("MulBackward0", "overhead"),
