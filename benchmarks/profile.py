@@ -23,12 +23,10 @@ def kind(name: str) -> str:
     """The kind of a profiled event: one of ``KINDS``, "element-wise", "fused" (compiled), or "overhead"."""
     if name.startswith(("graph_", "triton_", "cpp_fused")):
         return "fused"
-    for prefix in ("aten::", "aoti_torch_cpu_"):  # the latter is what compiled code calls them
-        if name.startswith(prefix):
-            operator = name.removeprefix(prefix).removesuffix("_out").lstrip("_").removesuffix("_")
-            break
-    else:
+    name = name.replace("aoti_torch_cpu_", "aten::")  # what compiled code calls them
+    if not name.startswith("aten::"):
         return "overhead"
+    operator = name.removeprefix("aten::").removesuffix("_out").lstrip("_").removesuffix("_")
     words = set(operator.split("_")) | {operator}
     if "clamp" in words:  # clamp_max is no maximum
         return "element-wise"
