@@ -180,6 +180,27 @@ def bare_memory(
     )
 
 
+def in_steps(name: str, candidate: Candidate, tokens: int, **options: Any) -> Candidate:
+    """A candidate's forward and backward over so many tokens at a time, each a sequence of its own: what a step over
+    all of them is set against. Measured as if it had no backward pass."""
+
+    def build(shape: Shape, dtype: torch.dtype, wrap: Wrap) -> Operation:
+        operation = candidate.build(replace(shape, time=min(tokens, shape.time)), dtype, wrap)
+
+        def function(x: Tensor) -> Tensor:
+            outputs = []
+            with torch.inference_mode(False), torch.enable_grad():
+                for part in x.detach().clone().split(tokens, 1):
+                    y = operation.function(part.requires_grad_())
+                    torch.autograd.grad(y, (part, *operation.parameters), torch.ones_like(y), allow_unused=True)
+                    outputs.append(y.detach())
+            return torch.cat(outputs, 1)
+
+        return replace(operation, function=function, x=inputs(shape, dtype))
+
+    return replace(candidate, name=name, build=build, cost=None, backward=False, baseline=False, **options)
+
+
 # Others
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from benchmarks.operations import in_both, memory_layer, sdpa
+from benchmarks.operations import in_both, in_steps, memory_layer, sdpa
 from benchmarks.registry import Benchmark, Row, Shape, up_to
 from benchmarks.suites.mixers import OMEGANET
 
 ATTENTION, MEMORY = "softmax attention", "omeganet, chunk 64"
-GROUP = 2
-"""Chunks computed anew together in the backward pass; verified over five."""
+GROUP = 8
+"""Chunks computed anew together in the backward pass; verified over nine."""
+RECOMPUTED = in_both(memory_layer, f"{MEMORY}, groups of {GROUP}", OMEGANET, chunk=64, recompute=GROUP, verified=576)
+SHORT, LONGEST = 4096, 65_536
+IN_STEPS = f", in steps of {SHORT:,}"
 
 
 def remarks(rows: list[Row]) -> list[str]:
-    """Where the memory overtakes attention."""
+    """Where the memory overtakes attention, and what the longest sequence takes beside short ones in turns."""
     medians: dict[str, dict[int, float]] = {}
     for row in rows:
         if "median" in row:
             medians.setdefault(row["candidate"], {})[row["time"]] = row["median"]
     attention, found = medians.get(ATTENTION, {}), []
     for name, times in medians.items():
-        if name == ATTENTION:
+        if name == ATTENTION or name.endswith(IN_STEPS):
             continue
         both = sorted(set(times) & set(attention))
         faster = [time for time in both if times[time] < attention[time]]
@@ -27,6 +30,10 @@ def remarks(rows: list[Row]) -> list[str]:
             found.append(f"{name} is faster than {ATTENTION} from T = {faster[0]:,}.")
         elif both:
             found.append(f"{name} is slower than {ATTENTION} up to T = {both[-1]:,}, the last that both were given.")
+    for name, times in medians.items():
+        for time in set(times) & set(medians.get(name + IN_STEPS, {})):
+            ratio = times[time] / medians[name + IN_STEPS][time]
+            found.append(f"{name}: at {time:,} tokens a token takes {ratio:.2f} of its time at {SHORT:,}, in turns.")
     return found
 
 
@@ -38,7 +45,8 @@ LENGTH = Benchmark(
     candidates=(
         sdpa(ATTENTION, baseline=True, takes=up_to(16_384)),  # at 64K a step takes minutes
         *in_both(memory_layer, MEMORY, OMEGANET, chunk=64),
-        *in_both(memory_layer, f"{MEMORY}, groups of {GROUP}", OMEGANET, chunk=64, recompute=GROUP, verified=320),
+        *RECOMPUTED,
+        *(in_steps(c.name + IN_STEPS, c, SHORT, takes=lambda shape: shape.time in (LONGEST, 256)) for c in RECOMPUTED),
     ),
     columns=("tokens", "candidate", "ms", "ms, 20 to 80 %", "times baseline", "µs a token", "peak MB", "check"),
     remarks=remarks,

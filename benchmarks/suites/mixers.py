@@ -15,7 +15,7 @@ LACT = RULES["lact"].vary(optimiser={"precise": False})
 
 OURS: tuple[Candidate, ...] = (
     *in_both(memory_layer, "omeganet, window 8, chunk 64", OMEGANET, chunk=64),
-    *in_both(memory_layer, "omeganet, window 8, chunk 64, groups of 2", OMEGANET, chunk=64, recompute=2),
+    *in_both(memory_layer, "omeganet, window 8, chunk 64, groups of 4", OMEGANET, chunk=64, recompute=4),
     *in_both(memory_layer, "omeganet, window 1, chunk 64", OMEGANET, window=1, chunk=64),
     *in_both(memory_layer, "titans, chunk 64", "titans", chunk=64),
     *in_both(memory_layer, "gated memory of width d, chunk 64", GATED),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from ..memory import Gates, Rule, l2_normalise, resolve_rule
+from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
+from ..memory.chunkwise import Reading, begin, end, read_on
+from ..memory.precision import kept_dtype
 from .convolution import ShortConvolution
 from .gates import GateProjection
 from .hierarchy import HierarchicalGates, HierarchicalMemory, Hierarchy
@@ -146,21 +150,61 @@ class NeuralMemory(nn.Module):
             y ``[batch, time, dim]`` in x's dtype, each token's from that token alone.
         """
         q = F.silu(F.linear(x, self.qkv.weight[: x.shape[-1]]))
-        q = q.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        q = q.to(kept_dtype(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self._project(self.memory.retrieve(l2_normalise(q), memory), x)
 
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
-        qkv, past = self.convolution(self.qkv(x), state.past if state else None, length)
-        kept = torch.promote_types(x.dtype, torch.float32)
-        q, k, v = (x.transpose(1, 2) for x in F.silu(qkv).to(kept).unflatten(-1, (3, self.heads, -1)).unbind(2))
-        q, k, memory = l2_normalise(q), l2_normalise(k), state.memory if state else None
+        memory = self.memory
+        if isinstance(memory, OmegaMemory) and self.writes and memory.reads_in_groups(x):
+            return self._read_in_groups(memory, x, state, length)
+        q, k, v, past = self._look(x, state.past if state else None, length)
+        before = state.memory if state else None
         if self.writes:
-            y, memory = self.memory(q, k, v, replace(self.gates(x), length=length), memory)
+            y, after = self.memory(q, k, v, replace(self.gates(x), length=length), before)
         else:
             none = q.new_zeros(q.shape[0], self.gates.heads, 0)
-            memory = self.memory(q[:, :, :0], k[:, :, :0], v[:, :, :0], Gates(none), memory)[1]
-            y = self.memory.retrieve(q, memory)
-        return self._project(y, x), LayerState(memory, past)
+            after = self.memory(q[:, :, :0], k[:, :, :0], v[:, :, :0], Gates(none), before)[1]
+            y = self.memory.retrieve(q, after)
+        return self._project(y, x), LayerState(after, past)
+
+    def _read_in_groups(
+        self, memory: OmegaMemory, x: Tensor, state: LayerState | None, length: Tensor | None
+    ) -> tuple[Tensor, LayerState]:
+        """As ``_read``, keeping for the backward pass a state for every group of chunks and nothing that is as long as
+        x but x itself."""
+        read = partial(checkpoint, self._read_group, use_reentrant=False, preserve_rng_state=False)
+        like = x.new_zeros(len(x), self.heads, 0, x.shape[2] // self.heads, dtype=kept_dtype(x))
+        params, reading = begin(memory.rule, memory.params, like, state.memory if state else None)
+        past, outputs, start = state.past if state else None, [], 0
+        for part in x.split(memory.group, 1):
+            left = None if length is None else (length - start).clamp(0, part.shape[1])
+            y, past, reading = read(memory, params, reading, part, past, left)
+            outputs.append(y)
+            start += part.shape[1]
+        assert past is not None
+        return torch.cat(outputs, 1), LayerState(end(reading, like), past)
+
+    def _read_group(
+        self,
+        memory: OmegaMemory,
+        params: Params,
+        reading: Reading,
+        x: Tensor,
+        past: Tensor | None,
+        length: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Reading]:
+        q, k, v, past = self._look(x, past, length)
+        gates = replace(self.gates(x), length=length)
+        y, reading = read_on(memory.rule, memory.compiled, params, reading, q, k, v, gates)
+        return self._project(y, x), past, reading
+
+    def _look(self, x: Tensor, past: Tensor | None, length: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v ``[batch, heads, time, dim]`` in at least float32, and the convolution's last inputs."""
+        qkv, past = self.convolution(self.qkv(x), past, length)
+        q, k, v = (
+            y.transpose(1, 2) for y in F.silu(qkv).to(kept_dtype(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        )
+        return l2_normalise(q), l2_normalise(k), v, past
 
     def _project(self, y: Tensor, x: Tensor) -> Tensor:
         """What the heads read, ``[batch, heads, time, dim]``, normed, gated by x and projected."""

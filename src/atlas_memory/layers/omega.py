@@ -128,6 +128,21 @@ class OmegaMemory(nn.Module):
         args = self.rule, self.params, q, k, v, gates, state
         return chunkwise(*args, recompute=self.recompute, compiled=self.compiled)
 
+    def reads_in_groups(self, x: Tensor) -> bool:
+        """Whether a layer around this memory does well to bring q, k and v of x ``[batch, time, ...]`` by and by: where
+        what lies between groups of chunks is computed anew in the backward pass, what they are made by can be too.
+
+        On a GPU, and under a compiler, groups of few chunks would leave most of it idle or unrolled.
+        """
+        if self.recompute is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        return x.device.type == "cpu" and x.shape[1] > self.group
+
+    @property
+    def group(self) -> int:
+        """Tokens of ``recompute`` chunks."""
+        return (self.recompute or 1) * self.rule.window.chunk
+
     def retrieve(self, q: Tensor, state: MemoryState | None = None) -> Tensor:
         """What the memory answers to q ``[batch, heads, time, dim]`` as it is now, without writing; shaped as q.
 
@@ -146,7 +161,8 @@ def set_execution(module: nn.Module, *, recompute: int | None = None, compiled: 
 
     Args:
         module: a layer or a model.
-        recompute: chunks a group of which one memory state is kept for the backward pass; None: keep everything.
+        recompute: chunks a group of which one memory state is kept for the backward pass; None: keep everything. On a
+            CPU ``NeuralMemory`` then keeps nothing else but its input; projections and gates are computed anew, too.
         compiled: compile what happens in a chunk; see ``chunkwise``.
 
     Raises:

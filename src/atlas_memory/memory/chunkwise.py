@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from types import FunctionType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from .compiling import compiled as compiled_form
 from .features import Exponential
 from .gates import Gates
 from .horizon import Recent, in_matrices, known_as_tokens
-from .precision import compute
+from .precision import cast, check_inputs, compute, kept_dtype, working_dtype
 from .rules import Params, Rule
 from .state import MemoryState, initial_state
 from .windows import band, overlapping, shift_right, take
@@ -85,51 +86,85 @@ def _chunkwise(
         from ..kernels.chunk import chunk_recurrence
 
         return chunk_recurrence(rule, q, k, v, gate, state or initial_state(rule, params.initial, k))
-    v = torch.cat([v, gate.delta[..., None]], -1) if rule.bias.has_delta else v
-    tokens, length = (q, k, v, gate.alpha, gate.theta, gate.eta, gate.gamma), gates.length
+    tokens, length = _tokens(rule, q, k, v, gates), gates.length
     read = partial(_read_group, rule, compiled)
     if recompute is not None and torch.is_grad_enabled():
         read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
     width = (recompute or GROUP) * rule.window.chunk
-    groups = zip(*(x.split(width, 2) for x in tokens), strict=True)
+    params, reading = begin(rule, params, q[:, :, :0], state)
     outputs = []
-    phase = None if state is None else state.seen % rule.window.chunk
-    # A memory that reads from its start stands at the start of a chunk in every group; one with rows that ended stays.
-    whole = state is None and length is None
+    for i, group in enumerate(zip(*(x.split(width, 2) for x in tokens), strict=True)):
+        left = None if length is None else (length - i * width).clamp(0, width)
+        y, reading = read(params, group, left, reading)
+        outputs.append(y)
+    return torch.cat(outputs, 2), end(reading, q)
+
+
+class Reading(NamedTuple):
+    """A memory between two groups of chunks of one call.
+
+    Attributes:
+        state: in the working precision; without the momentum that ``recent`` has.
+        recent: see ``Memory``.
+        phase: ``[batch]``, how many tokens of its chunk each row had read when the call began; None: none. Groups being
+            whole chunks, it is the same before each.
+        together: whether all rows stand at the start of a chunk, where the frozen memory is the present one.
+    """
+
+    state: MemoryState
+    recent: tuple[Recent | None, ...]
+    phase: Tensor | None
+    together: bool
+
+
+def begin(rule: Rule, params: Params, q: Tensor, state: MemoryState | None) -> tuple[Params, Reading]:
+    """Begin to read a sequence of which only a group of chunks is at hand at a time: what ``read_on`` goes on from.
+
+    Args:
+        q: ``[batch, heads, 0, dim]``, for its sizes, dtype and device; the rest as for ``chunkwise``.
+    """
+    check_inputs(rule, params, q, q, q, Gates(q[..., 0]), state)
+    up = cast(working_dtype(rule, q))
+    params = params.map(up)
+    if state is not None:
+        return params, Reading(state.map(up), (), state.seen % rule.window.chunk, False)
     recent: tuple[Recent | None, ...] = ()
-    if state is None and rule.optimiser.accumulators == 2:
+    if rule.optimiser.accumulators == 2:
         in_tokens = [takes_token_space(rule, *shape) for shape in rule.shapes(q.shape[-1])]
         recent = tuple(Recent() if yes else None for yes in in_tokens) if any(in_tokens) else ()
-    for i, group in enumerate(groups):
-        left = None if length is None else (length - i * width).clamp(0, width)
-        state = initial_state(rule, params.initial, k) if state is None else state
-        y, state, recent = read(params, group, left, state, recent, phase, whole or (i == 0 and phase is None))
-        outputs.append(y)
-    assert state is not None
-    momentum = in_matrices(state.momentum, recent) if recent else state.momentum
-    return torch.cat(outputs, 2), replace(state, momentum=momentum)
+    return params, Reading(initial_state(rule, params.initial, up(q)), recent, None, True)
+
+
+def read_on(
+    rule: Rule, compiled: bool, params: Params, reading: Reading, q: Tensor, k: Tensor, v: Tensor, gates: Gates
+) -> tuple[Tensor, Reading]:
+    """Read the next whole chunks, or the last tokens: y and what to go on from. ``params`` are those of ``begin``."""
+    up = cast(working_dtype(rule, q))
+    with torch.autocast(q.device.type, enabled=False):
+        tokens = _tokens(rule, up(q), up(k), up(v), gates.map(up))
+        y, reading = _read_group(rule, compiled, params, tokens, gates.length, reading)
+    return y.to(q.dtype), reading
+
+
+def end(reading: Reading, q: Tensor) -> MemoryState:
+    """The state after the last token, for inputs like ``q``."""
+    state, recent = reading.state, reading.recent
+    state = replace(state, momentum=in_matrices(state.momentum, recent)) if recent else state
+    return state.map(cast(kept_dtype(q)))
+
+
+def _tokens(rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, ...]:
+    """q, k, v and the gates alpha, theta, eta, gamma."""
+    gate = gates.complete(q, rule.window.size)
+    v = torch.cat([v, gate.delta[..., None]], -1) if rule.bias.has_delta else v
+    return q, k, v, gate.alpha, gate.theta, gate.eta, gate.gamma
 
 
 def _read_group(
-    rule: Rule,
-    compiled: bool,
-    params: Params,
-    tokens: tuple[Tensor, ...],
-    length: Tensor | None,
-    state: MemoryState,
-    recent: tuple[Recent | None, ...],
-    phase: Tensor | None,
-    together: bool,
-) -> tuple[Tensor, MemoryState, tuple[Recent | None, ...]]:
-    """The tokens of a few chunks: y, the state, and what is known of its momentum as sums over tokens.
-
-    Args:
-        tokens: q, k, v and the gates alpha, theta, eta, gamma.
-        recent: see ``Memory``.
-        phase: ``[batch]``, how many tokens of its chunk each row has read; None: none. Groups being whole chunks, all
-            have the phase of the first.
-        together: whether all rows stand at the start of a chunk, where the frozen memory is the present one.
-    """
+    rule: Rule, compiled: bool, params: Params, tokens: tuple[Tensor, ...], length: Tensor | None, reading: Reading
+) -> tuple[Tensor, Reading]:
+    """The tokens of a few chunks, see ``_tokens``: y, and what to go on from."""
+    state, recent, phase, together = reading
     size, chunk = rule.window.size, rule.window.chunk
     q, k, v, alpha, theta, eta, gamma = tokens
     time = q.shape[-2]
@@ -212,7 +247,8 @@ def _read_group(
     if phase is not None:  # then the next group begins within a chunk
         recent, momentum = (), in_matrices(momentum, recent) if recent else momentum
     state = MemoryState(frozen, memory.weights, momentum, memory.dual, past_k, past_v, keys, state.seen + read)
-    return y, state, recent
+    # A memory that reads from its start stands at the start of a chunk in every group; one with rows that ended stays.
+    return y, Reading(state, recent, phase, together and length is None)
 
 
 @cache

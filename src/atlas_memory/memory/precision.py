@@ -40,17 +40,21 @@ def compute(
             memory of another rule, head count or width.
     """
     check_inputs(rule, params, q, k, v, gates, state)
-    work = working_dtype(rule, q)
-    kept = torch.float64 if q.dtype == torch.float64 else torch.float32
-
-    def to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        return lambda t: t.to(dtype) if t.is_floating_point() else t
-
-    up = to(work)
+    up = cast(working_dtype(rule, q))
     with torch.autocast(q.device.type, enabled=False):
         state = None if state is None else state.map(up)
         y, end = form(rule, params.map(up), up(q), up(k), up(v), gates.map(up), state)
-    return y.to(q.dtype), end.map(to(kept))
+    return y.to(q.dtype), end.map(cast(kept_dtype(q)))
+
+
+def kept_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of states for inputs like ``x``."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """What brings a tensor of numbers to ``dtype``, and leaves one of integers or truth values as it is."""
+    return lambda t: t.to(dtype) if t.is_floating_point() else t
 
 
 def check_inputs(
