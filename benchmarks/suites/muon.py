@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from atlas_memory.memory import (
     chunk,
     chunkwise,
     cost,
-    fast_weight,
+    muon_steps,
 )
 from atlas_memory.memory.newton_schulz import COEFFICIENTS
 from benchmarks.cost import memory
@@ -42,23 +43,24 @@ RULES: dict[str, tuple[Network, str | None]] = {
 
 @contextmanager
 def forced(space: str) -> Iterator[None]:
-    """Newton-Schulz in one space of every matrix, "features", "outputs" or "tokens", whatever is cheaper; in the cost
-    model too. The one place that knows how the space is chosen."""
-    modules = fast_weight, cost, chunk
-    before = fast_weight.cheapest_space, fast_weight.newton_schulz
+    """Newton-Schulz in one space of every matrix, "features", "outputs" or "tokens", whatever is cheaper, and of all
+    steps of a chunk at once; in the cost model too. The one place that knows how the space is chosen."""
+    modules = muon_steps, cost, chunk
+    before = muon_steps.cheapest_space, muon_steps.newton_schulz, muon_steps.TOGETHER
 
     def always(*sizes: int, **options: bool) -> str:
         return space
 
     for module in modules:
         module.cheapest_space = always  # type: ignore[attr-defined]
-    fast_weight.newton_schulz = literal_newton_schulz  # type: ignore[assignment]
+    muon_steps.newton_schulz = literal_newton_schulz  # type: ignore[assignment]
+    muon_steps.TOGETHER = sys.maxsize
     try:
         yield
     finally:
         for module in modules:
             module.cheapest_space = before[0]  # type: ignore[attr-defined]
-        fast_weight.newton_schulz = before[1]
+        muon_steps.newton_schulz, muon_steps.TOGETHER = before[1:]
 
 
 def literal_newton_schulz(matrix: Tensor, steps: int) -> Tensor:
@@ -85,11 +87,13 @@ def materialised(rule: Rule, shape: Shape) -> Cost:
 
 
 def _pair(name: str, network: Network, horizon: str | None) -> tuple[Candidate, Candidate]:
-    """Chunks of 32; of 16 with a horizon, since there Newton-Schulz is on as many tokens as two chunks have."""
-    rule = Rule(network=network, optimiser=Muon(horizon=horizon), window=Window(size=8, chunk=16 if horizon else 32))
+    """Chunks of 64; of 16 with a horizon, since there Newton-Schulz is on as many tokens as two chunks have. Verified
+    into the second chunk."""
+    size = 16 if horizon else 64
+    rule = Rule(network=network, optimiser=Muon(horizon=horizon), window=Window(size=8, chunk=size))
     shapes = (NARROW, ALONE if network == MLP() else WIDE, QUICK)
     pair = (f"{name}, feature space", in_feature_space), (f"{name}, as chosen", chunkwise)
-    options: dict[str, Any] = {"verified": 16, "group": name, "takes": shapes.__contains__}
+    options: dict[str, Any] = {"verified": size + 8, "group": name, "takes": shapes.__contains__}
     made, chosen = (bare_memory(title, rule, form, **options) for title, form in pair)
     return replace(made, cost=partial(materialised, rule), baseline=True), chosen
 

@@ -110,15 +110,15 @@ def test_backward_counts_twice() -> None:
 
 
 def test_a_space_is_forced_and_given_back() -> None:
-    from atlas_memory.memory import chunk, fast_weight
+    from atlas_memory.memory import chunk, muon_steps
     from atlas_memory.memory import cost as model
 
-    before = fast_weight.cheapest_space
+    before = muon_steps.cheapest_space
     for space in ("outputs", "features", "tokens"):
         with forced(space):
-            for module in (fast_weight, model, chunk):
+            for module in (muon_steps, model, chunk):
                 assert module.cheapest_space(64, 2145, 64, 71, 64, 5) == space
-    assert fast_weight.cheapest_space is model.cheapest_space is chunk.cheapest_space is before
+    assert muon_steps.cheapest_space is model.cheapest_space is chunk.cheapest_space is before
 
 
 def test_numbers_do_not_depend_on_what_was_made_before() -> None:

@@ -13,9 +13,9 @@ from atlas_memory.memory import (
     Linear,
     Polynomial,
     chunkwise,
-    fast_weight,
     gram_polynomial,
     incremental,
+    muon_steps,
     newton_schulz,
     recurrent,
 )
@@ -186,13 +186,28 @@ def test_every_space_is_taken_where_it_is_cheapest(dim, degree, expansion, horiz
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args: (taken.add(space), function(*args))[1])
 
-    note(fast_weight, "_feature_space", "features")
-    note(fast_weight, "_output_space", "outputs")
+    note(muon_steps, "_feature_space", "features")
+    note(muon_steps, "_output_space", "outputs")
     note(one_chunk, "muon_steps_of_tokens", "tokens")
     problem = random_problem(rule, 1, time=11, dim=dim)
     found = everything(chunkwise, problem)
     assert taken == expected
     gap, where = worst(found, everything(recurrent, problem))
+    assert gap < 1e-8, where
+
+
+@pytest.mark.parametrize("read", ["after", "before"])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("space", ["features", "outputs", "tokens"])
+def test_more_steps_than_are_taken_together(space, every, read, monkeypatch):
+    """Every group sees as many tokens, and is read by as many queries, as it has to."""
+    window, horizon = {"size": 3, "chunk": 20, "read": read}, "chunk" if space == "tokens" else None
+    rule = RULES["atlas"].vary(window=window, optimiser={"every": every, "horizon": horizon}, network={"expansion": 2})
+    for module in (muon_steps, one_chunk):
+        monkeypatch.setattr(module, "cheapest_space", lambda *sizes, **options: space)
+    monkeypatch.setattr(muon_steps, "TOGETHER", 4)
+    problem = random_problem(rule, 2, time=47, dim=3)
+    gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
     assert gap < 1e-8, where
 
 
@@ -203,7 +218,7 @@ def test_newton_schulz_runs_as_often_as_the_rule_says(name, every, monkeypatch):
     rule = CASES[name].vary(optimiser={"every": every})
     time = 3 * rule.window.chunk
     counts = {"newton_schulz": 0, "gram_polynomial": 0}
-    for module in (fast_weight, sys.modules["atlas_memory.memory.recurrent"]):
+    for module in (muon_steps, sys.modules["atlas_memory.memory.recurrent"]):
         for face in counts:
             if (function := getattr(module, face, None)) is not None:
 

@@ -9,7 +9,8 @@ retention.py       alpha                        recurrent.py     the definition,
 optimisers.py      the inner step               chunkwise.py     the fast form, equal to it
 newton_schulz.py   O in Muon                    chunk.py         one chunk of it
 windows.py         c, b, gamma's band           fast_weight.py   its primitive: one matrix over one chunk
-precision.py       float32 or float64           compiling.py     the options of torch.compile
+precision.py       float32 or float64           muon_steps.py    that of Muon
+horizon.py         S, a sum over few tokens     compiling.py     the options of torch.compile
 
 Letters (ATLAS's): alpha retention (1 keeps), eta step size, theta momentum decay, gamma window gates, c window,
 b chunk, M_0 initial memory, S momentum. Titans calls the momentum decay eta and the step

@@ -19,13 +19,10 @@ from .fast_weight import (
     Steps,
     Tokens,
     add_product,
-    cheapest_space,
     delta_steps,
     identity_steps,
     last_factors,
     last_momentum,
-    muon_steps,
-    muon_steps_of_tokens,
     rows_at,
     scale,
     scale_rows,
@@ -33,6 +30,7 @@ from .fast_weight import (
 )
 from .features import Exponential
 from .horizon import Recent
+from .muon_steps import cheapest_space, muon_steps, muon_steps_of_tokens
 from .networks import Trace
 from .optimisers import DeltaGradientDescent, Muon
 from .retention import NonLinearRetention

@@ -1,9 +1,9 @@
 """What a rule costs: bytes of state, and multiply-adds a token.
 
-The multiply-adds are those of the matrix products in chunkwise.py, chunk.py and fast_weight.py, forward, for one chunk
-of b tokens with its N = b + c - 1 window tokens, divided by b. Element-wise work is left out, as are projections, gates
-and convolution, which belong to the layer, and the spare places of chunkwise.py. Both numbers are held against a real
-call in tests/memory/test_cost.py.
+The multiply-adds are those of the matrix products in chunkwise.py, chunk.py, fast_weight.py and muon_steps.py, forward,
+for one chunk of b tokens with its N = b + c - 1 window tokens, divided by b. Element-wise work is left out, as are
+projections, gates and convolution, which belong to the layer, and the spare places of chunkwise.py. Both numbers are
+held against a real call in tests/memory/test_cost.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from .chunk import takes_token_space
-from .fast_weight import cheapest_space, token_groups
 from .features import Exponential, Polynomial
+from .muon_steps import cheapest_space, step_groups
 from .newton_schulz import gram_cost, schulz_cost
 from .optimisers import DeltaGradientDescent, Muon
 from .retention import NonLinearRetention
@@ -88,17 +88,21 @@ def _steps(rule: Rule, m: int, f: int, apply: int, write: int, inner: int) -> tu
     elif takes_token_space(rule, m, f):
         t, queries = 2 * n, False
         total += t * t * (inner + m) + (b * t * inner if reads else 0)
-        for start, stop, seen in token_groups(taken, t, b, rule.every):
-            total += (stop - start) * (seen**3 + gram_cost(seen, optimiser.steps))
-            total += b * seen * ((stop - start) * seen + m) if reads else 0
+        for count, seen, left in _groups(taken, t, b, rule.every):
+            total += count * (seen**3 + gram_cost(seen, optimiser.steps))
+            total += left * seen * (count * seen + m) if reads else 0
         end, write = t * t * m + t * write, 0
-    elif cheapest_space(m, f, taken, n, b, optimiser.steps) == "outputs":
+    elif cheapest_space(m, f, taken, n, b, optimiser.steps, rule.every) == "outputs":
         keys = True
-        total += n * apply + m * m * f + taken * (n * n * m + n * m * m + gram_cost(m, optimiser.steps))
-        total += b * apply + taken * b * m * (n + m) if reads else 0
-        end += m * m * f + taken * n * m * m
+        total += n * apply + m * m * f + (b * apply if reads else 0)
+        for count, seen, left in _groups(taken, n, b, rule.every):
+            total += count * (seen * m * (seen + m) + gram_cost(m, optimiser.steps))
+            total += count * left * m * (seen + m) if reads else 0
+            end += count * seen * m * m
+        end += m * m * f
     else:
-        total += taken * (n * m * f + schulz_cost(m, f, optimiser.steps) + (b * m * f if reads else 0))
+        for count, seen, left in _groups(taken, n, b, rule.every):
+            total += count * (seen * m * f + schulz_cost(m, f, optimiser.steps) + (left * m * f if reads else 0))
         queries, end = False, 0
     if optimiser.has_momentum:
         total += n * write
@@ -107,6 +111,12 @@ def _steps(rule: Rule, m: int, f: int, apply: int, write: int, inner: int) -> tu
     elif retention.start(()) is not None:
         total += b * apply + (2 * n * apply if delta else 0)
     return keys, queries, total + end
+
+
+def _groups(taken: int, tokens: int, chunk: int, every: int) -> list[tuple[int, int, int]]:
+    """How many steps a group has, how many tokens these have seen, and how many queries read what they leave."""
+    groups = step_groups(taken, tokens, chunk, every)
+    return [(g.steps.stop - g.steps.start, g.seen, chunk - g.first) for g in groups]
 
 
 def _columns(rule: Rule) -> int:

@@ -13,13 +13,7 @@ everything between goes through the kernel k(x, y) = phi(x) . phi(y):
   which is attention with a decaying, windowed mask.
 * The delta step W_t = W_{t-1} (alpha_t I - e_t f_t f_t^T) - e_t delta_t f_t^T: the same with Delta replaced by
   U = Delta + [W_{t-1} f_t], which solves a triangular system in K_kk (the WY form of DeltaNet).
-* O = Newton-Schulz in *output space*: NS(S_n) = Q_n S_n with Q_n a polynomial in the rows x rows matrix S_n S_n^T, and
-  S_n S_n^T = E_n^T K_kk E_n + cT_n (X^T E_n + E_n^T X) + cT_n^2 S_0 S_0^T, E_n = diag(P[n]) Delta, X = phi_k S_0^T.
-* O = Newton-Schulz in *feature space*: every S_n is formed; cheaper when the features are few.
-* O = Newton-Schulz in *token space*, where S_0 is a sum over tokens too (``Muon.horizon``): S_n = Delta^T D_n f with T
-  tokens and D_n diagonal, and NS(S_n) = Delta^T D_n Q_n f with Q_n the same polynomial in the T x T matrix
-  K D_n (Delta Delta^T) D_n, K = f f^T, for (S S^T)^j S = Delta^T D (K D Delta Delta^T D)^j f. Neither m nor F enters:
-  cheaper when both are longer than T.
+* O = Newton-Schulz: muon_steps.py.
 """
 
 from __future__ import annotations
@@ -33,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .horizon import Factors
-from .newton_schulz import gram_cost, gram_polynomial, newton_schulz, schulz_cost
 from .windows import EVERYTHING
 
 
@@ -174,125 +167,6 @@ def delta_steps(w: Tensor, tokens: Tokens, plan: Schedule, after_decay: bool) ->
     return identity_steps(w, None, replace(tokens, deltas=_join(updates)), plan)
 
 
-def muon_steps(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
-    """Muon from a momentum in matrices; arguments and result as for ``identity_steps``, C = 1. Picks the cheaper of the
-    two exact spaces."""
-    (taken, window), chunk = plan.weights.shape[-2:], plan.retained.shape[-1]
-    space = cheapest_space(w.shape[-2], w.shape[-1], taken, window, chunk, steps)
-    return (_output_space if space == "outputs" else _feature_space)(w, s, tokens, plan, steps)
-
-
-def cheapest_space(
-    rows: int, columns: int, taken: int, window: int, chunk: int, steps: int, every: int = 1, horizon: bool = False
-) -> str:
-    """In which space Newton-Schulz needs the fewest multiply-adds: "features", "outputs" or, with a ``horizon`` and so
-    twice ``window`` tokens in S, "tokens"; for ``taken`` steps, of ``steps`` iterations each, in a chunk of ``chunk``
-    tokens with ``window`` window tokens."""
-    m, f, n, b, t = rows, columns, window, chunk, 2 * window
-    outputs = taken * (m * (n * n + 2 * n * m + b * n + b * m) + gram_cost(m, steps))
-    costs = {
-        "features": taken * (n * m * f + schulz_cost(m, f, steps) + b * m * f) + n * m * f,
-        "outputs": outputs + 2 * m * m * f + (3 * n + b) * m * f,
-    }
-    if horizon:
-        costs["tokens"] = 2 * t * t * m + t * m * f
-        for start, stop, seen in token_groups(taken, t, b, every):
-            each = seen * seen * (seen + b) + gram_cost(seen, steps)
-            costs["tokens"] += (stop - start) * each + b * seen * m
-    return min(costs, key=lambda space: costs[space])
-
-
-def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
-    features = tokens.inputs.features
-    assert features is not None
-    weighted = plan.weights[..., 0, :, :, None] * tokens.deltas[..., None, :, :]  # E_n: [..., J, N, m]
-    momentum = _matrix(plan.moving.at_steps) * s[..., None, :, :] + weighted.mT @ features[..., None, :, :]
-    step = newton_schulz(momentum, steps)  # [..., J, m, F]
-
-    def read(queries: Seen) -> Tensor:
-        assert queries.features is not None
-        moved = queries.features[..., None, :, :] @ step.mT  # [..., J, b, m]
-        old = scale_rows(plan.seen_retained(), queries.held(w))
-        return old - (plan.seen(plan.decay)[..., 0, :, :].mT[..., None] * moved).sum(-3)
-
-    def weights(row: int, start: Tensor) -> Tensor:
-        return scale(plan.retained[..., row], start) - (plan.decay[..., 0, row, :, None, None] * step).sum(-3)
-
-    return Steps(read, weights)
-
-
-def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
-    inverse = _power_of_two(tokens.deltas, s)
-    s = s * inverse
-    weighted = plan.weights[..., 0, :, :, None] * (tokens.deltas * inverse)[..., None, :, :]  # E_n: [..., J, N, m]
-    past = tokens.inputs.apply(s)  # X
-    carried = _matrix(plan.moving.at_steps)
-    # The two cross terms are one another's transpose: one is added twice, and all made symmetric.
-    cross = (2.0 * carried) * past[..., None, :, :]
-    gram = weighted.mT @ (tokens.inputs.kernel()[..., None, :, :] @ weighted + cross)
-    gram = 0.5 * (gram + gram.mT) + carried.square() * (s @ s.mT)[..., None, :, :]
-    q = gram_polynomial(gram, steps, symmetric=True)  # [..., J, m, m]
-
-    def read(queries: Seen) -> Tensor:
-        seen = carried * queries.apply(s)[..., None, :, :] + queries.kernel()[..., None, :, :] @ weighted  # S_n phi(q)
-        old = scale_rows(plan.seen_retained(), queries.held(w))
-        return old - (plan.seen(plan.decay)[..., 0, :, :].mT[..., None] * (seen @ q)).sum(-3)
-
-    def weights(row: int, start: Tensor) -> Tensor:
-        final = plan.decay[..., 0, row, :, None, None] * q
-        written = (weighted @ final).sum(-3)  # [..., N, m]
-        return tokens.write(scale(plan.retained[..., row], start) - (carried * final).sum(-3) @ s, -written)
-
-    return Steps(read, weights)
-
-
-def muon_steps_of_tokens(w: Tensor, old: Factors | None, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
-    """Muon in token space, from a momentum that is a sum over tokens itself (None: zero). Result as ``muon_steps``."""
-    features = tokens.inputs.features
-    assert features is not None
-    deltas, inputs, weights = tokens.deltas, tokens.inputs.inputs, plan.weights[..., 0, :, :]
-    before = 0 if old is None else old.deltas.shape[-2]
-    if old is not None:
-        deltas, inputs = torch.cat([old.deltas, deltas], -2), torch.cat([old.inputs, inputs], -2)
-        weights = torch.cat([plan.moving.at_steps[..., 0, :, None].expand(*weights.shape[:-1], before), weights], -1)
-    inverse = _power_of_two(deltas)
-    deltas = deltas * inverse
-    inner, outer = tokens.product(inputs, inputs), deltas @ deltas.mT
-    groups = token_groups(weights.shape[-2], weights.shape[-1], plan.retained.shape[-1], plan.every)
-    polynomials = []
-    for start, stop, seen in groups:
-        at = weights[..., start:stop, :seen, None]  # D_n
-        left = at * outer[..., None, :seen, :seen] * at.mT
-        gram = (left.flatten(-3, -2) @ inner[..., :seen, :seen]).view(left.shape)
-        polynomials.append(gram_polynomial(gram, steps) * at.mT)  # Q_n^T D_n: [..., J', T', T']
-
-    def read(queries: Seen) -> Tensor:
-        near, decay = tokens.product(queries.inputs, inputs), plan.seen(plan.decay)[..., 0, :, :]
-        total = torch.zeros_like(near[..., :1])
-        for (start, stop, seen), q in zip(groups, polynomials, strict=True):
-            moved = near[..., None, :, :seen] @ q  # [..., J', b, T']
-            moved = (decay[..., start:stop].mT[..., None] * moved).sum(-3)
-            total = total + moved @ deltas[..., :seen, :]
-        return scale_rows(plan.seen_retained(), queries.held(w)) - total
-
-    def weights_at(row: int, start_from: Tensor) -> Tensor:
-        mixed = inner.new_zeros(inner.shape)
-        for (start, stop, seen), q in zip(groups, polynomials, strict=True):
-            final = (plan.decay[..., 0, row, start:stop, None, None] * q).sum(-3)
-            mixed = mixed + F.pad(final, (0, inner.shape[-1] - seen) * 2)
-        written = -(mixed @ deltas)
-        end = tokens.write(scale(plan.retained[..., row], start_from), written[..., before:, :])
-        return end if old is None else end + written[..., :before, :].mT @ old.features
-
-    return Steps(read, weights_at)
-
-
-def token_groups(taken: int, tokens: int, chunk: int, every: int) -> list[tuple[int, int, int]]:
-    """Steps a few at a time, (first, last + 1, how many tokens they see): an early step has seen few of the chunk."""
-    steps = [(start, min(start + 8, taken)) for start in range(0, taken, 8)]
-    return [(start, stop, tokens - max(chunk - every * stop, 0)) for start, stop in steps]
-
-
 def last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:
     """A sum S after the chunk, from that before it ``[batch, heads, m, F]``."""
     channels = plan.moving.last.shape[-2]
@@ -313,14 +187,6 @@ def last_factors(tokens: Tokens, plan: Schedule) -> Factors:
     return Factors(plan.moving.last[..., 0, :, None] * tokens.deltas, tokens.inputs.inputs, features)
 
 
-def _power_of_two(*matrices: Tensor) -> Tensor:
-    """What brings the largest entry of all matrices to about 1 ``[..., 1, 1]``. Newton-Schulz ignores the scale of S,
-    but products of S must neither over- nor underflow. A power of two rounds nothing: it looks at all of a chunk, whose
-    results must not depend on where the chunk ends."""
-    size = torch.stack([x.detach().abs().amax((-2, -1), keepdim=True) for x in matrices]).amax(0)
-    return torch.ldexp(torch.ones_like(size), -torch.frexp(size)[1])
-
-
 def scale(factor: Tensor, matrix: Tensor) -> Tensor:
     """A factor ``[..., C]`` on C groups of adjoining rows of a matrix ``[..., m, F]``."""
     if factor.shape[-1] == 1:
@@ -333,11 +199,6 @@ def scale_rows(factor: Tensor, out: Tensor) -> Tensor:
     if factor.shape[-2] == 1:
         return factor[..., 0, :, None] * out
     return factor.repeat_interleave(out.shape[-1] // factor.shape[-2], -2).mT * out
-
-
-def _matrix(factor: Tensor) -> Tensor:
-    """``[..., 1, J]`` -> ``[..., J, 1, 1]``."""
-    return factor[..., 0, :, None, None]
 
 
 def _split(x: Tensor, channels: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The momentum of ``Muon(horizon="chunk")`` in the fast form: sums over tokens that are never formed.
 
 With a horizon, S at a chunk's start sums the gradients of the chunk before and nothing else: one outer product for each
-of its N window tokens. Where all of S is known so, Newton-Schulz works in token space (fast_weight.py), and what passes
+of its N window tokens. Where all of S is known so, Newton-Schulz works in token space (muon_steps.py), and what passes
 from chunk to chunk is the tokens themselves. Matrices are made at the end of the call.
 """
 

@@ -113,7 +113,7 @@ class Muon:
     ``horizon="chunk"``: at a chunk's end the momentum forgets all that is older than this chunk, so that S_t sums the
     gradients of its own chunk and of the one before, weighted as ever: between b and 2 b tokens. What is cut off
     weighs at most theta^b. S_t then is a sum over few tokens at any time, and ``chunkwise`` orthogonalises in the space
-    of these tokens where both sides of a matrix are longer (fast_weight.py). None, the paper's, never forgets. In the
+    of these tokens where both sides of a matrix are longer (muon_steps.py). None, the paper's, never forgets. In the
     recurrence, with two accumulators a matrix,
 
         S^old_t = theta_t S^old_{t-1},   S^new_t = theta_t S^new_{t-1} + g_t,   S_t = S^old_t + S^new_t,
