@@ -6,7 +6,6 @@ from importlib import import_module
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_memory.memory import RULES
 from benchmarks import cost
@@ -16,6 +15,7 @@ from benchmarks.results import COLUMNS
 from benchmarks.suites import BENCHMARKS
 from benchmarks.suites.mixers import GATED, LACT, OMEGANET
 from benchmarks.suites.muon import forced
+from tests.counting import flop_counter
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda b: b.name)
@@ -75,7 +75,7 @@ def counted(candidate: Candidate, time: int) -> float:
     counts = []
     for length in (time // 2, time):
         operation = candidate.operation(Shape(batch=1, heads=2, dim=16, time=length))
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), flop_counter() as counter:
             operation.function(operation.x)
         counts.append(counter.get_total_flops())
     assert candidate.cost is not None
@@ -88,7 +88,7 @@ def test_model_counts_the_operations_of_attention() -> None:
     shape = Shape(batch=2, heads=2, dim=8, time=64)
     operation = sdpa().operation(shape)
     # Of its attention kernels, PyTorch counts what the plain one is made of.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), flop_counter() as counter:
         operation.function(operation.x)
     all_scores = 4.0 * shape.batch * shape.time**2 * shape.width
     causal = 4.0 * shape.batch * (shape.time * (shape.time + 1) / 2) * shape.width
@@ -100,7 +100,7 @@ def test_backward_counts_twice() -> None:
     operation = LAYERS["omeganet"].operation(Shape(batch=1, heads=2, dim=16, time=32))
     counts = []
     for backward in (False, True):
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             y = operation.function(operation.x)
             if backward:
                 y.sum().backward()

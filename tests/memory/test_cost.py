@@ -4,10 +4,10 @@ from importlib import import_module
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_memory.memory import RULES, DeltaGradientDescent, Exponential, Rule, chunkwise, resolve_rule
 from atlas_memory.memory.cost import multiply_adds, state_bytes
+from tests.counting import flop_counter
 
 from .problems import Problem, random_problem
 
@@ -53,7 +53,7 @@ def test_multiply_adds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     b, counts = rule.window.chunk, []
     given = problem(rule, 3 * b, dim=8)
     for time in (2 * b, 3 * b):
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), flop_counter() as counter:
             chunkwise(*given.between(0, time).arguments())
         counts.append(counter.get_total_flops() / 2)
     delta = isinstance(rule.optimiser, DeltaGradientDescent)

@@ -119,9 +119,9 @@ class _Step(torch.autograd.Function):
         x, gram, z = ctx.saved_tensors
         if _differentiable():
             return torch.autograd.grad(_step(x)[0], x, g, create_graph=True)[0]
-        to_z = _symmetric_part(g @ x.mT)
-        to_gram = torch.baddbmm(to_z, to_z, gram, beta=b, alpha=2.0 * c)
-        return torch.baddbmm(torch.baddbmm(g, z, g, beta=a), to_gram + to_gram.mT, x)
+        to_z = _twice_symmetric_part(g @ x.mT)
+        to_gram = torch.baddbmm(to_z, to_z, gram, beta=0.5 * b, alpha=c)
+        return torch.baddbmm(g, z, g, beta=a).baddbmm_(_twice_symmetric_part(to_gram), x)
 
 
 def _product(gram: Tensor, steps: int) -> Tensor:
@@ -139,7 +139,7 @@ def _products(gram: Tensor, steps: int) -> tuple[Tensor, ...]:
     products: list[Tensor] = []
     for step in range(steps):
         power = powers[-1]
-        z = torch.baddbmm(torch.add(diagonal, power, alpha=b), power, power, alpha=c)
+        z = torch.add(diagonal, power, alpha=b).baddbmm_(power, power, alpha=c)
         factors.append(z)
         products.append(z @ products[-1] if products else z)
         if step + 1 < steps:
@@ -184,12 +184,12 @@ class _SymmetricProduct(torch.autograd.Function):
             power, z, last = powers[step], factors[step], step + 1 == steps
             to_z = to_q @ products[step - 1] if step > 0 else to_q
             to_q = z @ to_q if step > 0 else to_q
-            # power' = z power z
+            # power' = z power z. What goes to z and to powers is twice its symmetric part, and halved where it goes on.
             through = to_power if last else to_power @ z
-            to_z = _symmetric_part(to_z if last else torch.baddbmm(to_z, through, power, alpha=2.0))
-            from_next = through if last else z @ through
-            to_power = _symmetric_part(from_next + torch.baddbmm(to_z, to_z, power, beta=b, alpha=2.0 * c))
-        return to_power, None
+            to_z = _twice_symmetric_part(to_z if last else torch.baddbmm(to_z, through, power))
+            to_power = torch.baddbmm(to_z, to_z, power, beta=0.5 * b, alpha=c)
+            to_power = _twice_symmetric_part(to_power if last else to_power.baddbmm_(z, through, alpha=0.5))
+        return 0.5 * to_power, None
 
 
 def _differentiable() -> bool:
@@ -198,8 +198,8 @@ def _differentiable() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _symmetric_part(x: Tensor) -> Tensor:
-    return 0.5 * (x + x.mT)
+def _twice_symmetric_part(x: Tensor) -> Tensor:
+    return x + x.mT
 
 
 def _between_restarts(short: int, long: int, steps: int) -> list[int]:
