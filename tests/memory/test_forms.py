@@ -107,8 +107,10 @@ def rules(draw) -> Rule:
 )
 def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels):
     channels = channels and not isinstance(rule.optimiser, Muon)
-    # A layer norm of two numbers is their order, a row of one number under RowNorm its sign: gradients are rounding.
-    dim = dim + 2 * rule.network.norm + isinstance(rule.retention, RowNorm)
+    # A layer norm of two numbers is their order, a row of one number under RowNorm and a matrix of one number under
+    # Newton-Schulz their signs: gradients are zero, and what is computed of them rounding.
+    signs = isinstance(rule.retention, RowNorm) or isinstance(rule.optimiser, Muon)
+    dim = dim + 2 * rule.network.norm + signs
     problem = random_problem(rule, seed, batch, heads, time, dim, channels=channels)
     oracle = everything(recurrent, problem)
     for name, form in FORMS.items():
