@@ -1,5 +1,7 @@
 """Three forms, one function: chunkwise and incremental against the recurrence, forward, state and every gradient."""
 
+import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -34,6 +36,7 @@ from atlas_memory.memory import (
     Softmax,
     Window,
     chunkwise,
+    gram_eigenvalues,
     incremental,
     recurrent,
 )
@@ -104,8 +107,9 @@ def rules(draw) -> Rule:
     time=st.integers(0, 19),
     dim=st.integers(1, 5),
     channels=st.booleans(),
+    eigenvalues=st.booleans(),
 )
-def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels):
+def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, eigenvalues):
     channels = channels and not isinstance(rule.optimiser, Muon)
     # A layer norm of two numbers is their order, a row of one number under RowNorm and a matrix of one number under
     # Newton-Schulz their signs: gradients are zero, and what is computed of them rounding.
@@ -114,7 +118,8 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels):
     problem = random_problem(rule, seed, batch, heads, time, dim, channels=channels)
     oracle = everything(recurrent, problem)
     for name, form in FORMS.items():
-        gap, where = worst(everything(form, problem), oracle)
+        with newton_schulz_by_eigenvalues(eigenvalues):
+            gap, where = worst(everything(form, problem), oracle)
         # A memory on phi* is zero at first, and a layer norm of zero is so steep that one ulp of k moves the definition
         # itself by 1e-9.
         allowed = 1e-6 if rule.network.norm and isinstance(rule.features, Exponential) else 1e-8
@@ -122,6 +127,15 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels):
             moved = max(worst(everything(recurrent, nudged(problem, draw)), oracle)[0] for draw in range(3))
             allowed = max(allowed, min(3.0 * moved, 1e-7))
         assert gap < allowed, f"{name}: {where} is off by {gap:.1e}"
+
+
+@contextmanager
+def newton_schulz_by_eigenvalues(wanted: bool):
+    """Of Gram matrices of any size, or of none, however many threads there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gram_eigenvalues, "LEAST_SIZE", 1)
+        patch.setattr(gram_eigenvalues, "MOST_THREADS", sys.maxsize if wanted else 0)
+        yield
 
 
 SHAPES = [(1, 4, 3, 4), (3, 5, 6, 4), (19, 4, 2, 8), (23, 3, 9, 5), (12, 8, 1, 1)]  # time, dim, c, b
@@ -145,11 +159,13 @@ def test_forms_agree_on_the_named_rules(name, dtype):
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 8, 16])
-def test_muon_every_r_tokens(every):
+@pytest.mark.parametrize("eigenvalues", [False, True])
+def test_muon_every_r_tokens(every, eigenvalues):
     """r that divides the chunk, that does not, and that exceeds it."""
     rule = RULES["atlas"].vary(optimiser={"every": every}, window={"size": 3, "chunk": 8})
     problem = random_problem(rule, 3, time=21)
-    gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
+    with newton_schulz_by_eigenvalues(eigenvalues):
+        gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
     assert gap < 1e-8, where
 
 

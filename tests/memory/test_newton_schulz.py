@@ -2,12 +2,14 @@
 
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from atlas_memory.memory import gram_polynomial, newton_schulz
+from atlas_memory.memory import gram_eigenvalues, gram_polynomial, newton_schulz
+from atlas_memory.memory.gram_eigenvalues import eigenvalues_pay
 from atlas_memory.memory.newton_schulz import COEFFICIENTS, gram_cost, schulz_cost
 from tests.counting import flop_counter
 
@@ -77,7 +79,7 @@ def test_scale_invariance_in_float32(power):
 
 def test_zero_is_zero_with_a_zero_gradient():
     s = torch.zeros(2, 4, 6, requires_grad=True)
-    for out in (newton_schulz(s), gram_polynomial(s @ s.mT) @ s):
+    for out in (newton_schulz(s), gram_polynomial(s @ s.mT) @ s, gram_polynomial(s @ s.mT, symmetric=True) @ s):
         assert out.count_nonzero() == 0
         (grad,) = torch.autograd.grad((out * torch.randn_like(out)).sum(), s)
         assert grad.isfinite().all() and grad.count_nonzero() == 0
@@ -97,10 +99,67 @@ def test_a_single_matrix():
     assert error(gram_polynomial(s @ s.mT) @ s, newton_schulz(s)) < 1e-3
 
 
+@pytest.fixture
+def eigenvalues(monkeypatch):
+    """Gram matrices of any size go by their eigenvalues, however many threads there are."""
+    monkeypatch.setattr(gram_eigenvalues, "LEAST_SIZE", 1)
+    monkeypatch.setattr(gram_eigenvalues, "MOST_THREADS", sys.maxsize)
+
+
+def test_eigenvalues_that_are_equal_close_or_zero(eigenvalues):
+    """Divided differences have nothing to divide by: identities, low ranks, and pairs an ulp apart."""
+    g = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(8, 8, generator=g, dtype=torch.float64))[0]
+    values = torch.ones(5, 8, dtype=torch.float64)
+    values[1, 3:] = 0.0
+    values[2, 1] += 2e-16
+    values[3] = torch.logspace(0, -18, 8)
+    values[4] = 0.0
+    results = []
+    for most in (sys.maxsize, 0):
+        gram_eigenvalues.MOST_THREADS = most
+        gram = ((basis * values[:, None]) @ basis.mT).requires_grad_()
+        q = gram_polynomial(gram, symmetric=True)
+        results.append((q.detach(), *torch.autograd.grad((q * basis).sum(), gram)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, 0.5 * (expected + expected.mT), rtol=1e-9, atol=1e-9)
+
+
+def test_eigenvalues_of_nothing_of_nan_and_twice(eigenvalues):
+    """A NaN stays in its own matrix, as with products, where LAPACK would raise. Second derivatives, vmap, none."""
+    gram = torch.eye(3, dtype=torch.float64).repeat(2, 1, 1)
+    gram[1, 0, 2] = torch.nan
+    q = gram_polynomial(gram, symmetric=True)
+    assert q[0].isfinite().all() and q[1].isnan().all()
+    assert gram_polynomial(torch.zeros(0, 3, 3, dtype=torch.float64), symmetric=True).shape == (0, 3, 3)
+    s = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    loose = {"atol": 1e-5, "rtol": 1e-3}
+    assert gradcheck(lambda s: gram_polynomial(s @ s.mT, 3, symmetric=True) @ s, (s,), **loose)
+    assert gradgradcheck(lambda s: gram_polynomial(s @ s.mT, 2, symmetric=True) @ s, (s,), **loose)
+    mapped = torch.vmap(partial(gram_polynomial, symmetric=True))(s @ s.mT)
+    torch.testing.assert_close(mapped, gram_polynomial(s @ s.mT, symmetric=True))
+
+
+def test_when_eigenvalues_pay(monkeypatch):
+    square = torch.zeros(64, 64, dtype=torch.float64)
+    for threads, pays in ((1, True), (2, True), (3, False)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert eigenvalues_pay(square) is pays
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert (
+        not eigenvalues_pay(square.float())
+        and not eigenvalues_pay(square[:31])
+        and not eigenvalues_pay(square.to("meta"))
+    )
+
+
+@pytest.mark.parametrize("by_eigenvalues", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize("many", [2, 9])
-def test_the_backward_passes_are_those_of_autograd(steps, many, monkeypatch):
+def test_the_backward_passes_are_those_of_autograd(steps, many, by_eigenvalues, monkeypatch):
     """Of the iteration as printed, on wide, square and tall matrices, all at once and in blocks."""
+    monkeypatch.setattr(gram_eigenvalues, "LEAST_SIZE", 1)
+    monkeypatch.setattr(gram_eigenvalues, "MOST_THREADS", sys.maxsize if by_eigenvalues else 0)
     a, b, c = COEFFICIENTS
     module = sys.modules[newton_schulz.__module__]
     monkeypatch.setattr(module, "CACHED", 4 * 6 * 6 * 8)

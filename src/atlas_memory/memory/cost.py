@@ -2,8 +2,9 @@
 
 The multiply-adds are those of the matrix products in chunkwise.py, chunk.py, fast_weight.py and muon_steps.py, forward,
 for one chunk of b tokens with its N = b + c - 1 window tokens, divided by b. Element-wise work is left out, as are
-projections, gates and convolution, which belong to the layer, and the spare places of chunkwise.py. Both numbers are
-held against a real call in tests/memory/test_cost.py.
+projections, gates and convolution, which belong to the layer, and the spare places of chunkwise.py. Newton-Schulz is
+counted as products, though one or two cores go by eigenvalues. Both numbers are held against a real call in
+tests/memory/test_cost.py.
 """
 
 from __future__ import annotations

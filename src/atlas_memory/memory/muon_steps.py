@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .fast_weight import Schedule, Seen, Steps, Tokens, scale, scale_rows
+from .gram_eigenvalues import eigenvalues_cost, eigenvalues_pay
 from .horizon import Factors
 from .newton_schulz import gram_cost, gram_polynomial, newton_schulz, schulz_cost
 
@@ -26,22 +27,32 @@ def muon_steps(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int)
     """Muon from a momentum in matrices; arguments and result as for ``identity_steps``, C = 1. Picks the cheaper of the
     two exact spaces."""
     (taken, window), chunk = plan.weights.shape[-2:], plan.retained.shape[-1]
-    space = cheapest_space(w.shape[-2], w.shape[-1], taken, window, chunk, steps, plan.every)
+    fast = eigenvalues_pay(w)
+    space = cheapest_space(w.shape[-2], w.shape[-1], taken, window, chunk, steps, plan.every, eigenvalues=fast)
     return (_output_space if space == "outputs" else _feature_space)(w, s, tokens, plan, steps)
 
 
 def cheapest_space(
-    rows: int, columns: int, taken: int, window: int, chunk: int, steps: int, every: int = 1, horizon: bool = False
+    rows: int,
+    columns: int,
+    taken: int,
+    window: int,
+    chunk: int,
+    steps: int,
+    every: int = 1,
+    horizon: bool = False,
+    eigenvalues: bool = False,
 ) -> str:
     """In which space Newton-Schulz needs the fewest multiply-adds: "features", "outputs" or, with a ``horizon`` and so
     twice ``window`` tokens in S, "tokens"; for ``taken`` steps, of ``steps`` iterations each, in a chunk of ``chunk``
-    tokens with ``window`` window tokens."""
+    tokens with ``window`` window tokens. ``eigenvalues``: symmetric matrices go by theirs."""
     m, f, n, b, t = rows, columns, window, chunk, 2 * window
     costs = {"features": n * m * f, "outputs": 2 * m * m * f + (3 * n + b) * m * f}
+    of_gram = min(gram_cost(m, steps), eigenvalues_cost(m)) if eigenvalues else gram_cost(m, steps)
     for group in step_groups(taken, n, b, every):
         count, seen, left = group.steps.stop - group.steps.start, group.seen, b - group.first
         costs["features"] += count * (seen * m * f + schulz_cost(m, f, steps) + left * m * f)
-        each = m * (seen * seen + 2 * seen * m + left * seen + left * m) + gram_cost(m, steps)
+        each = m * (seen * seen + 2 * seen * m + left * seen + left * m) + of_gram
         costs["outputs"] += count * each
     if horizon:
         costs["tokens"] = 2 * t * t * m + t * m * f

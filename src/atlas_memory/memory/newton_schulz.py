@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .gram_eigenvalues import by_eigenvalues, eigenvalues_pay, gradient_by_eigenvalues
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of the quintic used by Muon (Jordan et al. 2024)."""
 
@@ -50,8 +52,8 @@ def gram_polynomial(gram: Tensor, steps: int = 5, symmetric: bool = False) -> Te
     there is an X, of the Gram matrix's root condition, to compute it from again; where S is never formed, Q G Q^T has
     the errors of the G it began with.
 
-    ``symmetric``: promises that ``gram`` is. The backward pass then has three products for the general four, and a GPU
-    may take a kernel (docs/kernels.md).
+    ``symmetric``: promises that ``gram`` is. The backward pass then has three products for the general four; one or
+    two cores go by eigenvalues in float64 (gram_eigenvalues.py), and a GPU may take a kernel (docs/kernels.md).
     """
     if symmetric and gram.is_cuda:
         from ..kernels.dispatch import supports_gram
@@ -64,7 +66,8 @@ def gram_polynomial(gram: Tensor, steps: int = 5, symmetric: bool = False) -> Te
     tiny = torch.finfo(gram.dtype).tiny
     scale = torch.where(trace > tiny, trace.clamp_min(tiny).rsqrt(), 0.0)
     unit = (gram * reciprocal_or_zero(trace)).reshape(-1, *gram.shape[-2:])
-    function = partial(_symmetric_product if symmetric else _product, steps=steps)
+    way = _product if not symmetric else _by_eigenvalues if eigenvalues_pay(gram) else _symmetric_product
+    function = partial(way, steps=steps)
     return scale * _in_blocks(function, unit).view(gram.shape)
 
 
@@ -190,6 +193,36 @@ class _SymmetricProduct(torch.autograd.Function):
             to_power = torch.baddbmm(to_z, to_z, power, beta=0.5 * b, alpha=c)
             to_power = _twice_symmetric_part(to_power if last else to_power.baddbmm_(z, through, alpha=0.5))
         return 0.5 * to_power, None
+
+
+def _by_eigenvalues(gram: Tensor, steps: int) -> Tensor:
+    return _ByEigenvalues.apply(gram, steps)[0]
+
+
+class _ByEigenvalues(torch.autograd.Function):
+    """``_product`` of symmetric matrices through their eigenvalues."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gram: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        return by_eigenvalues(gram, steps, COEFFICIENTS)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.steps = inputs[1]
+        ctx.save_for_backward(inputs[0], *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, to_q: Tensor | None, *none: None) -> tuple[Tensor | None, None]:
+        if to_q is None:
+            return None, None
+        gram, vectors, values = ctx.saved_tensors
+        if _differentiable():
+            return torch.autograd.grad(_product(gram, ctx.steps), gram, to_q, create_graph=True)[0], None
+        return gradient_by_eigenvalues(to_q, vectors, values, ctx.steps, COEFFICIENTS), None
 
 
 def _differentiable() -> bool:
