@@ -1,6 +1,7 @@
 """How memories are computed, not what: recomputation, compilation, and what a state keeps alive."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch._dynamo import config as dynamo
 from atlas_memory import NeuralMemory, set_execution
 from atlas_memory.layers.attention import FullAttention
 from atlas_memory.layers.hierarchy import Hierarchy
+from atlas_memory.layers.self_modifying import SelfModifyingMemory
 from atlas_memory.memory import RULES
 
 DIM, HEADS = 16, 2
@@ -23,8 +25,10 @@ LAYERS = {
 }
 
 
-def layer(name: str) -> NeuralMemory:
+def layer(name: str) -> NeuralMemory | SelfModifyingMemory:
     torch.manual_seed(0)
+    if name == "hope":
+        return SelfModifyingMemory(DIM, HEADS, chunk_size=4).double()
     return NeuralMemory(DIM, HEADS, **LAYERS[name]).double()
 
 
@@ -39,7 +43,7 @@ def results(memory, x, mask=None, before=None):
     return [y, *held, *grads]
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [*LAYERS, "hope"])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_recomputation_changes_nothing(name, groups):
     """Also where rows are padded, where the last group and the last chunk are not full, and from a state whose rows
@@ -80,6 +84,15 @@ def test_recomputation_in_lower_precision():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+def test_what_recomputation_keeps_of_self_modifying_memories():
+    """A state of all five a group; projections and convolution outside are kept as ever."""
+    memory, x = layer("hope"), torch.randn(1, 256, DIM, dtype=torch.float64, requires_grad=True)
+    everything = saved_bytes(memory, x)
+    set_execution(memory, recompute=8)
+    state = memory(x[:, :1].detach())[1].nbytes
+    assert saved_bytes(memory, x) < min(everything / 8, 256 // (8 * 4) * state + 16 * x.nbytes)
+
+
 def test_what_recomputation_keeps():
     """A memory state a group and the inputs, where otherwise every token has its activations kept."""
     memory, x = layer("omeganet"), torch.randn(1, 256, DIM, dtype=torch.float64, requires_grad=True)
@@ -91,7 +104,7 @@ def test_what_recomputation_keeps():
     assert saved_bytes(memory, longer) - saved_bytes(memory, x) <= x.nbytes + 256 // (8 * 4) * state
 
 
-@pytest.mark.parametrize("name", ["omeganet", "atlas", "horizon", "tnt"])
+@pytest.mark.parametrize("name", ["omeganet", "atlas", "horizon", "tnt", "hope"])
 def test_one_graph_and_no_other_when_numbers_change(name):
     """``torch.compile(fullgraph=True)``, forward and backward, from a fresh memory; other inputs, and so other gates
     and rates, give no new graph."""
@@ -132,10 +145,13 @@ def test_a_compiled_step_at_any_phase(name):
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "cl"))), reason="compiling needs a C++ compiler")
-def test_compiled_chunks():
+@pytest.mark.parametrize(
+    "make", [partial(NeuralMemory, rule="lact", chunk_size=16), partial(SelfModifyingMemory, chunk_size=8)]
+)
+def test_compiled_chunks(make):
     """LaCT's gate at sizes that are vectorised in two directions met PyTorch's issue 185702 (compiling.py)."""
     torch.manual_seed(0)
-    memory, x = NeuralMemory(32, 2, "lact", chunk_size=16).double(), torch.randn(1, 17, 32, dtype=torch.float64)
+    memory, x = make(32, 2).double(), torch.randn(1, 17, 32, dtype=torch.float64)
     expected = results(memory, x)
     set_execution(memory, compiled=True)
     for a, b in zip(results(memory, x), expected, strict=True):

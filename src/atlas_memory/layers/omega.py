@@ -157,8 +157,6 @@ class OmegaMemory(nn.Module):
 def set_execution(module: nn.Module, *, recompute: int | None = None, compiled: bool = False) -> None:
     """Say for every memory inside ``module`` how it is computed; what it computes stays the same.
 
-    The blocks of Hope, whose memories write one another, go on as ever.
-
     Args:
         module: a layer or a model.
         recompute: chunks a group of which one memory state is kept for the backward pass; None: keep everything. On a

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..memory import (
     Decay,
@@ -28,11 +30,14 @@ from ..memory import (
     Gates,
     GradientDescent,
     MemoryState,
+    Params,
     Rule,
     initial_state,
     l2_normalise,
+    retrieve,
 )
 from ..memory.chunk import Chunk, Memory, read_chunk
+from ..memory.compiling import compiled_for_rule
 from ..memory.precision import check_inputs
 from ..memory.windows import shift_right, take
 from .convolution import ShortConvolution
@@ -71,9 +76,14 @@ class GateReadout(nn.Module):
 
     def forward(self, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """What M_eta and M_alpha answer, ``[batch, heads, time, dim]`` -> the gates, ``[batch, heads, time]``."""
-        weight, bias = self.weight.to(eta.dtype), self.bias.to(eta.dtype)
-        logits = ((torch.stack([eta, alpha]) * weight[:, None, :, None]).sum(-1) + bias[:, None, :, None]).unbind(0)
-        return logits[0].sigmoid(), logits[1].sigmoid()
+        return _gates(self.weight, self.bias, eta, alpha)
+
+
+def _gates(weight: Tensor, bias: Tensor, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """``GateReadout`` with the parameters as arguments, for what is compiled or computed anew."""
+    weight, bias = weight.to(eta.dtype), bias.to(eta.dtype)
+    logits = ((torch.stack([eta, alpha]) * weight[:, None, :, None]).sum(-1) + bias[:, None, :, None]).unbind(0)
+    return logits[0].sigmoid(), logits[1].sigmoid()
 
 
 class _Lesson(NamedTuple):
@@ -183,7 +193,7 @@ class SelfModifyingMemory(nn.Module):
             memory = initial_state(self.rule, self.memory.params.initial, asked) if state is None else state.memory
             check_inputs(self.rule, self.memory.params, asked, asked, asked, Gates(asked[..., 0]), memory)
             if not self.writes:
-                y = self._answer(self.memory.retrieve(asked, memory))
+                y = _answer(self.memory.retrieve(asked, memory), self.heads)
             elif state is not None and x.shape[1] <= INCREMENTAL_TOKENS:
                 y, memory = self._learn_by_token(q, u, memory, length)
             else:
@@ -203,29 +213,20 @@ class SelfModifyingMemory(nn.Module):
         phase = None if aligned else state.seen % chunk
         count = -(-(time if phase is None else time + chunk - 1) // chunk)
         start = 0 if phase is None else phase[:, None]
-        grids = [shift_right(z, phase, count * chunk)[0].unflatten(-2, (count, chunk)).unbind(2) for z in (q, u)]
+        grids = [shift_right(z, phase, count * chunk)[0].unflatten(-2, (count, chunk)) for z in (q, u)]
         slot = torch.arange(count * chunk, device=u.device) - start
         inside = (slot >= 0) & (slot < (time if length is None else length[:, None]))
         inside = inside.reshape(-1, 1, count, chunk)
         first = state.seen if phase is None else state.seen - phase
         end = (time if length is None else length) + (0 if phase is None else phase)
-        outputs = []
-        for j, (q_j, u_j, real) in enumerate(zip(*grids, inside.unbind(2), strict=True)):
-            lesson = self._lesson(u_j, state)
-            tokens = Chunk(
-                kq=torch.cat([lesson.k, _for_all(q_j)], -2),
-                v=lesson.target,
-                window=real.to(u.dtype),
-                alpha=torch.where(real, lesson.alpha, 1.0),
-                theta=torch.zeros_like(lesson.eta),
-                eta=torch.where(real, lesson.eta, 0.0),
-                inside=real,
-            )
-            memory = Memory(state.frozen, state.weights, (), ())
-            y, memory = read_chunk(rule, params, memory, tokens, first + j * chunk, (j + 1) * chunk <= end, None)
-            frozen = memory.weights if memory.frozen is None else memory.frozen
-            state = replace(state, frozen=frozen, weights=memory.weights)
-            outputs.append(self._answer(y))
+        read = partial(_read_chunks, rule, self.memory.compiled, params)
+        if self.memory.recompute is not None and torch.is_grad_enabled():
+            read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
+        group, gate, outputs = self.memory.recompute or count, (self.gates.weight, self.gates.bias), []
+        for i, (q_i, u_i, real) in enumerate(zip(*(z.split(group, 2) for z in (*grids, inside)), strict=True)):
+            seen = first + i * group * chunk
+            y, state = read(gate, q_i, u_i, real, seen, end - i * group * chunk, state)
+            outputs.append(y)
         y = torch.cat(outputs, -2)
         y = y[..., :time, :] if phase is None else take(y, start + torch.arange(time, device=u.device))
         return y, replace(state, seen=state.seen + (time if length is None else length))
@@ -234,27 +235,85 @@ class SelfModifyingMemory(nn.Module):
         self, q: Tensor, u: Tensor, state: MemoryState, length: Tensor | None
     ) -> tuple[Tensor, MemoryState]:
         """As ``_learn``, for a few tokens: constant work for each."""
-        outputs = [q[..., :0, :]]
+        outputs, gate = [q[..., :0, :]], (self.gates.weight, self.gates.bias)
         for t in range(u.shape[-2]):
             now = slice(t, t + 1)
-            k, target, eta, alpha = self._lesson(u[..., now, :], state)
+            k, target, eta, alpha = _lesson(self.rule, self.memory.params, gate, u[..., now, :], state)
             real = None if length is None else (length > t).long()
             y, state = self.memory(_for_all(q[..., now, :]), k, target, Gates(eta, alpha, length=real), state)
-            outputs.append(self._answer(y))
+            outputs.append(_answer(y, self.heads))
         return torch.cat(outputs, -2), state
 
-    def _lesson(self, u: Tensor, state: MemoryState) -> _Lesson:
-        """What the memories as they stood before the current chunk make of its tokens u."""
-        frozen = replace(state, weights=state.frozen)
-        asked = self.memory.retrieve(_for_all(u), frozen).unflatten(1, (len(MEMORIES), -1))
-        _, k, v, eta, alpha = asked.unbind(1)
-        target = self.memory.retrieve(_for_all(l2_normalise(v)), frozen)
-        eta, alpha = self.gates(eta, alpha)
-        return _Lesson(_for_all(l2_normalise(k)), target, _for_all(eta), _for_all(alpha))
 
-    def _answer(self, y: Tensor) -> Tensor:
-        """Of what all memories answer, what the first of each head does."""
-        return y[:, : self.heads]
+def _read_chunks(
+    rule: Rule,
+    compiled: bool,
+    params: Params,
+    gate: tuple[Tensor, Tensor],
+    q: Tensor,
+    u: Tensor,
+    inside: Tensor,
+    first: Tensor,
+    end: Tensor | int,
+    state: MemoryState,
+) -> tuple[Tensor, MemoryState]:
+    """Read q and learn from u ``[batch, heads, chunks, b, dim]``; y ``[batch, heads, chunks * b, dim]``.
+
+    Args:
+        inside: which slots are tokens of this call, ``[batch or 1, 1, chunks, b]``.
+        first: where the first chunk starts in its sequence, ``[batch]``; end: how many slots from there are read.
+    """
+    chunk, outputs = rule.window.chunk, []
+    # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
+    for j, (q_j, u_j, real) in enumerate(zip(*(z.unbind(2) for z in (q, u, inside)), strict=True)):
+        filled = (j + 1) * chunk <= end
+        own = compiled and filled is True and not torch.compiler.is_compiling()
+        form = compiled_for_rule(_read_chunk, rule, q.device.type) if own else _read_chunk
+        y, state = form(rule, params, gate, q_j, u_j, real, first + j * chunk, filled, state)
+        outputs.append(y)
+    return torch.cat(outputs, -2), state
+
+
+def _read_chunk(
+    rule: Rule,
+    params: Params,
+    gate: tuple[Tensor, Tensor],
+    q: Tensor,
+    u: Tensor,
+    real: Tensor,
+    first: Tensor,
+    filled: Tensor | bool,
+    state: MemoryState,
+) -> tuple[Tensor, MemoryState]:
+    """One chunk: q and u ``[batch, heads, b, dim]``, ``real`` as ``inside`` above, the rest as for ``read_chunk``."""
+    lesson = _lesson(rule, params, gate, u, state)
+    tokens = Chunk(
+        kq=torch.cat([lesson.k, _for_all(q)], -2),
+        v=lesson.target,
+        window=real.to(u.dtype),
+        alpha=torch.where(real, lesson.alpha, 1.0),
+        theta=torch.zeros_like(lesson.eta),
+        eta=torch.where(real, lesson.eta, 0.0),
+        inside=real,
+    )
+    y, memory = read_chunk(rule, params, Memory(state.frozen, state.weights, (), ()), tokens, first, filled, None)
+    frozen = memory.weights if memory.frozen is None else memory.frozen
+    return _answer(y, q.shape[1]), replace(state, frozen=frozen, weights=memory.weights)
+
+
+def _lesson(rule: Rule, params: Params, gate: tuple[Tensor, Tensor], u: Tensor, state: MemoryState) -> _Lesson:
+    """What the memories as they stood before the current chunk make of its tokens u."""
+    frozen = replace(state, weights=state.frozen)
+    asked = retrieve(rule, params, _for_all(u), frozen).unflatten(1, (len(MEMORIES), -1))
+    _, k, v, eta, alpha = asked.unbind(1)
+    target = retrieve(rule, params, _for_all(l2_normalise(v)), frozen)
+    eta, alpha = _gates(*gate, eta, alpha)
+    return _Lesson(_for_all(l2_normalise(k)), target, _for_all(eta), _for_all(alpha))
+
+
+def _answer(y: Tensor, heads: int) -> Tensor:
+    """Of what all memories answer, what the first of each head does."""
+    return y[:, :heads]
 
 
 def check_rule(name: str, rule: Rule) -> None:

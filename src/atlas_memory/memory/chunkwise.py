@@ -7,10 +7,8 @@ recurrence. Computes the same function as recurrent.py (ATLAS sections 3.3 and 5
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
-from types import FunctionType
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels.dispatch import supports
 from .chunk import Chunk, Columns, Memory, Weights, read_chunk, takes_token_space
-from .compiling import compiled as compiled_form
+from .compiling import compiled_for_rule
 from .features import Exponential
 from .gates import Gates
 from .horizon import Recent, in_matrices, known_as_tokens
@@ -219,7 +217,7 @@ def _read_group(
         if isinstance(rule.features, Exponential):
             columns = _columns(keys, state.keys.shape[-2] + j * chunk, phase, chunk, reach)
         own = compiled and filled is True and columns is None and not torch.compiler.is_compiling()
-        form = _compiled(rule, q.device.type) if own else read_chunk
+        form = compiled_for_rule(read_chunk, rule, q.device.type) if own else read_chunk
         y, memory = form(rule, params, memory, Chunk(*inputs), first + j * chunk, filled, columns)
         if isinstance(rule.features, Exponential) and rule.features.horizon is not None:
             memory = _forget(rule, memory, columns, filled)
@@ -249,13 +247,6 @@ def _read_group(
     state = MemoryState(frozen, memory.weights, momentum, memory.dual, past_k, past_v, keys, state.seen + read)
     # A memory that reads from its start stands at the start of a chunk in every group; one with rows that ended stays.
     return y, Reading(state, recent, phase, together and length is None)
-
-
-@cache
-def _compiled(rule: Rule, device: str) -> Callable[..., tuple[Tensor, Memory]]:
-    # Code of its own for every rule: a compiler that met too many rules in one function would give up on it.
-    own = read_chunk.__code__.replace(co_name=f"read_chunk_{abs(hash(rule))}")
-    return compiled_form(FunctionType(own, read_chunk.__globals__), device)
 
 
 def _spare(chunk: int, size: int) -> int:

@@ -4,7 +4,7 @@ By products, Q takes 17 of them and its gradient 30, of five steps. One eigendec
 is one more, and the gradient four: with F_ij = (p(g_i) - p(g_j)) / (g_i - g_j), p'(g_i) where they are equal,
 dL/dG = U (F * (U^T dL/dQ U)) U^T (Daleckii and Krein). F comes from the iteration itself by the product rule for
 divided differences, without a division, and so is exact for eigenvalues however close. Two matrices are kept for the
-backward pass, for fourteen.
+backward pass, for thirteen.
 """
 
 from __future__ import annotations
