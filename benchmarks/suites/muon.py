@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from atlas_memory.memory import (
     chunk,
     chunkwise,
     cost,
+    gram_eigenvalues,
     muon_steps,
 )
 from atlas_memory.memory.newton_schulz import COEFFICIENTS
@@ -86,16 +87,28 @@ def materialised(rule: Rule, shape: Shape) -> Cost:
         return memory(rule, shape)
 
 
-def _pair(name: str, network: Network, horizon: str | None) -> tuple[Candidate, Candidate]:
+def by_products(*arguments: Any) -> tuple[Tensor, MemoryState]:
+    """``chunkwise`` without eigenvalues, as more threads than a few would have it."""
+    before, gram_eigenvalues.MOST_THREADS = gram_eigenvalues.MOST_THREADS, 0
+    try:
+        return chunkwise(*arguments)
+    finally:
+        gram_eigenvalues.MOST_THREADS = before
+
+
+def _candidates(name: str, network: Network, horizon: str | None) -> tuple[Candidate, ...]:
     """Chunks of 64; of 16 with a horizon, since there Newton-Schulz is on as many tokens as two chunks have. Verified
     into the second chunk."""
     size = 16 if horizon else 64
     rule = Rule(network=network, optimiser=Muon(horizon=horizon), window=Window(size=8, chunk=size))
     shapes = (NARROW, ALONE if network == MLP() else WIDE, QUICK)
-    pair = (f"{name}, feature space", in_feature_space), (f"{name}, as chosen", chunkwise)
+    forms: list[tuple[str, Callable[..., tuple[Tensor, MemoryState]]]]
+    forms = [("feature space", in_feature_space), ("as chosen", chunkwise)]
+    if horizon is None:
+        forms.append(("by products", by_products))
     options: dict[str, Any] = {"verified": size + 8, "group": name, "takes": shapes.__contains__}
-    made, chosen = (bare_memory(title, rule, form, **options) for title, form in pair)
-    return replace(made, cost=partial(materialised, rule), baseline=True), chosen
+    made, *others = (bare_memory(f"{name}, {title}", rule, form, **options) for title, form in forms)
+    return replace(made, cost=partial(materialised, rule), baseline=True), *others
 
 
 MUON = Benchmark(
@@ -103,7 +116,7 @@ MUON = Benchmark(
     shows="What it saves not to make the momentum of each token: exact per-token Muon, 64 tokens, degree-2 features.",
     shapes=(NARROW, WIDE, ALONE),
     quick=(QUICK,),
-    candidates=tuple(candidate for name, given in RULES.items() for candidate in _pair(name, *given)),
+    candidates=tuple(candidate for name, given in RULES.items() for candidate in _candidates(name, *given)),
     columns=(
         "shape",
         "candidate",

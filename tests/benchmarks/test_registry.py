@@ -12,7 +12,7 @@ from benchmarks import cost
 from benchmarks.operations import inputs, memory_layer, sdpa, seeded
 from benchmarks.registry import Benchmark, Candidate, Shape
 from benchmarks.results import COLUMNS
-from benchmarks.suites import BENCHMARKS
+from benchmarks.suites import BENCHMARKS, muon
 from benchmarks.suites.mixers import GATED, LACT, OMEGANET
 from benchmarks.suites.muon import forced
 from tests.counting import flop_counter
@@ -119,6 +119,16 @@ def test_a_space_is_forced_and_given_back() -> None:
             for module in (muon_steps, model, chunk):
                 assert module.cheapest_space(64, 2145, 64, 71, 64, 5) == space
     assert muon_steps.cheapest_space is model.cheapest_space is chunk.cheapest_space is before
+
+
+def test_eigenvalues_are_left_out_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from atlas_memory.memory import gram_eigenvalues
+
+    allowed = []
+    monkeypatch.setattr(muon, "chunkwise", lambda: allowed.append(gram_eigenvalues.MOST_THREADS))
+    before = gram_eigenvalues.MOST_THREADS
+    muon.by_products()
+    assert allowed == [0] and before == gram_eigenvalues.MOST_THREADS > 0
 
 
 def test_numbers_do_not_depend_on_what_was_made_before() -> None:
