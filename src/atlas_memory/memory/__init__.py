@@ -11,6 +11,7 @@ newton_schulz.py   O in Muon                    chunk.py         one chunk of it
 windows.py         c, b, gamma's band           fast_weight.py   its primitive: one matrix over one chunk
 precision.py       float32 or float64           muon_steps.py    that of Muon
 horizon.py         S, a sum over few tokens     compiling.py     the options of torch.compile
+gram_eigenvalues.py    O of symmetric matrices by eigenvalues
 
 Letters (ATLAS's): alpha retention (1 keeps), eta step size, theta momentum decay, gamma window gates, c window,
 b chunk, M_0 initial memory, S momentum. Titans calls the momentum decay eta and the step

@@ -108,7 +108,7 @@ class Muon:
 
     ``precise`` works float32 inputs in float64 within a call. Newton-Schulz multiplies small directions of S by up to
     3.4445^5 = 485, rounding errors among them, so in float32 two exact forms differ by 1e-5 to 1e-3 of their output:
-    noise that training does not feel (``precise=False`` is two to three times faster on a CPU), but reproduction does.
+    noise that training does not feel (``precise=False`` is up to three times faster on a CPU), but reproduction does.
 
     ``horizon="chunk"``: at a chunk's end the momentum forgets all that is older than this chunk, so that S_t sums the
     gradients of its own chunk and of the one before, weighted as ever: between b and 2 b tokens. What is cut off
