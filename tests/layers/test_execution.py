@@ -149,7 +149,8 @@ def test_a_compiled_step_at_any_phase(name):
     "make", [partial(NeuralMemory, rule="lact", chunk_size=16), partial(SelfModifyingMemory, chunk_size=8)]
 )
 def test_compiled_chunks(make):
-    """LaCT's gate at sizes that are vectorised in two directions met PyTorch's issue 185702 (compiling.py)."""
+    """LaCT's gate at sizes that are vectorised in two directions met PyTorch's issue 185702 (compiling.py). Of Hope,
+    what its memories make of a chunk is compiled with it."""
     torch.manual_seed(0)
     memory, x = make(32, 2).double(), torch.randn(1, 17, 32, dtype=torch.float64)
     expected = results(memory, x)
