@@ -46,6 +46,8 @@ def supports(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gat
         and not network.norm
         and isinstance(rule.bias, L2 | DotProduct)
         and isinstance(rule.optimiser, GradientDescent)
+        and not rule.optimiser.bounded
+        and (rule.bias.is_linear or not rule.optimiser.live)
         and (isinstance(rule.retention, Keep) or (isinstance(rule.retention, Decay) and not rule.retention.to_start))
         and window.read == "after"
         and window.chunk in CHUNKS

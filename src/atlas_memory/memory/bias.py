@@ -3,7 +3,7 @@
 A bias is a function of the prediction M(phi(k)) and the value v alone. It gives its value (what the definition
 differentiates), its derivative with respect to the prediction (what the fast forms back-propagate), and a curvature:
 a bound on the Hessian with respect to the prediction, or where that does not exist on |derivative| / |error|, which is
-what bounds a step (optimisers.py). Biases with ``has_delta`` read one more number a token, the gate delta, which
+what bounds a step (optimisers.py). The derivative of one that ``is_linear`` does not depend on the prediction. Biases with ``has_delta`` read one more number a token, the gate delta, which
 reaches them as one more entry of the value: ``v`` is then ``[..., dim + 1]``. ``start_delta`` is where it starts.
 """
 
@@ -28,6 +28,7 @@ class L2:
     scale: float = 1.0
 
     has_delta = False
+    is_linear = False
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
@@ -56,6 +57,7 @@ class DotProduct:
     """
 
     has_delta = False
+    is_linear = True
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
         """``[..., dim], [..., dim] -> [...]``."""
@@ -77,6 +79,7 @@ class Lp:
     p: float = 3.0
 
     has_delta = False
+    is_linear = False
 
     def __post_init__(self) -> None:
         if not self.p >= 1:
@@ -109,6 +112,7 @@ class Huber:
     over: str = "norm"
 
     has_delta = True
+    is_linear = False
 
     def __post_init__(self) -> None:
         if self.over not in ("coordinates", "norm", "mixture"):
@@ -149,6 +153,7 @@ class RobustL2:
     shift of the value (Miras, section 5.1)."""
 
     has_delta = True
+    is_linear = False
 
     def start_delta(self, dim: int) -> float:
         """A tenth of the usual length of a value of ``dim``."""

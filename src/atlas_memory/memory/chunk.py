@@ -19,20 +19,22 @@ from .fast_weight import (
     Steps,
     Tokens,
     add_product,
-    delta_steps,
     identity_steps,
+    join_channels,
     last_factors,
     last_momentum,
     rows_at,
     scale,
     scale_rows,
+    split_channels,
     step_tokens,
 )
 from .features import Exponential
 from .horizon import Recent
+from .live import Pairs, before_each_token, solve, stood
 from .muon_steps import cheapest_space, muon_steps, muon_steps_of_tokens
 from .networks import Trace
-from .optimisers import DeltaGradientDescent, Muon
+from .optimisers import Muon
 from .retention import NonLinearRetention
 from .rules import Params, Rule
 from .windows import EVERYTHING, decay_matrix
@@ -107,8 +109,8 @@ def read_chunk(
     k, q = chunk.kq.split([chunk.v.shape[-2], chunk.theta.shape[-1]], -2)
     see, see_keys, see_queries, write = _lift(rule, params, chunk.kq, k, q, columns)
     frozen = memory.weights if memory.frozen is None else memory.frozen
-    start = retention.start(params.initial)
-    lifted, shared = network.lifted, memory.frozen is None and start is None
+    start, dual_start = retention.home(params.initial)
+    lifted, shared = network.lifted, memory.frozen is None
     of_keys: dict[int, Tensor] = {}  # W_0 f, where the frozen memory is W_0
     of_queries: dict[int, Tensor] = {}  # from one product with the keys'
 
@@ -122,40 +124,68 @@ def read_chunk(
         return out
 
     trace = network.trace(apply_frozen, k, params.norm)
-    deltas = network.deltas(frozen, trace, rule.bias.derivative(trace.prediction, chunk.v), params.norm)
-    plan = _schedule(rule, params, frozen, trace, chunk, first)
+
+    def of_tokens(i: int) -> Seen:
+        """How matrix i sees the window tokens."""
+        f = trace.inputs[i]
+        return replace(see_keys if lifted[i] else _see(f, f), known=of_keys.get(i))
+
+    def home_of(i: int) -> Tensor | None:
+        """What matrix i fades to: on phi* M_0 is zero."""
+        return start[i] if start is not None and (columns is None or not lifted[i]) else None
+
+    def accumulator(i: int) -> Accumulator:
+        return memory.dual[i] if memory.dual else frozen[i], None if dual_start is None else dual_start[i]
+
+    error = network.body_error(trace, rule.bias.derivative(trace.prediction, chunk.v), params.norm)
+    live = rule.optimiser.live and not rule.bias.is_linear
+    response = rule.response(trace, chunk.v, params) if live or rule.optimiser.bounded else None
+    pairs = pairs_of(rule, chunk) if live and rule.window.size > 1 else None
+    plans = _schedules(rule, params, frozen, trace, response, chunk, first, pairs)
+    updates: dict[int, Tensor] = {}  # where they solve a triangular system
+    if live and response is not None:
+        last = len(frozen) - 1
+        of_last = of_tokens(last), home_of(last), accumulator(last)
+        error, updates[last] = _live(
+            rule, params, memory, last, trace, error, response, *of_last, chunk, plans[last], pairs
+        )
+    at_pairs = trace if pairs is None else replace(trace, hidden=tuple(map(pairs.of, trace.hidden)))
+    deltas = network.back(frozen, at_pairs, error)
     ends: list[tuple[Tensor, ...]] = []
     momentum: list[Weights] = []
     recent: list[Recent | None] = []
 
     def apply_at_each_token(i: int, u: Tensor) -> Tensor:
-        if lifted[i]:
-            kernel = partial(rule.features.kernel, sqrt_a=params.sqrt_a)
-            tokens = Tokens(replace(see_keys, known=of_keys.get(i)), deltas[i], write, kernel)
-            queries = replace(see_queries, known=of_queries.get(i))
-        else:
-            f = trace.inputs[i]
-            tokens = Tokens(replace(_see(f, f), known=of_keys.get(i)), deltas[i], partial(_add, f), _times)
-            queries = _see(u, f)
-        w = memory.weights[i]
-        # A memory that fades to M_0 is M_0 plus a memory that fades to zero; on phi* M_0 is zero.
-        home = start[i] if start is not None and (columns is None or not lifted[i]) else None
+        plan, home, w = plans[i], home_of(i), memory.weights[i]
+        f, kernel = trace.inputs[i], partial(rule.features.kernel, sqrt_a=params.sqrt_a)
+        queries = replace(see_queries, known=of_queries.get(i)) if lifted[i] else _see(u, f)
+        tokens = Tokens(of_tokens(i), deltas[i], write, kernel)
+        if not lifted[i]:
+            tokens = replace(tokens, write=partial(_add, f), product=_times)
+        if i in updates:
+            tokens = replace(tokens, deltas=updates[i])
+        elif rule.optimiser.erases:
+            tokens = replace(tokens, deltas=_erasing(rule, memory, i, tokens, home, chunk, plan))
+        if pairs is not None:
+            near, add = queries.kernel, tokens.write
+            queries = replace(queries, kernel=lambda: pairs.columns(near()))
+            tokens = replace(tokens, write=lambda w, a: add(w, pairs.fold(a)))
+        # A memory that fades to M_0 is M_0 plus a memory that fades to zero.
         if home is not None:
+            from_home = queries.apply(home)
+            queries = replace(queries, known=queries.held(w) - from_home)
             w = w - home
-            if isinstance(rule.optimiser, DeltaGradientDescent):  # it also takes out what home holds under the key
-                held = tokens.inputs.apply(home)
-                held = scale_rows(_by_channel(chunk.alpha), held) if rule.optimiser.after_decay else held
-                tokens = replace(tokens, deltas=tokens.deltas + held)
         steps = _steps(rule, memory, i, w, tokens, plan)
-        end = steps.weights(-1, w) if home is None else steps.weights(-1, w) + home
+        linear = partial(_after, steps, memory.weights[i], home)
+        end = linear(-1)
         if rule.window.read == "frozen":
-            out = queries.held(frozen[i])
+            out = queries.apply(frozen[i])
         else:
-            out = steps.read(queries) if home is None else steps.read(queries) + queries.apply(home)
+            out = steps.read(queries) if home is None else steps.read(queries) + from_home
         if isinstance(retention, NonLinearRetention):
             initial = params.initial[i]
             out, end, *next_chunk = _settle(
-                retention, initial, frozen[i], memory, i, chunk, plan, steps, queries, out, filled
+                retention, initial, frozen[i], accumulator(i), linear, chunk, steps, queries, out, filled
             )
             ends.append((end, *next_chunk))
         else:
@@ -175,6 +205,67 @@ def read_chunk(
         picked = tuple(_pick(filled, new, old) for new, old in zip(weights, frozen, strict=True))
         return y, Memory(picked, weights, sums, (), in_tokens)
     return y, Memory(None if filled else frozen, weights, sums, (), in_tokens)
+
+
+def pairs_of(rule: Rule, chunk: Chunk) -> Pairs:
+    """Of a window of more than one token."""
+    b, size = chunk.theta.shape[-1], rule.window.size
+    return Pairs(size, b, chunk.v.shape[-2] - b - size + 1)
+
+
+def _live(
+    rule: Rule,
+    params: Params,
+    memory: Memory,
+    i: int,
+    trace: Trace,
+    error: Tensor,
+    response: Tensor,
+    inputs: Seen,
+    home: Tensor | None,
+    a: Accumulator,
+    chunk: Chunk,
+    plan: Schedule,
+    pairs: Pairs | None,
+) -> tuple[Tensor, Tensor]:
+    """The errors at the body as the last matrix stands before each token, and that matrix's updates, of every pair;
+    ``error`` and ``response`` are those of the window tokens at the frozen memory."""
+    base, kernel, rate = error - response[..., None] * trace.body, inputs.kernel(), response
+    if pairs is not None:
+        base, kernel, rate = pairs.of(base), pairs.columns(pairs.of(kernel)), pairs.of(rate[..., None])[..., 0]
+    w, s = memory.weights[i], memory.momentum[i] if memory.momentum else None
+    before = stood(inputs, w, s, home, plan, pairs)
+    both = rate[..., None, :] + (_kept(rule, chunk) if rule.optimiser.erases else 0.0)
+    retention = rule.retention
+    if isinstance(retention, NonLinearRetention) and retention.lag:
+        # The chunk's first token is exact, and those after it see that. Of its own updates all is known.
+        tokens = Tokens(inputs, base + rate[..., None] * before, partial(_add_pairs, inputs.features, pairs), _times)
+        frozen = w if memory.frozen is None else memory.frozen[i]
+        steps = identity_steps(w, s, tokens, plan)
+        jump = _jump(retention, params.initial[i], frozen, a, _after(steps, w, home, 0), chunk, steps)
+        fade = before_each_token(decay_matrix(_by_channel(chunk.alpha))[..., :1], 0.0, pairs)[..., 0]
+        moved = inputs.apply(jump)
+        before = before + scale_rows(fade, moved if pairs is None else pairs.of(moved))
+    updates = solve(base, both, before, kernel, plan, pairs)
+    if not rule.optimiser.erases:
+        return updates, updates
+    channels = both.shape[-2]
+    answers = (split_channels(updates, channels) - split_channels(base, channels)) / both[..., None]
+    return base + rate[..., None] * join_channels(answers), updates
+
+
+def _erasing(
+    rule: Rule, memory: Memory, i: int, tokens: Tokens, home: Tensor | None, chunk: Chunk, plan: Schedule
+) -> Tensor:
+    """The updates of a delta step: what W_{t-1} holds under each key besides the deltas."""
+    before = stood(tokens.inputs, memory.weights[i], None, home, plan, None)
+    return solve(tokens.deltas, _kept(rule, chunk), before, tokens.inputs.kernel(), plan, None)
+
+
+def _kept(rule: Rule, chunk: Chunk) -> Tensor:
+    """How much of W_{t-1} a delta step takes its part out of ``[..., C, b]``."""
+    alpha = _by_channel(chunk.alpha)
+    return alpha if getattr(rule.optimiser, "after_decay", False) else torch.ones_like(alpha)
 
 
 def _momentum(
@@ -215,54 +306,96 @@ def _steps(rule: Rule, memory: Memory, i: int, w: Tensor, tokens: Tokens, plan: 
         if recent is not None:
             return muon_steps_of_tokens(w, recent.old, tokens, plan, rule.optimiser.steps)
         return muon_steps(w, sums[0] + sums[1] if len(sums) == 2 else sums[0], tokens, plan, rule.optimiser.steps)
-    s = sums[0] if sums else None
-    if isinstance(rule.optimiser, DeltaGradientDescent):
-        return delta_steps(w, tokens, plan, rule.optimiser.after_decay)
-    return identity_steps(w, s, tokens, plan)
+    return identity_steps(w, sums[0] if sums else None, tokens, plan)
+
+
+Accumulator = tuple[Tensor, Tensor | None]
+"""A of one matrix at a chunk's start, and what it fades to."""
+
+
+def _after(steps: Steps, start: Tensor, home: Tensor | None, row: int) -> Tensor:
+    """What a memory that makes these steps from ``start``, and fades to ``home``, is after a token of the chunk."""
+    return steps.weights(row, start) if home is None else steps.weights(row, start - home) + home
+
+
+def _jump(
+    retention: NonLinearRetention,
+    initial: Tensor,
+    frozen: Tensor,
+    a: Accumulator,
+    linear: Tensor,
+    chunk: Chunk,
+    steps: Steps,
+) -> Tensor:
+    """By how much the exact W_1 of a lag token differs from the ``linear`` one; zero where it was read before."""
+    exact = retention.settle(_after(steps, *a, 0), frozen, initial)
+    return torch.where(chunk.inside[..., 0, None, None], exact - linear, 0.0)
 
 
 def _settle(
     retention: NonLinearRetention,
     initial: Tensor,
     frozen: Tensor,
-    memory: Memory,
-    i: int,
+    a: Accumulator,
+    linear: Callable[[int], Tensor],
     chunk: Chunk,
-    plan: Schedule,
     steps: Steps,
     queries: Seen,
     out: Tensor,
     filled: Where,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Non-linear retention of matrix i: outputs with the exact token's put right; W, the next frozen W, and A."""
-    end, a = (steps.weights(-1, x[i]) for x in (memory.weights, memory.dual))
+    """Non-linear retention of one matrix: outputs with the exact token's put right; W, the next frozen W, and A.
+    ``linear`` gives the linear W after a token."""
+    last, end = _after(steps, *a, -1), linear(-1)
     if retention.lag:
-        # W_1 is exact. What it differs by from the linear form fades like all else.
-        linear = steps.weights(0, memory.weights[i])
-        exact = retention.settle(steps.weights(0, memory.dual[i]), frozen, initial)
-        jump = torch.where(chunk.inside[..., 0, None, None], exact - linear, 0.0)
+        # What the exact W_1 differs by from the linear form fades like all else.
+        jump = _jump(retention, initial, frozen, a, linear(0), chunk, steps)
         fade = decay_matrix(_by_channel(chunk.alpha))[..., 0]
         out = out + scale_rows(fade, queries.apply(jump))
         end = end + scale(fade[..., -1], jump)
     if filled is False:
-        return out, end, frozen, a
-    settled = retention.settle(a, frozen, initial)
+        return out, end, frozen, last
+    settled = retention.settle(last, frozen, initial)
     if not retention.lag:
         end = _pick(filled, settled, end)
         out = torch.cat([out[..., :-1, :], _pick(filled, queries.apply(settled)[..., -1:, :], out[..., -1:, :])], -2)
-    return out, end, _pick(filled, settled, frozen), _pick(filled, retention.restart(a, settled), a)
+    return out, end, _pick(filled, settled, frozen), _pick(filled, retention.restart(last, settled), last)
 
 
-def _schedule(rule: Rule, params: Params, frozen: Weights, trace: Trace, chunk: Chunk, first: Tensor) -> Schedule:
-    """All scalars of a chunk."""
-    curvature = reach = torch.zeros_like(chunk.theta)
+def _schedules(
+    rule: Rule,
+    params: Params,
+    frozen: Weights,
+    trace: Trace,
+    response: Tensor | None,
+    chunk: Chunk,
+    first: Tensor,
+    pairs: Pairs | None,
+) -> list[Schedule]:
+    """All scalars of a chunk, for every matrix; where steps are not bounded they are the same for all."""
+    if not rule.optimiser.bounded:
+        return [_schedule(rule, chunk, first, None, pairs)] * len(frozen)
+    assert response is not None
+    return [
+        _schedule(rule, chunk, first, _over_window(chunk, size), pairs)
+        for size in rule.sizes(frozen, trace, response, params)
+    ]
+
+
+def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
+    """Of a size of every window token ``[..., N]``, that of the token itself and, weighted by its gates, of the older
+    tokens of its window ``[..., b]``."""
+    if chunk.window.dim() == chunk.theta.dim():
+        return size
+    b, n = chunk.window.shape[-2:]
+    own = chunk.window.diagonal(n - b, -2, -1)
+    return (chunk.window @ size[..., None])[..., 0] + (1.0 - own) * size[..., n - b :]
+
+
+def _schedule(rule: Rule, chunk: Chunk, first: Tensor, size: Tensor | None, pairs: Pairs | None) -> Schedule:
+    """Of one matrix."""
     single = chunk.window.dim() == chunk.theta.dim()
-    if rule.optimiser.bounded:
-        stiffness = rule.stiffness(frozen, trace, chunk.v, params)
-        curvature, reach = (
-            chunk.window * x if single else (chunk.window @ x[..., None]).squeeze(-1) for x in stiffness
-        )
-    rates = rule.optimiser.rates(chunk.theta, chunk.eta, curvature, reach, rule.window.chunk)
+    rates = rule.optimiser.rates(chunk.theta, chunk.eta, size)
     alpha, theta, apply, write = (_by_channel(x) for x in (chunk.alpha, rates.theta, rates.apply, rates.write))
     applied = torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, :]
     at, valid = step_tokens(first, rule.every, rule.window.chunk)
@@ -270,6 +403,8 @@ def _schedule(rule: Rule, params: Params, frozen: Weights, trace: Trace, chunk: 
     fading = decay_matrix(alpha, columns=alike)
     decay = fading * applied[..., alike]
     retained = _from_start(alpha, fading)
+    if pairs is not None:
+        return _schedule_of_pairs(rule, chunk, pairs, retained, decay, theta, write)
     weights = write * chunk.window[..., None, :] if single else write[..., None] * chunk.window[..., None, :, :]
     inertia = None
     if rule.optimiser.has_momentum:
@@ -283,6 +418,19 @@ def _schedule(rule: Rule, params: Params, frozen: Weights, trace: Trace, chunk: 
             weights, at_steps = rows_at(weights, at), rows_at(carried[..., None], at)[..., 0]
         inertia = Inertia(carried, at_steps, last)
     return Schedule(retained, decay, weights, rule.every, rule.window.read == "before", inertia)
+
+
+def _schedule_of_pairs(
+    rule: Rule, chunk: Chunk, pairs: Pairs, retained: Tensor, decay: Tensor, theta: Tensor, write: Tensor
+) -> Schedule:
+    """As ``_schedule``, where a token is another one in each window."""
+    gamma, inertia, mix = pairs.gates(chunk.window)[..., None, :], None, decay
+    if rule.optimiser.has_momentum:
+        fading = decay_matrix(theta) * write[..., None, :]
+        carried, mix = theta.cumprod(-1), decay @ fading
+        inertia = Inertia(carried, carried, pairs.each(fading[..., -1, :], -1) * gamma)
+    mix = pairs.each(mix, -1) * gamma[..., None, :]
+    return Schedule(retained, decay, gamma, rule.every, rule.window.read == "before", inertia, mix)
 
 
 def _from_start(factor: Tensor, fading: Tensor) -> Tensor:
@@ -342,6 +490,11 @@ def _see(u: Tensor, f: Tensor) -> Seen:
 
 def _times(f: Tensor, w: Tensor) -> Tensor:
     return f @ w.mT
+
+
+def _add_pairs(f: Tensor | None, pairs: Pairs | None, w: Tensor, a: Tensor) -> Tensor:
+    assert f is not None  # a settling retention is not for phi*
+    return _add(f, w, a if pairs is None else pairs.fold(a))
 
 
 def _add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:

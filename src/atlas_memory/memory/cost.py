@@ -109,7 +109,7 @@ def _steps(rule: Rule, m: int, f: int, apply: int, write: int, inner: int) -> tu
         total += n * write
     if isinstance(retention, NonLinearRetention):
         total += b * apply + end * (4 if retention.lag else 2)  # the exact token, the accumulator
-    elif retention.start(()) is not None:
+    elif retention.home(())[0] is not None:
         total += b * apply + (2 * n * apply if delta else 0)
     return keys, queries, total + end
 

@@ -11,15 +11,14 @@ everything between goes through the kernel k(x, y) = phi(x) . phi(y):
 
 * O = identity: y = cA (phi_q W_0^T) - (D_alpha diag(e) cT) (phi_q S_0^T) - (R * K_qk) Delta with R = D_alpha diag(e) P,
   which is attention with a decaying, windowed mask.
-* The delta step W_t = W_{t-1} (alpha_t I - e_t f_t f_t^T) - e_t delta_t f_t^T: the same with Delta replaced by
-  U = Delta + [W_{t-1} f_t], which solves a triangular system in K_kk (the WY form of DeltaNet).
+* Live errors and the delta step: the same with updates that solve a triangular system in place of Delta (live.py).
 * O = Newton-Schulz: muon_steps.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -50,6 +49,7 @@ class Schedule:
         weights: P at those tokens, ``[..., J, N]``; where it is diagonal, as with a window of one token and no
             momentum, its diagonal ``[..., N]``.
         every: a step is taken after every so many tokens.
+        mix: R ``[..., b, P]`` where updates are those of the P pairs of live.py; None: ``decay`` times ``weights``.
         before: whether query t reads M_{t-1} instead of M_t.
         inertia: None without momentum.
     """
@@ -60,6 +60,7 @@ class Schedule:
     every: int
     before: bool
     inertia: Inertia | None
+    mix: Tensor | None = None
 
     @property
     def moving(self) -> Inertia:
@@ -69,6 +70,8 @@ class Schedule:
 
     def mixing(self, rows: slice = EVERYTHING) -> Tensor:
         """R = D_alpha diag(e) P ``[..., b, N]``, or some of its rows."""
+        if self.mix is not None:
+            return self.mix[..., rows, :]
         decay, diagonal = self.decay[..., rows, :], self.weights.dim() == self.retained.dim()
         return decay * self.weights[..., None, :] if diagonal else decay @ self.weights
 
@@ -126,7 +129,7 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
         w: W_0 ``[batch, heads, m, F]``; s: S_0 of the same shape, or None without momentum.
 
     """
-    deltas = _split(tokens.deltas, plan.decay.shape[-3])
+    deltas = split_channels(tokens.deltas, plan.decay.shape[-3])
 
     def read(queries: Seen) -> Tensor:
         out = scale_rows(plan.seen_retained(), queries.held(w))
@@ -136,42 +139,24 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
         mask = -plan.seen(plan.mixing())
         if mask.shape[-3] == 1:
             return add_product(out, mask[..., 0, :, :] * queries.kernel(), tokens.deltas)
-        return out + _join((mask * queries.kernel()[..., None, :, :]) @ deltas)
+        return out + join_channels((mask * queries.kernel()[..., None, :, :]) @ deltas)
 
     def weights(row: int, start: Tensor) -> Tensor:
         rows = slice(row, row + 1 or None)
         end = scale(plan.retained[..., row], start)
         if s is not None:
             end = end - scale((plan.decay[..., row, :] * plan.moving.at_steps).sum(-1), s)
-        return tokens.write(end, _join(-plan.mixing(rows).mT * deltas))
+        return tokens.write(end, join_channels(-plan.mixing(rows).mT * deltas))
 
     return Steps(read, weights)
-
-
-def delta_steps(w: Tensor, tokens: Tokens, plan: Schedule, after_decay: bool) -> Steps:
-    """The delta step; the window is one token, so that N = b = J. Arguments and result as for ``identity_steps``."""
-    rate = plan.weights  # gamma
-    # Row t: from W_n to the memory out of which token t takes its part, n <= t - 1; e_n is in `decay` already.
-    if after_decay:
-        reach = plan.decay * (1.0 - torch.eye(rate.shape[-1], dtype=w.dtype, device=w.device))
-        retained = plan.retained
-    else:
-        reach = F.pad(plan.decay[..., :-1, :], (0, 0, 1, 0))
-        retained = F.pad(plan.retained[..., :-1], (1, 0), value=1.0)
-    channels = reach.shape[-3]
-    held = _split(tokens.inputs.held(w), channels)
-    system = reach * rate[..., None, :] * tokens.inputs.kernel()[..., None, :, :]
-    right = retained[..., None] * held + _split(tokens.deltas, channels)
-    size = torch.eye(rate.shape[-1], dtype=w.dtype, device=w.device)
-    updates = torch.linalg.solve_triangular(size + system, right, upper=False, unitriangular=True)
-    return identity_steps(w, None, replace(tokens, deltas=_join(updates)), plan)
 
 
 def last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:
     """A sum S after the chunk, from that before it ``[batch, heads, m, F]``."""
     channels = plan.moving.last.shape[-2]
     return tokens.write(
-        scale(plan.moving.carried[..., -1], s), _join(plan.moving.last[..., None] * _split(tokens.deltas, channels))
+        scale(plan.moving.carried[..., -1], s),
+        join_channels(plan.moving.last[..., None] * split_channels(tokens.deltas, channels)),
     )
 
 
@@ -201,13 +186,13 @@ def scale_rows(factor: Tensor, out: Tensor) -> Tensor:
     return factor.repeat_interleave(out.shape[-1] // factor.shape[-2], -2).mT * out
 
 
-def _split(x: Tensor, channels: int) -> Tensor:
+def split_channels(x: Tensor, channels: int) -> Tensor:
     """``[..., n, m]`` -> ``[..., C, n, m / C]``."""
     return x[..., None, :, :] if channels == 1 else x.unflatten(-1, (channels, -1)).transpose(-3, -2)
 
 
-def _join(x: Tensor) -> Tensor:
-    """The inverse of ``_split``."""
+def join_channels(x: Tensor) -> Tensor:
+    """The inverse of ``split_channels``."""
     return x[..., 0, :, :] if x.shape[-3] == 1 else x.transpose(-3, -2).flatten(-2)
 
 

@@ -6,11 +6,13 @@ matrix's input and delta_l the error at its output. Each network therefore gives
 
 * ``trace``: the pass that yields the prediction and every f_l, with ``apply(l, u)`` supplying W_l phi(u) or W_l u. The
   chunkwise form passes an ``apply`` whose weights differ at every token, so the reading path is written once;
-* ``deltas``: the back-propagation that yields delta_l;
-* ``gains``: per token and matrix an upper bound on the squared spectral norm of d prediction / d (W_l f_l).
+* ``body_error`` and ``back``: the back-propagation that yields delta_l, first through the ending, then to the matrices;
+* ``gains``: per token and matrix a bound on the squared spectral norm of d body / d (W_l f_l), and ``ending_gain`` on
+  that of d prediction / d body;
+* ``shares``: what part of a step each matrix may make (optimisers.py).
 
 All end in the same way: M(x) = x + LN(body(x)), the residual x and the layer norm LN (Miras section 5.3, TTT; its gain
-and shift are outer parameters) each if asked for. Where keys are lifted, the residual is the un-lifted key, so that
+and shift are outer parameters) each if asked for. The body is what the last matrix puts out: linear in that matrix. Where keys are lifted, the residual is the un-lifted key, so that
 dimensions match. The memories of ATLAS have no biases (Eqs. 42-43); TTT's have: a first layer's is the constant in
 phi of ``Polynomial(1)``, a hidden layer's is ``MLP.bias``.
 """
@@ -30,6 +32,12 @@ Apply = Callable[[int, Tensor], Tensor]
 Norm = tuple[Tensor, Tensor]
 Run = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
 NORM_EPS = 1e-6
+
+POWER_STEPS = 4
+"""Steps of power iteration for a spectral norm."""
+
+EARLIER_SHARE = 1.0 / 3.0
+"""What part of a step the matrices before the last one make together; see optimisers.py for why not more."""
 
 Activate = Callable[[str, Tensor], tuple[Tensor, Tensor | None]]
 """An activation by name and the pre-activations: the hidden units and, where they are asked for, their slopes."""
@@ -60,31 +68,53 @@ class Ending:
 
     def forward(self, apply: Apply, x: Tensor, norm: Norm | None = None) -> Tensor:
         """Prediction ``[..., time, dim]`` for x ``[..., time, dim]``; ``norm``: gain and shift ``[heads, dim]``."""
-        return self._end(x, self.run(apply, x, _without_slope)[0], norm)
+        return self.end(x, self.body(apply, x), norm)
+
+    def body(self, apply: Apply, x: Tensor) -> Tensor:
+        """What the last matrix puts out, ``[..., time, dim]``: before norm and residual."""
+        return self.run(apply, x, _without_slope)[0]
 
     def trace(self, apply: Apply, x: Tensor, norm: Norm | None = None) -> Trace:
         """As ``forward``, keeping what the gradients need."""
         body, inputs, hidden = self.run(apply, x, with_slope)
-        return Trace(self._end(x, body, norm), inputs, hidden, body)
+        return Trace(self.end(x, body, norm), inputs, hidden, body)
 
-    def _end(self, x: Tensor, body: Tensor, norm: Norm | None) -> Tensor:
+    def end(self, x: Tensor, body: Tensor, norm: Norm | None) -> Tensor:
+        """The prediction x + LN(body), each part if asked for."""
         out = _layer_norm(body, norm) if self.norm else body
         return x + out if self.residual else out
+
+    def body_error(self, trace: Trace, error: Tensor, norm: Norm | None = None) -> Tensor:
+        """dl / d body from ``error`` = dl / d prediction, both ``[..., time, dim]``."""
+        return _layer_norm_vjp(trace.body, norm, error) if self.norm else error
 
     def deltas(
         self, weights: Sequence[Tensor], trace: Trace, error: Tensor, norm: Norm | None = None
     ) -> tuple[Tensor, ...]:
         """dl / d (W_l f_l) for every matrix, from ``error`` = dl / d prediction ``[..., time, dim]``."""
-        return self.back(weights, trace, _layer_norm_vjp(trace.body, norm, error) if self.norm else error)
+        return self.back(weights, trace, self.body_error(trace, error, norm))
 
-    def gains(self, weights: Sequence[Tensor], trace: Trace, norm: Norm | None = None) -> tuple[Tensor, ...]:
-        """Bounds on |d prediction / d (W_l f_l)|^2, each ``[..., time]``."""
-        end = torch.ones_like(trace.body[..., 0])
-        if self.norm:  # the Jacobian of a layer norm is gain / std times a projection
-            end = 1.0 / (trace.body.var(-1, correction=0) + NORM_EPS)
-            if norm is not None:
-                end = end * norm[0].square().amax(-1)[..., None]
-        return self.reach(weights, trace, end)
+    def ending_gain(self, trace: Trace, norm: Norm | None = None) -> Tensor:
+        """A bound on |d prediction / d body|^2 ``[..., time]``: that of a layer norm is (gain / std)^2.
+
+        A body longer than its gain counts as if it were as long: a memory that ends in a layer norm cannot get shorter
+        by learning, and steps that grew with it would let it grow without end.
+        """
+        if not self.norm:
+            return torch.ones_like(trace.body[..., 0])
+        inverse = 1.0 / (trace.body.var(-1, correction=0) + NORM_EPS).clamp_max(1.0)
+        return inverse if norm is None else inverse * norm[0].square().amax(-1)[..., None]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What part of a step each matrix may make; they sum to 1."""
+        earlier = len(self.lifted) - 1
+        return (EARLIER_SHARE / earlier,) * earlier + (1.0 - EARLIER_SHARE,) if earlier else (1.0,)
+
+    @property
+    def lifted(self) -> tuple[bool, ...]:
+        """Which matrices multiply phi(x)."""
+        raise NotImplementedError
 
     def run(self, apply: Apply, x: Tensor, activate: Activate) -> Run:
         """body(x), the inputs of the matrices, and ``Trace.hidden`` where ``activate`` gives slopes."""
@@ -94,8 +124,8 @@ class Ending:
         """``deltas`` from the error at the body."""
         raise NotImplementedError
 
-    def reach(self, weights: Sequence[Tensor], trace: Trace, end: Tensor) -> tuple[Tensor, ...]:
-        """``gains`` from that of the ending."""
+    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
+        """Bounds on |d body / d (W_l f_l)|^2, each ``[..., time]``; 1 for the last matrix."""
         raise NotImplementedError
 
 
@@ -122,9 +152,9 @@ class Linear(Ending):
         """See ``Ending``."""
         return (error,)
 
-    def reach(self, weights: Sequence[Tensor], trace: Trace, end: Tensor) -> tuple[Tensor, ...]:
+    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
         """See ``Ending``."""
-        return (end,)
+        return (torch.ones_like(trace.body[..., 0]),)
 
 
 @dataclass(frozen=True)
@@ -174,13 +204,13 @@ class MLP(Ending):
             out.append((out[-1] @ weights[layer][..., : slope.shape[-1]]) * slope)
         return tuple(reversed(out))
 
-    def reach(self, weights: Sequence[Tensor], trace: Trace, end: Tensor) -> tuple[Tensor, ...]:
-        """|J_l|^2 <= |W_{l+1} diag(slope_l)|_F^2 |J_{l+1}|^2, J_l = d prediction / d (W_l f_l)."""
-        out = [end]
+    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
+        """|J_l|^2 <= |W_{l+1}|^2 max slope_l^2 |J_{l+1}|^2, J_l = d body / d (W_l f_l), spectral norms."""
+        out = [torch.ones_like(trace.body[..., 0])]
         for layer in range(self.depth - 1, 0, -1):
             slope = trace.hidden[layer - 1]
-            columns = weights[layer][..., : slope.shape[-1]].square().sum(-2)  # squared column norms
-            out.append(out[-1] * (slope.square() * columns[..., None, :]).sum(-1))
+            through = squared_spectral_norm(weights[layer][..., : slope.shape[-1]])
+            out.append(out[-1] * slope.square().amax(-1) * through[..., None])
         return tuple(reversed(out))
 
 
@@ -218,14 +248,28 @@ class GatedMLP(Ending):
         inner = error @ weights[2]
         return inner * to_gate, inner * to_value, error
 
-    def reach(self, weights: Sequence[Tensor], trace: Trace, end: Tensor) -> tuple[Tensor, ...]:
+    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
         """See ``Ending``."""
-        columns = weights[2].square().sum(-2)[..., None, :]
-        to_gate, to_value = ((x.square() * columns).sum(-1) for x in trace.hidden)
-        return end * to_gate, end * to_value, end
+        through = squared_spectral_norm(weights[2])[..., None]
+        to_gate, to_value = (x.square().amax(-1) * through for x in trace.hidden)
+        return to_gate, to_value, torch.ones_like(through.expand(to_gate.shape))
 
 
 Network = Linear | MLP | GatedMLP
+
+
+def squared_spectral_norm(matrix: Tensor) -> Tensor:
+    """The square of the largest singular value of ``[..., rows, columns]``: ``[...]``, by power iteration from a fixed
+    start; an estimate from below, by at most a quarter for random matrices (tests/memory/test_networks.py)."""
+    rows = matrix.shape[-2]
+    start = torch.arange(1, rows + 1, dtype=matrix.dtype, device=matrix.device).square().mul(0.7).cos()
+    size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+    unit = matrix / size  # squares of huge entries must not overflow
+    u, fixed = (start / start.norm()).expand(*matrix.shape[:-2], 1, rows), unit.detach()
+    for _ in range(POWER_STEPS):  # of the singular value's gradient the direction has no part
+        u = (u @ fixed) @ fixed.mT
+        u = u / u.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+    return ((u @ unit).square().sum(-1) * size[..., 0].square())[..., 0]
 
 
 def _layer_norm(x: Tensor, norm: Norm | None) -> Tensor:

@@ -4,22 +4,37 @@ All are instances of one recurrence, per matrix, with g_t the gradient of the wi
 
     S_t = theta_t S_{t-1} + a_t g_t            W_t = alpha_t W_{t-1} - e_t O(S_t)
 
-    gradient descent   theta = 0, a = 1,   e = eta,  O = identity            (ATLAS Eq. 10, 19; DeltaNet)
-    momentum           theta,     a = eta, e = 1,    O = identity            (ATLAS Eqs. 12-13; Titans Eqs. 13-14)
+    gradient descent   theta = 0, a = 1,   e = s,    O = identity            (ATLAS Eq. 10, 19; DeltaNet)
+    momentum           theta,     a = s,   e = 1,    O = identity            (ATLAS Eqs. 12-13; Titans Eqs. 13-14)
     Muon               theta,     a = 1,   e = eta,  O = Newton-Schulz       (ATLAS Eqs. 32-33)
-    delta              theta = 0, a = 1,   e = eta,  O = identity, and -e_t W_{t-1} f_t f_t^T besides  (see there)
+    delta              theta = 0, a = 1,   e = s,    O = identity, and -e_t W_{t-1} f_t f_t^T besides  (see there)
 
 S accumulates plus the gradient and W subtracts: ATLAS's Table 1 prints an ascent. Letters: eta is the step size and
 theta the momentum decay, as in ATLAS; Titans swaps the two. Newton-Schulz ignores scale, so eta stands outside.
 
-**Bounded steps.** A deep memory under plain gradient descent explodes with the usual step sizes, the more so as b
-gradients are taken at one frozen memory. Gradient descent and momentum therefore use, unless ``bounded=False``,
+**Where gradients are taken.** ATLAS (Eqs. 15-16) takes the b gradients of a chunk at the memory frozen at its start, so
+that they cannot see one another's writes; Titans prints the gradient at M_{t-1}. ``live``, the default, lies between: the
+body of a memory is linear in its last matrix, and each error is taken at what that matrix predicts as it stands, W_{t-1},
+and sent back through the frozen memory. With f the last matrix's input at the frozen memory,
 
-    eta~_t = eta_t / (1 + eta_t L_t),    L_t = b lambda_t [/ (1 - theta_t + 1/b) with momentum],
+    error_t = d bias / d body at M_f  +  r_t (W_{t-1} - W_f) f_t,
 
-where lambda_t bounds the largest eigenvalue of the Gauss-Newton Hessian of the window's loss at the frozen memory, so
-that eta~ * lambda < 1/b whatever the gates, keys and weights are. It has the form of the implicit step of Nested
-Learning, Eqs. 56-57. Muon's step has spectral norm about eta by itself.
+where r_t bounds how fast the error grows with the body: for L2 without a layer norm it is 2, exactly; for the other
+biases and under a layer norm the bound of their curvature; 0 for the dot product, whose error is the value. The errors
+of a chunk then solve one triangular system (live.py), as those of the delta rule do. ``live=False`` is the frozen
+gradient. With chunk = 1 the two are one for every bias.
+
+**Bounded steps.** A step is measured by what it changes. With lambda_l,t a bound on how far a unit step of matrix l
+moves the error at the token's own key, c_t |J_l|^2 (|f_l|^2 + FLOOR), matrix l makes the step
+
+    s_l,t = share_l eta_t / (lambda_l,t + sum over older window tokens of gamma_i^(t) lambda_l,i),
+
+so that the effect of a write goes to zero with eta, and eta = 1 moves the answer most of the way. The shares are 2/3
+for the last matrix and 1/3 for those before together. The last matrix's writes see one another, and so its errors
+shrink by 1 - 2 eta / 3 at a repeated key however long the chunk is: their sum is at most 3 / (2 eta) errors, of which
+the other matrices, which do not see theirs, make at most (eta / 3) 3 / (2 eta) = 1/2. Equal keys therefore leave at
+most half of the error, at any chunk. Momentum has (1 - theta) besides, which makes its sum over time one step.
+``bounded=False`` is the printed s = eta.
 """
 
 from __future__ import annotations
@@ -30,10 +45,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+FLOOR = 0.01
+"""What is added to the squared length of a matrix's input: one shorter than a tenth is not written at full strength."""
+
 
 class Rates(NamedTuple):
-    """theta ``[batch, heads, time]``; a (write) and e (apply) of the recurrence above, shaped so too or, where eta is
-    channel-wise, ``[batch, heads, time, dim]``."""
+    """theta ``[batch, heads, time]``; a (write) and e (apply) of the recurrence above for one matrix, shaped so too or,
+    where eta is channel-wise, ``[batch, heads, time, dim]``."""
 
     theta: Tensor
     write: Tensor
@@ -42,60 +60,63 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientDescent:
-    """W_t = alpha_t W_{t-1} - eta~_t g_t."""
+    """W_t = alpha_t W_{t-1} - s_t g_t."""
 
     bounded: bool = True
+    live: bool = True
 
     has_momentum = False
     accumulators = 0
     every = 1
+    erases = False
 
-    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:
-        """``curvature`` is lambda_t, ``reach`` |f_t|^2 over all matrices, ``[batch, heads, time]``; ``chunk`` is b."""
-        step = _implicit(eta, chunk * curvature) if self.bounded else eta
-        return Rates(torch.zeros_like(theta), torch.ones_like(eta), step)
+    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None) -> Rates:
+        """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``."""
+        return Rates(torch.zeros_like(theta), torch.ones_like(eta), _over(eta, size))
 
 
 @dataclass(frozen=True)
 class DeltaGradientDescent:
-    """W_t = W_{t-1} (alpha_t I - e_t f_t f_t^T) - e_t g_t, with f_t the matrix's input and g_t its gradient: what stood
+    """W_t = W_{t-1} (alpha_t I - s_t f_t f_t^T) - s_t g_t, with f_t the matrix's input and g_t its gradient: what stood
     under the key is taken out before the new is written (Nested Learning, Eqs. 57 and 88).
 
     The first factor acts on the memory as it is now, not on the frozen one: with the dot-product bias, where
     g_t = -v_t k_t^T, this is the delta rule to the letter at any chunk size. ``after_decay`` takes out of what alpha
-    left, W_{t-1} alpha_t (I - e_t f_t f_t^T): Gated DeltaNet's order. For windows of one token.
+    left, W_{t-1} alpha_t (I - s_t f_t f_t^T): Gated DeltaNet's order. For windows of one token.
 
-    ``bounded``: e = eta / (1 + eta (b lambda + |f|^2)), as for gradient descent, and never beyond what stands under f
-    (Eq. 57 for inputs of any length); otherwise e = eta, which unit keys keep stable up to eta = 2 where g does not
-    depend on the memory.
+    ``bounded``: lambda has |f_t|^2 besides, for what is taken out; otherwise s = eta, which unit keys keep stable up to
+    eta = 2 where g does not depend on the memory.
     """
 
     bounded: bool = True
     after_decay: bool = False
+    live: bool = True
 
     has_momentum = False
     accumulators = 0
     every = 1
+    erases = True
 
-    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:
-        """``curvature`` is lambda_t, ``reach`` |f_t|^2 over all matrices, ``[batch, heads, time]``; ``chunk`` is b."""
-        step = _implicit(eta, chunk * curvature + reach) if self.bounded else eta
-        return Rates(torch.zeros_like(theta), torch.ones_like(eta), step)
+    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None) -> Rates:
+        """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``."""
+        return Rates(torch.zeros_like(theta), torch.ones_like(eta), _over(eta, size))
 
 
 @dataclass(frozen=True)
 class Momentum:
-    """S_t = theta_t S_{t-1} + eta~_t g_t;  W_t = alpha_t W_{t-1} - S_t."""
+    """S_t = theta_t S_{t-1} + s_t g_t;  W_t = alpha_t W_{t-1} - S_t."""
 
     bounded: bool = True
+    live: bool = True
 
     has_momentum = True
     accumulators = 1
     every = 1
+    erases = False
 
-    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:
-        """``curvature`` is lambda_t ``[batch, heads, time]``, ``chunk`` is b; ``reach`` plays no part."""
-        step = _implicit(eta, chunk * curvature / (1.0 - theta + 1.0 / chunk)) if self.bounded else eta
+    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None) -> Rates:
+        """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``."""
+        step = _over(eta, None if size is None else size / (1.0 - theta).clamp_min(1e-6))
         return Rates(theta, step, torch.ones_like(eta))
 
 
@@ -128,6 +149,8 @@ class Muon:
 
     has_momentum = True
     bounded = False
+    live = False
+    erases = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "every"):
@@ -142,14 +165,15 @@ class Muon:
         """How many sums a matrix's momentum is kept in."""
         return 1 if self.horizon is None else 2
 
-    def rates(self, theta: Tensor, eta: Tensor, curvature: Tensor, reach: Tensor, chunk: int) -> Rates:
-        """``curvature``, ``reach`` and ``chunk`` play no part: the step's length is eta."""
+    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None) -> Rates:
+        """``size`` plays no part: the step's length is eta."""
         return Rates(theta, torch.ones_like(eta), eta)
 
 
-def _implicit(eta: Tensor, stiffness: Tensor) -> Tensor:
-    stiffness = stiffness[..., None] if eta.dim() > stiffness.dim() else stiffness
-    return eta / (1.0 + eta * stiffness)
+def _over(eta: Tensor, size: Tensor | None) -> Tensor:
+    if size is None:
+        return eta
+    return eta / (size[..., None] if eta.dim() > size.dim() else size)
 
 
 Optimiser = GradientDescent | DeltaGradientDescent | Momentum | Muon

@@ -3,7 +3,7 @@
 For each token t, with c the window, b the chunk and M_f the memory before t's chunk (the frozen memory),
 
     l_t(M) = sum_{i = t-c+1..t} gamma_i^(t) bias(M(phi(k_i)), v_i)                  (ATLAS Eq. 9)
-    g_t    = grad l_t at M_f                                                        (ATLAS Eqs. 15-16)
+    g_t    = grad l_t at M_f, errors at what the last matrix predicts now           (ATLAS Eqs. 15-16; optimisers.py)
     S_t    = theta_t S_{t-1} + a_t g_t,   M_t = alpha_t M_{t-1} - e_t O(S_t)        (optimisers.py, retention.py)
     y_t    = M_t(phi(q_t))                                                          (or as Window.read says)
 
@@ -32,7 +32,7 @@ from .state import MemoryState, initial_state
 
 Weights = tuple[Tensor, ...]
 Apply = Callable[[int, Tensor], Tensor]
-Gradient = Callable[[Rule, Params, Weights, Trace, Tensor, Tensor, Tensor, Tensor], Weights]
+Gradient = Callable[[Rule, Params, Weights, Trace, Tensor, Tensor, Tensor, Tensor, Tensor | None], Weights]
 
 
 def recurrent(
@@ -107,10 +107,10 @@ def _loop(
     past_k, past_v, keys = state.k, state.v, state.keys
     age = torch.arange(size - 1, -1, -1, device=q.device)  # of the window tokens, oldest first
     alphas = gate.alpha if retention.gated else torch.ones_like(gate.alpha)
-    start = retention.start(params.initial)
+    start, dual_start = retention.home(params.initial)
     if start is not None and isinstance(rule.features, Exponential):  # a lifted M_0 is zero there
         start = tuple(m.new_zeros(()) if up else m for m, up in zip(start, rule.network.lifted, strict=True))
-    outputs = []
+    outputs, last_matrix = [], len(weights) - 1
     for t in range(q.shape[-2]):
         real = None if length is None else t < length
         first, last = seen % chunk == 0, (seen + 1) % chunk == 0
@@ -122,17 +122,23 @@ def _loop(
         gamma = gate.gamma[:, :, t].flip(-1)
         gamma = torch.where((age <= seen[:, None])[:, None], gamma, 0.0)
         at_frozen = rule.network.trace(_applier(rule, params, frozen, keys), k_window, params.norm)
-        g = gradient(rule, params, frozen, at_frozen, k_window, v_window, gamma, keys)
-        curvature = reach = torch.zeros_like(gamma[..., 0])
+        response, moved = rule.response(at_frozen, v_window, params), None
+        if optimiser.live and not rule.bias.is_linear:  # what the chunk's writes have changed for the window's keys
+            now, before = (
+                _applier(rule, params, w, keys)(last_matrix, at_frozen.inputs[-1]) for w in (weights, frozen)
+            )
+            moved = response[..., None] * (now - before)
+        g = gradient(rule, params, frozen, at_frozen, k_window, v_window, gamma, keys, moved)
+        sizes: tuple[Tensor | None, ...] = (None,) * len(weights)
         if optimiser.bounded:
-            stiffness = rule.stiffness(frozen, at_frozen, v_window, params)
-            curvature, reach = ((gamma * x).sum(-1) for x in stiffness)
-        rates = optimiser.rates(gate.theta[..., t], gate.eta[:, :, t], curvature, reach, chunk)
+            whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
+            sizes = tuple((whole * x).sum(-1) for x in rule.sizes(frozen, at_frozen, response, params))
+        rates = [optimiser.rates(gate.theta[..., t], gate.eta[:, :, t], size) for size in sizes]
         alpha = alphas[:, :, t]
         if optimiser.has_momentum:
-            faded = tuple(_rows(rates.theta, m) * m for m in momentum)
+            faded = tuple(_rows(gate.theta[..., t], m) * m for m in momentum)
             old_sums, new_sums = faded[: -len(g)], faded[-len(g) :]  # with a horizon there are two sums a matrix
-            new_sums = tuple(m + _rows(rates.write, d) * d for m, d in zip(new_sums, g, strict=True))
+            new_sums = tuple(m + _rows(r.write, d) * d for m, d, r in zip(new_sums, g, rates, strict=True))
             momentum = _choose(real, (*old_sums, *new_sums), momentum)
             if old_sums:
                 momentum = _choose(ends, (*new_sums, *map(torch.zeros_like, new_sums)), momentum)
@@ -144,13 +150,18 @@ def _loop(
             now = tuple(_rows(alpha, w) * w for w in weights) if optimiser.after_decay else weights
             under = _under(rule, params, at_frozen.inputs, now, keys)
             g = tuple(d + _rows(gamma[..., 0], u) * u for d, u in zip(g, under, strict=True))
-        step = torch.where(takes_step[..., None] if rates.apply.dim() == 3 else takes_step, rates.apply, 0.0)
-        new = tuple(_rows(alpha, w) * w - _rows(step, d) * d for w, d in zip(weights, g, strict=True))
+        steps = tuple(
+            _rows(torch.where(takes_step[..., None] if r.apply.dim() == 3 else takes_step, r.apply, 0.0), d) * d
+            for r, d in zip(rates, g, strict=True)
+        )
+        new = tuple(_rows(alpha, w) * w - d for w, d in zip(weights, steps, strict=True))
         if start is not None:
             new = tuple(n + (1.0 - _rows(alpha, n)) * m for n, m in zip(new, start, strict=True))
         settled: Weights = new
         if isinstance(retention, NonLinearRetention):
-            a = tuple(_rows(alpha, x) * x - _rows(step, d) * d for x, d in zip(dual, g, strict=True))
+            a = tuple(_rows(alpha, x) * x - d for x, d in zip(dual, steps, strict=True))
+            if dual_start is not None:
+                a = tuple(x + (1.0 - _rows(alpha, x)) * m for x, m in zip(a, dual_start, strict=True))
             settled = tuple(map(retention.settle, a, frozen, params.initial))
             new = _choose(first if retention.lag else last, settled, new)
             restarted = tuple(map(retention.restart, a, settled))
@@ -175,26 +186,35 @@ def _loop(
 
 
 def _autograd_gradient(
-    rule: Rule, params: Params, frozen: Weights, _: Trace, k: Tensor, v: Tensor, gamma: Tensor, keys: Tensor
+    rule: Rule,
+    params: Params,
+    frozen: Weights,
+    _: Trace,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    keys: Tensor,
+    moved: Tensor | None,
 ) -> Weights:
-    """grad of sum_i gamma_i bias(M(phi(k_i)), v_i), summed over batch and heads: each has its own weights. Nothing but
-    the printed objective is looked at.
+    """grad of sum_i gamma_i (bias(M(phi(k_i)), v_i) + <moved_i, body of M(phi(k_i))>), summed over batch and heads:
+    each has its own weights. Nothing but the printed objective, and what its errors are moved by, is looked at.
 
     A matrix on phi* cannot be a leaf. Where W phi*(k_i) is moved by z_i, dl/dW = sum_i (dl/dz_i) phi*(k_i)^T.
     """
     track = torch.is_grad_enabled()
     with torch.enable_grad():
-        at = tuple(w if w.requires_grad else w.detach().requires_grad_() for w in frozen)
+        # Leaves of their own: `moved` depends on the memory too, and is a number here.
+        at = tuple(w.clone() if w.requires_grad else w.detach().requires_grad_() for w in frozen)
         by_key = [up and isinstance(rule.features, Exponential) for up in rule.network.lifted]
         leaves = [
             w.new_zeros(*k.shape[:3], w.shape[-2]).requires_grad_() if moved else w
             for w, moved in zip(at, by_key, strict=True)
         ]
         held = _applier(rule, params, at, keys)
-        prediction = rule.network.forward(
-            lambda i, u: held(i, u) + leaves[i] if by_key[i] else held(i, u), k, params.norm
-        )
-        objective = (gamma * rule.bias.value(prediction, v)).sum()
+        body = rule.network.body(lambda i, u: held(i, u) + leaves[i] if by_key[i] else held(i, u), k)
+        prediction = rule.network.end(k, body, params.norm)
+        losses = rule.bias.value(prediction, v) + (0.0 if moved is None else (moved * body).sum(-1))
+        objective = (gamma * losses).sum()
         grads = torch.autograd.grad(objective, leaves, create_graph=track, allow_unused=True, materialize_grads=True)
     if not track:
         grads = tuple(g.detach() for g in grads)
@@ -203,11 +223,20 @@ def _autograd_gradient(
 
 
 def _closed_form_gradient(
-    rule: Rule, params: Params, frozen: Weights, trace: Trace, k: Tensor, v: Tensor, gamma: Tensor, keys: Tensor
+    rule: Rule,
+    params: Params,
+    frozen: Weights,
+    trace: Trace,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    keys: Tensor,
+    moved: Tensor | None,
 ) -> Weights:
     """sum_i gamma_i delta_i f_i^T for every matrix; ``trace`` is the pass at the frozen memory."""
-    error = gamma[..., None] * rule.bias.derivative(trace.prediction, v)
-    deltas = rule.network.deltas(frozen, trace, error, params.norm)
+    error = rule.network.body_error(trace, rule.bias.derivative(trace.prediction, v), params.norm)
+    error = gamma[..., None] * (error if moved is None else error + moved)
+    deltas = rule.network.back(frozen, trace, error)
     return tuple(
         _outer(rule, params, i, d, u, frozen[i]) for i, (d, u) in enumerate(zip(deltas, trace.inputs, strict=True))
     )

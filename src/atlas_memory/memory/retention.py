@@ -10,6 +10,11 @@ Letters: in ATLAS alpha multiplies the old memory, 1 keeps everything. In Titans
 A_t = alpha_t A_{t-1} - step; at the chunk's exact token W_t = ``settle``(A_t). With ``chunk=1`` every token is exact:
 the paper's own recurrence. The exact token is the chunk's last; Memora's is its first (``lag``). The next chunk's
 gradients are taken at ``settle``(A_b), and its accumulator starts from ``restart``. Every matrix and head by itself.
+
+**What fades, fades to zero or to M_0.** As printed, alpha takes everything to zero. A memory of more than one matrix does
+not come back from there, since every gradient has another matrix as a factor; a simplex whose logits are zero is uniform;
+and W = A / |A|^2 grows without end as A goes to zero. ``to_start`` (ours, and the named rules') lets W and A fade to what
+they began with instead: A_t = alpha_t A_{t-1} + (1 - alpha_t) A_0 - step.
 """
 
 from __future__ import annotations
@@ -47,9 +52,9 @@ class Decay(LinearRetention):
 
     gated = True
 
-    def start(self, initial: Weights) -> Weights | None:
-        """What the memory fades to, given M_0; None for zero."""
-        return initial if self.to_start else None
+    def home(self, initial: Weights) -> tuple[Weights | None, Weights | None]:
+        """What W and A fade to, given M_0; None for zero."""
+        return initial if self.to_start else None, None
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,9 @@ class Keep(LinearRetention):
 
     gated = False
 
-    def start(self, initial: Weights) -> Weights | None:
+    def home(self, initial: Weights) -> tuple[Weights | None, Weights | None]:
         """Nothing fades."""
-        return None
+        return None, None
 
 
 class NonLinearRetention:
@@ -68,12 +73,13 @@ class NonLinearRetention:
 
     lag = False
     gated = True
+    to_start = False
     logits = False
     """Whether M_0 is learned as logits, which start with variance 1."""
 
-    def start(self, initial: Weights) -> Weights | None:
-        """Nothing fades to M_0."""
-        return None
+    def home(self, initial: Weights) -> tuple[Weights | None, Weights | None]:
+        """What W and A fade to, given M_0; None for zero."""
+        return self.begin(initial) if self.to_start else (None, None)
 
     def begin(self, initial: Weights) -> tuple[Weights, Weights]:
         """W_0 and A_0 from the learned M_0."""
@@ -94,6 +100,7 @@ class LqNorm(NonLinearRetention):
     """W = A / |A|_q^(q-2), the L_q retention (Miras Eq. 24, Moneta's), q >= 2."""
 
     q: float = 4.0
+    to_start: bool = False
 
     def __post_init__(self) -> None:
         if not self.q >= 2:
@@ -119,6 +126,7 @@ class Softmax(NonLinearRetention):
 
     scale: float = 1.0
     lag: bool = True
+    to_start: bool = False
 
     logits = True
 
@@ -136,6 +144,7 @@ class Sigmoid(NonLinearRetention):
     """W = scale * sigmoid(A): the Bregman retention that keeps every entry in (0, scale) (Miras, section 5.2)."""
 
     scale: float = 1.0
+    to_start: bool = False
 
     logits = True
 

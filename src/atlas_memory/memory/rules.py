@@ -17,7 +17,7 @@ from torch import Tensor
 from .bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
 from .features import Exponential, FeatureMap, Identity, Polynomial
 from .networks import MLP, GatedMLP, Linear, Network, Trace
-from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
+from .optimisers import FLOOR, DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
 from .retention import (
     Decay,
     ElasticNet,
@@ -120,15 +120,18 @@ class Rule:
         """(rows, columns) of the memory's matrices for heads of ``dim``."""
         return self.network.shapes(self.features.size(dim), dim)
 
-    def stiffness(self, weights: Sequence[Tensor], trace: Trace, v: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        """What bounds a step, per token ``[..., time]``: a bound on the largest eigenvalue of the Gauss-Newton Hessian
-        of its loss, the bias's curvature times sum_l |d prediction / d (W_l f_l)|^2 |f_l|^2; and sum_l |f_l|^2."""
-        total = reach = torch.zeros_like(trace.prediction[..., 0])
-        gains = self.network.gains(weights, trace, params.norm)
-        for lifted, u, gain in zip(self.network.lifted, trace.inputs, gains, strict=True):
-            size = self.features.squared_norm(u, params.sqrt_a) if lifted else u.square().sum(-1)
-            total, reach = total + gain * size, reach + size
-        return self.bias.curvature(trace.prediction, v) * total, reach
+    def response(self, trace: Trace, v: Tensor, params: Params) -> Tensor:
+        """How fast the error at the body grows with the body, at most: ``[..., time]``; see optimisers.py."""
+        return self.bias.curvature(trace.prediction, v) * self.network.ending_gain(trace, params.norm)
+
+    def sizes(self, weights: Sequence[Tensor], trace: Trace, response: Tensor, params: Params) -> tuple[Tensor, ...]:
+        """lambda_l / share_l of every token and matrix, ``[..., time]`` each: what bounds a step (optimisers.py)."""
+        network, found = self.network, []
+        gains = network.gains(weights, trace)
+        for lifted, u, gain, share in zip(network.lifted, trace.inputs, gains, network.shares, strict=True):
+            length = self.features.squared_norm(u, params.sqrt_a) if lifted else u.square().sum(-1)
+            found.append((response * gain + self.optimiser.erases) * (length + FLOOR) / share)
+        return tuple(found)
 
     def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
         """A random M_0, normal with variance 1 / columns (1 for logits): one ``[heads, rows, columns]`` a matrix. The
