@@ -12,6 +12,8 @@ from atlas_memory.evaluation.perplexity import memory_writes
 from atlas_memory.layers.self_modifying import MEMORIES, SelfModifyingMemory
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 
+from ..memory.by_hand import spectral
+
 DIM, HEADS, CHUNK = 8, 2, 4
 WIDTH = DIM // HEADS
 HOPE = RULES["hope"].vary(window={"chunk": CHUNK}, network={"expansion": 2})
@@ -21,6 +23,7 @@ VARIANTS = {
     "every token": HOPE.vary(window={"chunk": 1}),
     "unbounded": HOPE.vary(optimiser={"bounded": False}),
     "to M_0": HOPE.vary(retention={"to_start": True}),
+    "frozen": HOPE.vary(optimiser={"live": False}),
     "without delta": HOPE.vary(optimiser={"kind": "GradientDescent"}),
 }
 
@@ -45,14 +48,14 @@ def read(memory: Pair, x: Tensor) -> Tensor:
     return x + memory[1] @ F.gelu(memory[0] @ x)
 
 
-def bound(memory: Pair, k: Tensor, eta: Tensor, chunk: int, delta: bool) -> Tensor:
-    """eta / (1 + eta (b lambda + |f|^2)), lambda = 2 sum_l |d M(k) / d (W_l f_l)|_F^2 |f_l|^2 (optimisers.py)."""
+def steps(memory: Pair, k: Tensor, eta: Tensor, delta: bool) -> tuple[Tensor, Tensor]:
+    """share_l eta / lambda_l, lambda_l = (2 (|d M(k) / d (W_l f_l)|^2 + 0.05) + delta) (|f_l|^2 + 0.05), shares 1/3 and 2/3."""
     h = memory[0] @ k
     slope = torch.autograd.functional.jacobian(lambda z: F.gelu(z).sum(), h, create_graph=True)
-    hidden = F.gelu(h).square().sum()
-    through = (memory[1] * slope).square().sum()
-    stiff = chunk * 2 * (hidden + through * k.square().sum())
-    return eta / (1 + eta * (stiff + delta * (hidden + k.square().sum())))
+    through = spectral(memory[1]) * slope.square().max()
+    first = (2 * (through + 0.05) + delta) * (k.square().sum() + 0.05)
+    last = (2.1 + delta) * (F.gelu(h).square().sum() + 0.05)
+    return eta / 3 / first, 2 * eta / 3 / last
 
 
 def equations(layer: SelfModifyingMemory, x: Tensor) -> tuple[Tensor, list[list[Pair]]]:
@@ -85,11 +88,15 @@ def equations(layer: SelfModifyingMemory, x: Tensor) -> tuple[Tensor, list[list[
                 # The gradient with respect to the matrices alone: the target is a number by then.
                 at = tuple(w + torch.zeros_like(w) for w in before)
                 loss = (read(at, k) - target).square().sum()
+                hidden = F.gelu(before[0] @ k)
+                if rule.optimiser.live:  # the error at what W_2 answers now
+                    moved = 2 * (now[b][head][1] - before[1]) @ hidden
+                    loss = loss + (moved * (at[1] @ F.gelu(at[0] @ k))).sum()
                 gradients = torch.autograd.grad(loss, at, create_graph=True)
-                step = bound(before, k, eta, chunk, delta) if rule.optimiser.bounded else eta
-                inputs = (k, F.gelu(before[0] @ k))
+                sizes = steps(before, k, eta, delta) if rule.optimiser.bounded else (eta, eta)
+                inputs = (k, hidden)
                 updated = []
-                for w, g, f, m_0 in zip(now[b][head], gradients, inputs, start, strict=True):
+                for w, g, f, m_0, step in zip(now[b][head], gradients, inputs, start, sizes, strict=True):
                     keep = alpha * torch.eye(len(f)).to(f) - delta * step * torch.outer(f, f)
                     updated.append(w @ keep - step * g)
                     if rule.retention.to_start:

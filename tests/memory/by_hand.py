@@ -117,6 +117,15 @@ def ttt_mlp(w, f, taps):
     return w2 @ u + b2, [f, u]
 
 
+def spectral(w):
+    """The largest singular value, squared, by four steps of power iteration; its vectors are taken as they are."""
+    i = torch.arange(1, len(w) + 1).double()
+    u = torch.cos(0.7 * i**2)
+    for _ in range(4):
+        u = w.detach() @ (w.detach().mT @ (u / u.norm()))
+    return ((u / u.norm()) @ w).square().sum()
+
+
 # Biases: objective(prediction, v, delta), and what bounds its curvature
 
 
@@ -160,21 +169,21 @@ def momentum(s, g, under, at):
 
 
 def muon(s, g, under, at):
-    s = at.theta * s + g
-    return s, at.eta_times(orthogonalise(s))
+    s = at.theta * s + at.into_momentum(g)
+    return s, at.orthogonal_step(s)
 
 
 def muon_of_two_chunks(s, g, under, at):
     """S as the list of its terms, those of the chunk before and those of this one."""
     before, now = s if isinstance(s, list) else ([], [])
-    before, now = [at.theta * term for term in before], [at.theta * term for term in now] + [g]
-    step = at.eta_times(orthogonalise(sum(before + now)))
+    before, now = [at.theta * term for term in before], [at.theta * term for term in now] + [at.into_momentum(g)]
+    step = at.orthogonal_step(sum(before + now))
     return [now, []] if at.last else [before, now], step
 
 
 def muon_at_the_end(s, g, under, at):
-    s = at.theta * s + g
-    return s, at.eta_times(orthogonalise(s)) if at.last else 0.0 * s
+    s = at.theta * s + at.into_momentum(g)
+    return s, at.orthogonal_step(s) if at.last else 0.0 * s
 
 
 def delta_step(s, g, under, at):
@@ -188,16 +197,25 @@ def delta_step_after_decay(s, g, under, at):
 
 @dataclass
 class At:
-    """The gates at one token; ``last``: the chunk's last."""
+    """The gates at one token; ``last``: the chunk's last; ``bounded``: for Muon, whether eta is inside."""
 
     eta: torch.Tensor
     alpha: torch.Tensor
     theta: torch.Tensor
     gamma: torch.Tensor
     last: bool
+    bounded: bool = False
 
     def eta_times(self, m):
         return spread(self.eta, m) * m
+
+    def into_momentum(self, g):
+        return self.eta * g if self.bounded else g
+
+    def orthogonal_step(self, s):
+        """eta NS(S), or the multiple of NS(S) that is nearest to S."""
+        o = orthogonalise(s)
+        return (s * o).sum() / (o * o).sum() * o if self.bounded else self.eta * o
 
     def alpha_times(self, m):
         return spread(self.alpha, m) * m
@@ -229,7 +247,7 @@ class Exact:
 
 @dataclass
 class Hand:
-    """One rule."""
+    """One rule. ``last``: which of the matrices (and vectors) of the basis make the library's last matrix."""
 
     objective: Callable
     body: Callable
@@ -240,13 +258,15 @@ class Hand:
     norm: bool = False
     retention: str | Exact = "decay"
     curvature: Callable = lambda m, v, delta: 2.0
+    sees_itself: bool = True
+    last: int = 1
     read: str = "after"
 
     def in_basis(self, matrices, keys):
         return [out for m, to in zip(matrices, self.basis, strict=False) for out in to(m, keys)]
 
 
-def run(hand, problem, b, h, bounded):
+def run(hand, problem, b, h, bounded, live=True):
     """The loop of the papers: gradient at the chunk's first memory, update, read. Returns outputs and last weights."""
     q, k, v = (x[b, h].detach() for x in (problem.q, problem.k, problem.v))
     gates = problem.gates.map(lambda g: g[b, h].detach())
@@ -254,21 +274,40 @@ def run(hand, problem, b, h, bounded):
     gain, shift = (n[h].detach() for n in problem.params.norm) if hand.norm else (None, None)
     size, chunk = problem.rule.window.size, problem.rule.window.chunk
 
-    def memory(weights, x, taps=(0.0, 0.0, 0.0)):
-        out = hand.body(weights, hand.phi(x, a), taps)[0]
-        out = layer_norm(out, gain, shift) if hand.norm else out
+    def body_of(weights, x, taps=(0.0, 0.0, 0.0)):
+        return hand.body(weights, hand.phi(x, a), taps)[0]
+
+    def ending(body, x):
+        out = layer_norm(body, gain, shift) if hand.norm else body
         return x + out if hand.residual else out
 
-    def stiffness(weights, x, v_x, delta):
-        """curvature * sum_l |d M / d (W_l f_l)|^2 |f_l|^2, the last matrix's Jacobian being that of the ending."""
-        body, inputs = hand.body(weights, hand.phi(x, a), (0.0, 0.0, 0.0))
-        end = (gain**2).max() / (((body - body.mean()) ** 2).mean() + NORM_EPS) if hand.norm else 1.0
+    def memory(weights, x):
+        return ending(body_of(weights, x), x)
+
+    def response(weights, x, v_x, delta):
+        """How fast the error at the body can grow with the body."""
+        body = body_of(weights, x)
+        end = (gain**2).max() / (((body - body.mean()) ** 2).mean() + NORM_EPS).clamp(max=1) if hand.norm else 1.0
+        return hand.curvature(ending(body, x), v_x, delta) * end
+
+    def sizes(weights, x, v_x, delta):
+        """Of every matrix: response * (|d body / d (W f)|^2 + 0.05) (|f|^2 + 0.05) over its share of the step."""
         taps = tuple(torch.zeros(len(w)).double() for w in weights)
-        jacobians = torch.autograd.functional.jacobian(lambda *taps: hand.body(weights, hand.phi(x, a), taps)[0], taps)
-        gains = [end * (j**2).sum() for j in jacobians[:-1]] + [end]
-        reach = sum((f**2).sum() for f in inputs)
-        total = sum(g * (f**2).sum() for g, f in zip(gains, inputs, strict=True))
-        return hand.curvature(memory(weights, x), v_x, delta) * total, reach
+        inputs = hand.body(weights, hand.phi(x, a), taps)[1]
+        hidden = torch.autograd.functional.jacobian(lambda *t: hand.body(weights, hand.phi(x, a), t)[1][-1], taps)
+        earlier = len(inputs) - 1
+        slopes = [(j.diagonal() ** 2).max() for j in hidden[:earlier]]
+        gains = [slope * spectral(weights[-1]) for slope in slopes] + [1.0]
+        shares = [1 / 3 / earlier] * earlier + [2 / 3] if earlier else [1.0]
+        erased = 1.0 if hand.optimiser in DELTA else 0.0
+        each = zip(gains, inputs, shares, strict=True)
+        r = response(weights, x, v_x, delta)
+        return torch.stack([(r * (g + 0.05) + erased) * ((f**2).sum() + 0.05) / share for g, f, share in each])
+
+    def moved(weights, now, x, v_x, delta):
+        """By how much the error at the body is another one at the last matrix as it stands."""
+        later = [*weights[: -hand.last], *now[-hand.last :]]
+        return response(weights, x, v_x, delta) * (body_of(later, x) - body_of(weights, x))
 
     start = hand.in_basis([m[h].detach() for m in problem.params.initial], k[:0])
     exact = isinstance(hand.retention, Exact)
@@ -281,20 +320,27 @@ def run(hand, problem, b, h, bounded):
         if t % chunk == 0:
             frozen = [w.clone().requires_grad_() for w in settled]
         window = [(gates.gamma[t, t - i], k[i], v[i], delta(gates, i)) for i in range(max(0, t - size + 1), t + 1)]
+        fixed = [w.detach() for w in frozen]
         loss = sum(g * hand.objective(memory(frozen, k_i), v_i, d) for g, k_i, v_i, d in window)
+        if live and hand.sees_itself and hand.optimiser not in MUON:
+            loss = loss + sum(
+                g * (moved(fixed, now, k_i, v_i, d) * body_of(frozen, k_i)).sum() for g, k_i, v_i, d in window
+            )
         grads = torch.autograd.grad(loss, frozen)
-        at = At(gates.eta[t], gates.alpha[t], gates.theta[t], gates.gamma[t, 0], (t + 1) % chunk == 0)
+        at = At(gates.eta[t], gates.alpha[t], gates.theta[t], gates.gamma[t, 0], (t + 1) % chunk == 0, bounded)
         if exact and not hand.retention.gated:
             at.alpha = torch.ones(()).double()
+        etas = [at.eta] * len(grads)
         if bounded:
-            values = [(g, *stiffness([w.detach() for w in frozen], k_i, v_i, d)) for g, k_i, v_i, d in window]
-            lam, reach = (sum(g * x[i] for g, *x in values) for i in (0, 1))
-            slow = {momentum: chunk * lam / (1 - at.theta + 1 / chunk)}.get(hand.optimiser, chunk * lam)
-            slow = slow + reach if hand.optimiser in (delta_step, delta_step_after_decay) else slow
-            at.eta = at.eta / (1 + at.eta * slow)
+            weights = [*(g for g, *_ in window[:-1]), 1.0]  # its own token at full weight
+            total = sum(g * sizes(fixed, *x) for g, (_, *x) in zip(weights, window, strict=True))
+            lasts = {momentum: 1, muon: 1, muon_of_two_chunks: 1, muon_at_the_end: chunk}.get(hand.optimiser)
+            total = total / (1 - at.theta**lasts) if lasts else total
+            etas = [at.eta / x for x in total]
         inputs = hand.body(frozen, hand.phi(k[t], a), (0.0, 0.0, 0.0))[1]
         before, steps = now, []
         for i, (w, g) in enumerate(zip(now, grads, strict=True)):
+            at.eta = etas[i]
             under = torch.outer(w @ inputs[i], inputs[i]).detach() if hand.optimiser in DELTA else None
             s[i], step = hand.optimiser(s[i], g, under, at)
             steps.append(step)

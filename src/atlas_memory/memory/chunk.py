@@ -304,8 +304,8 @@ def _steps(rule: Rule, memory: Memory, i: int, w: Tensor, tokens: Tokens, plan: 
     recent = memory.recent[i] if memory.recent else None
     if isinstance(rule.optimiser, Muon):
         if recent is not None:
-            return muon_steps_of_tokens(w, recent.old, tokens, plan, rule.optimiser.steps)
-        return muon_steps(w, sums[0] + sums[1] if len(sums) == 2 else sums[0], tokens, plan, rule.optimiser.steps)
+            return muon_steps_of_tokens(w, recent.old, tokens, plan, rule.optimiser)
+        return muon_steps(w, sums[0] + sums[1] if len(sums) == 2 else sums[0], tokens, plan, rule.optimiser)
     return identity_steps(w, sums[0] if sums else None, tokens, plan)
 
 
@@ -395,7 +395,7 @@ def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
 def _schedule(rule: Rule, chunk: Chunk, first: Tensor, size: Tensor | None, pairs: Pairs | None) -> Schedule:
     """Of one matrix."""
     single = chunk.window.dim() == chunk.theta.dim()
-    rates = rule.optimiser.rates(chunk.theta, chunk.eta, size)
+    rates = rule.optimiser.rates(chunk.theta, chunk.eta, size, rule.every)
     alpha, theta, apply, write = (_by_channel(x) for x in (chunk.alpha, rates.theta, rates.apply, rates.write))
     applied = torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, :]
     at, valid = step_tokens(first, rule.every, rule.window.chunk)

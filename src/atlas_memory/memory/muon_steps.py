@@ -20,16 +20,17 @@ from torch import Tensor
 from .fast_weight import Schedule, Seen, Steps, Tokens, scale, scale_rows
 from .gram_eigenvalues import eigenvalues_cost, eigenvalues_pay
 from .horizon import Factors
-from .newton_schulz import gram_cost, gram_polynomial, newton_schulz, schulz_cost
+from .newton_schulz import gram_cost, gram_polynomial, kept_length_of_gram, schulz_cost
+from .optimisers import Muon
 
 
-def muon_steps(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
+def muon_steps(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, muon: Muon) -> Steps:
     """Muon from a momentum in matrices; arguments and result as for ``identity_steps``, C = 1. Picks the cheaper of the
     two exact spaces."""
     (taken, window), chunk = plan.weights.shape[-2:], plan.retained.shape[-1]
     fast = eigenvalues_pay(w)
-    space = cheapest_space(w.shape[-2], w.shape[-1], taken, window, chunk, steps, plan.every, eigenvalues=fast)
-    return (_output_space if space == "outputs" else _feature_space)(w, s, tokens, plan, steps)
+    space = cheapest_space(w.shape[-2], w.shape[-1], taken, window, chunk, muon.steps, plan.every, eigenvalues=fast)
+    return (_output_space if space == "outputs" else _feature_space)(w, s, tokens, plan, muon)
 
 
 def cheapest_space(
@@ -62,14 +63,14 @@ def cheapest_space(
     return min(costs, key=lambda space: costs[space])
 
 
-def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
+def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, muon: Muon) -> Steps:
     features = tokens.inputs.features
     assert features is not None
     groups, carried = step_groups_of(plan), _matrix(plan.moving.at_steps)
     taken = []  # O(S_n): [..., J', m, F]
     for group in groups:
         new = _weighted(plan, tokens.deltas, group).mT @ features[..., None, : group.seen, :]
-        taken.append(newton_schulz(carried[..., group.steps, :, :] * s[..., None, :, :] + new, steps))
+        taken.append(muon.step(carried[..., group.steps, :, :] * s[..., None, :, :] + new))
 
     def read(queries: Seen) -> Tensor:
         f = queries.features
@@ -86,7 +87,7 @@ def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: 
     return Steps(read, weights)
 
 
-def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
+def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, muon: Muon) -> Steps:
     inverse = _power_of_two(tokens.deltas, s)
     s, deltas = s * inverse, tokens.deltas * inverse
     kernel, past = tokens.inputs.kernel()[..., None, :, :], tokens.inputs.apply(s)[..., None, :, :]  # K, X
@@ -100,7 +101,9 @@ def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, steps: i
         cross = (2.0 * cut) * past[..., seen, :]
         gram = weighted.mT @ (kernel[..., seen, seen] @ weighted + cross)
         gram = 0.5 * (gram + gram.mT) + cut.square() * of_start
-        parts.append((group, cut, weighted, gram_polynomial(gram, steps, symmetric=True)))
+        q = gram_polynomial(gram, muon.steps, symmetric=True)
+        q = q * (kept_length_of_gram(gram, q) / inverse[..., None, :, :]) if muon.bounded else q
+        parts.append((group, cut, weighted, q))
 
     def read(queries: Seen) -> Tensor:
         near, old = queries.kernel()[..., None, :, :], queries.apply(s)[..., None, :, :]
@@ -136,7 +139,7 @@ def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], pla
     return out
 
 
-def muon_steps_of_tokens(w: Tensor, old: Factors | None, tokens: Tokens, plan: Schedule, steps: int) -> Steps:
+def muon_steps_of_tokens(w: Tensor, old: Factors | None, tokens: Tokens, plan: Schedule, muon: Muon) -> Steps:
     """Muon in token space, from a momentum that is a sum over tokens itself (None: zero). Result as ``muon_steps``."""
     features = tokens.inputs.features
     assert features is not None
@@ -155,7 +158,9 @@ def muon_steps_of_tokens(w: Tensor, old: Factors | None, tokens: Tokens, plan: S
         at = weights[..., group.steps, seen, None]  # D_n
         left = at * outer[..., None, seen, seen] * at.mT
         gram = (left.flatten(-3, -2) @ inner[..., seen, seen]).view(left.shape)
-        polynomials.append(gram_polynomial(gram, steps) * at.mT)  # Q_n^T D_n: [..., J', T', T']
+        q = gram_polynomial(gram, muon.steps)
+        q = q * (kept_length_of_gram(gram, q) / inverse[..., None, :, :]) if muon.bounded else q
+        polynomials.append(q * at.mT)  # Q_n^T D_n: [..., J', T', T']
 
     def read(queries: Seen) -> Tensor:
         near, decay = tokens.product(queries.inputs, inputs), plan.seen(plan.decay)[..., 0, :, :].mT[..., None]

@@ -71,6 +71,26 @@ def gram_polynomial(gram: Tensor, steps: int = 5, symmetric: bool = False) -> Te
     return scale * _in_blocks(function, unit).view(gram.shape)
 
 
+def kept_length(matrix: Tensor, orthogonal: Tensor) -> Tensor:
+    """c = <S, O> / <O, O> for O = NS(S): c O is the multiple of O nearest to S, whose singular values are all about the
+    mean of those of S. ``[..., rows, columns]`` twice ``-> [..., 1, 1]``; 0 where O is zero.
+
+    NS(S) itself has the slope 1 / |S|: where little is left to learn, its direction is chaos at full length. c NS(S)
+    grows with S, and has a bounded slope.
+    """
+    return _ratio((matrix * orthogonal).sum((-2, -1)), orthogonal.square().sum((-2, -1)))
+
+
+def kept_length_of_gram(gram: Tensor, q: Tensor) -> Tensor:
+    """The same from ``gram`` and its ``gram_polynomial``, ``[..., m, m]`` twice: tr(Q G) / tr(Q Q G)."""
+    moved = q @ gram
+    return _ratio(moved.diagonal(dim1=-2, dim2=-1).sum(-1), (moved * q.mT).sum((-2, -1)))
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    return (a / b.clamp_min(torch.finfo(b.dtype).tiny ** 0.5))[..., None, None]
+
+
 CACHED = 2**18
 """Bytes of matrices that are worked on together on a CPU: what comes between stays in cache."""
 

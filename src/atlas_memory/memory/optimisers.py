@@ -6,11 +6,11 @@ All are instances of one recurrence, per matrix, with g_t the gradient of the wi
 
     gradient descent   theta = 0, a = 1,   e = s,    O = identity            (ATLAS Eq. 10, 19; DeltaNet)
     momentum           theta,     a = s,   e = 1,    O = identity            (ATLAS Eqs. 12-13; Titans Eqs. 13-14)
-    Muon               theta,     a = 1,   e = eta,  O = Newton-Schulz       (ATLAS Eqs. 32-33)
+    Muon               theta,     a = s,   e = 1,    O = Newton-Schulz at the length of S  (ATLAS Eqs. 57-58)
     delta              theta = 0, a = 1,   e = s,    O = identity, and -e_t W_{t-1} f_t f_t^T besides  (see there)
 
 S accumulates plus the gradient and W subtracts: ATLAS's Table 1 prints an ascent. Letters: eta is the step size and
-theta the momentum decay, as in ATLAS; Titans swaps the two. Newton-Schulz ignores scale, so eta stands outside.
+theta the momentum decay, as in ATLAS; Titans swaps the two.
 
 **Where gradients are taken.** ATLAS (Eqs. 15-16) takes the b gradients of a chunk at the memory frozen at its start, so
 that they cannot see one another's writes; Titans prints the gradient at M_{t-1}. ``live``, the default, lies between: the
@@ -25,7 +25,7 @@ of a chunk then solve one triangular system (live.py), as those of the delta rul
 gradient. With chunk = 1 the two are one for every bias.
 
 **Bounded steps.** A step is measured by what it changes. With lambda_l,t a bound on how far a unit step of matrix l
-moves the error at the token's own key, c_t |J_l|^2 (|f_l|^2 + FLOOR), matrix l makes the step
+moves the error at the token's own key, r_t (|J_l|^2 + FLOOR) (|f_l|^2 + FLOOR), matrix l makes the step
 
     s_l,t = share_l eta_t / (lambda_l,t + sum over older window tokens of gamma_i^(t) lambda_l,i),
 
@@ -45,8 +45,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FLOOR = 0.01
-"""What is added to the squared length of a matrix's input: one shorter than a tenth is not written at full strength."""
+from .newton_schulz import kept_length, newton_schulz
+
+FLOOR = 0.05
+"""What is added to the squared lengths that bound a step: where an input, or what a matrix can do to the body, is shorter
+than about a fifth, it is not written at full strength; else a memory that has faded would be written with giant steps."""
 
 
 class Rates(NamedTuple):
@@ -70,8 +73,9 @@ class GradientDescent:
     every = 1
     erases = False
 
-    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None) -> Rates:
-        """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``."""
+    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int) -> Rates:
+        """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``; a step is
+        taken after ``every`` so many tokens."""
         return Rates(torch.zeros_like(theta), torch.ones_like(eta), _over(eta, size))
 
 
@@ -97,8 +101,9 @@ class DeltaGradientDescent:
     every = 1
     erases = True
 
-    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None) -> Rates:
-        """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``."""
+    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int) -> Rates:
+        """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``; a step is
+        taken after ``every`` so many tokens."""
         return Rates(torch.zeros_like(theta), torch.ones_like(eta), _over(eta, size))
 
 
@@ -114,15 +119,25 @@ class Momentum:
     every = 1
     erases = False
 
-    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None) -> Rates:
-        """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``."""
+    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int) -> Rates:
+        """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``; a step is
+        taken after ``every`` so many tokens."""
         step = _over(eta, None if size is None else size / (1.0 - theta).clamp_min(1e-6))
         return Rates(theta, step, torch.ones_like(eta))
 
 
 @dataclass(frozen=True)
 class Muon:
-    """S_t = theta_t S_{t-1} + g_t;  W_t = alpha_t W_{t-1} - eta_t NS_steps(S_t), a matrix at a time.
+    """S_t = theta_t S_{t-1} + g_t;  W_t = alpha_t W_{t-1} - eta_t NS_steps(S_t), a matrix at a time, is what ATLAS prints
+    in Eqs. 32-33, and ``bounded=False`` here. Its step has length eta whatever is left to learn: where that is little its
+    direction is chaos, outer gradients grow with every step, and nothing but eta can keep a token from being written.
+
+    ``bounded``, the default, has eta inside, as the paper's Eqs. 57-58 have, where it is a step of the length described
+    above, and gives the orthogonalised S the length that S has along it:
+
+        S_t = theta_t S_{t-1} + s_t g_t,     W_t = alpha_t W_{t-1} - c_t NS(S_t),   c_t = <S_t, NS(S_t)> / |NS(S_t)|^2.
+
+    The factor of s_t beside the bounded step is 1 - theta_t^r, for steps after every r tokens.
 
     ``every = r`` applies the step only at tokens r - 1, 2r - 1, ... of the sequence; alpha and theta act at all.
     ``every = 1`` is the paper's Eq. 40; None is once a chunk, at its end, what LaCT does.
@@ -146,9 +161,9 @@ class Muon:
     every: int | None = 1
     precise: bool = True
     horizon: str | None = None
+    bounded: bool = True
 
     has_momentum = True
-    bounded = False
     live = False
     erases = False
 
@@ -165,9 +180,16 @@ class Muon:
         """How many sums a matrix's momentum is kept in."""
         return 1 if self.horizon is None else 2
 
-    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None) -> Rates:
-        """``size`` plays no part: the step's length is eta."""
-        return Rates(theta, torch.ones_like(eta), eta)
+    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int) -> Rates:
+        """As for the others. Bounded, eta weighs what goes into S; else it is the length of what comes out."""
+        if size is None:
+            return Rates(theta, torch.ones_like(eta), eta)
+        return Rates(theta, _over(eta, size) * (1.0 - theta**every), torch.ones_like(eta))
+
+    def step(self, s: Tensor) -> Tensor:
+        """O(S) for one matrix, ``[..., rows, columns]``."""
+        orthogonal = newton_schulz(s, self.steps)
+        return kept_length(s, orthogonal) * orthogonal if self.bounded else orthogonal
 
 
 def _over(eta: Tensor, size: Tensor | None) -> Tensor:

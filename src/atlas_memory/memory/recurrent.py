@@ -23,7 +23,6 @@ from torch import Tensor
 from .features import Exponential
 from .gates import Gates
 from .networks import Trace
-from .newton_schulz import newton_schulz
 from .optimisers import DeltaGradientDescent, Muon
 from .precision import compute
 from .retention import NonLinearRetention
@@ -133,7 +132,7 @@ def _loop(
         if optimiser.bounded:
             whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
             sizes = tuple((whole * x).sum(-1) for x in rule.sizes(frozen, at_frozen, response, params))
-        rates = [optimiser.rates(gate.theta[..., t], gate.eta[:, :, t], size) for size in sizes]
+        rates = [optimiser.rates(gate.theta[..., t], gate.eta[:, :, t], size, rule.every) for size in sizes]
         alpha = alphas[:, :, t]
         if optimiser.has_momentum:
             faded = tuple(_rows(gate.theta[..., t], m) * m for m in momentum)
@@ -145,7 +144,7 @@ def _loop(
             g = tuple(map(torch.add, old_sums, new_sums)) if old_sums else new_sums
         takes_step = ((seen + 1) % rule.every == 0)[:, None]
         if isinstance(optimiser, Muon):  # at every token, whoever takes a step: rows are at different phases
-            g = tuple(newton_schulz(s, optimiser.steps) for s in g)
+            g = tuple(map(optimiser.step, g))
         if isinstance(optimiser, DeltaGradientDescent):
             now = tuple(_rows(alpha, w) * w for w in weights) if optimiser.after_decay else weights
             under = _under(rule, params, at_frozen.inputs, now, keys)

@@ -122,7 +122,8 @@ class Rule:
 
     def response(self, trace: Trace, v: Tensor, params: Params) -> Tensor:
         """How fast the error at the body grows with the body, at most: ``[..., time]``; see optimisers.py."""
-        return self.bias.curvature(trace.prediction, v) * self.network.ending_gain(trace, params.norm)
+        bound = self.bias.curvature(trace.prediction, v) * self.network.ending_gain(trace, params.norm)
+        return bound.clamp_min(1e-6)  # a layer norm may learn a gain of zero
 
     def sizes(self, weights: Sequence[Tensor], trace: Trace, response: Tensor, params: Params) -> tuple[Tensor, ...]:
         """lambda_l / share_l of every token and matrix, ``[..., time]`` each: what bounds a step (optimisers.py)."""
@@ -130,7 +131,7 @@ class Rule:
         gains = network.gains(weights, trace)
         for lifted, u, gain, share in zip(network.lifted, trace.inputs, gains, network.shares, strict=True):
             length = self.features.squared_norm(u, params.sqrt_a) if lifted else u.square().sum(-1)
-            found.append((response * gain + self.optimiser.erases) * (length + FLOOR) / share)
+            found.append((response * (gain + FLOOR) + self.optimiser.erases) * (length + FLOOR) / share)
         return tuple(found)
 
     def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
