@@ -49,7 +49,8 @@ def read(memory: Pair, x: Tensor) -> Tensor:
 
 
 def steps(memory: Pair, k: Tensor, eta: Tensor, delta: bool) -> tuple[Tensor, Tensor]:
-    """share_l eta / lambda_l, lambda_l = (2 (|d M(k) / d (W_l f_l)|^2 + 0.05) + delta) (|f_l|^2 + 0.05), shares 1/3 and 2/3."""
+    """share_l eta / lambda_l, lambda_l = (2 (|d M(k) / d (W_l f_l)|^2 + 0.05) + delta) (|f_l|^2 + 0.05), shares 1/3 and
+    2/3."""
     h = memory[0] @ k
     slope = torch.autograd.functional.jacobian(lambda z: F.gelu(z).sum(), h, create_graph=True)
     through = spectral(memory[1]) * slope.square().max()

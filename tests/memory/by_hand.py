@@ -243,6 +243,7 @@ class Exact:
     again: Callable = lambda a, w: a
     lag: bool = False
     gated: bool = True
+    to_start: bool = False
 
 
 @dataclass
@@ -314,7 +315,8 @@ def run(hand, problem, b, h, bounded, live=True):
     if exact:
         state, now = zip(*map(hand.retention.begin, start), strict=True)
     else:
-        now = start
+        state, now = (), start
+    home, dual_home = now, state  # what a memory that fades "to start" fades to
     s, out, settled = [torch.zeros_like(w) for w in now], [], now
     for t in range(len(q)):
         if t % chunk == 0:
@@ -351,14 +353,23 @@ def run(hand, problem, b, h, bounded, live=True):
         elif hand.retention == "decay to start":
             now = [m + at.alpha_times(w - m) - step for w, m, step in zip(now, start, steps, strict=True)]
         elif chunk == 1:
+            if hand.retention.to_start:  # what comes back is as if it had been written
+                steps = [step - (m - at.alpha_times(m)) for step, m in zip(steps, dual_home, strict=True)]
             each = zip(state, now, steps, start, strict=True)
             state, now = zip(*(hand.retention.token(x, w, step, at, m) for x, w, step, m in each), strict=True)
         settled = now
         if exact and chunk > 1:
-            state = [at.alpha_times(x) - step for x, step in zip(state, steps, strict=True)]
+            back = 1.0 if hand.retention.to_start else 0.0
+            state = [
+                at.alpha_times(x) - step + back * (m - at.alpha_times(m))
+                for x, step, m in zip(state, steps, dual_home, strict=True)
+            ]
             settled = [hand.retention.settle(x, f.detach(), m) for x, f, m in zip(state, frozen, start, strict=True)]
             is_exact = t % chunk == 0 if hand.retention.lag else at.last
-            linear = [at.alpha_times(w) - step for w, step in zip(now, steps, strict=True)]
+            linear = [
+                at.alpha_times(w) - step + back * (m - at.alpha_times(m))
+                for w, step, m in zip(now, steps, home, strict=True)
+            ]
             now = settled if is_exact else linear
             if at.last:
                 state = [hand.retention.again(x, w) for x, w in zip(state, settled, strict=True)]

@@ -7,7 +7,6 @@ import torch
 
 from atlas_memory.memory import (
     RULES,
-    DeltaGradientDescent,
     Exponential,
     Rule,
     chunkwise,
@@ -24,6 +23,9 @@ VARIANTS = {
     "every-third": RULES["atlas-linear"].vary(optimiser={"every": 3}, window={"chunk": 8}),
     "to-start": RULES["titans"].vary(retention={"to_start": True}),
     "delta-to-start": RULES["hope"].vary(retention={"to_start": True}),
+    "frozen-gradients": RULES["omeganet"].vary(optimiser={"live": False}),
+    "frozen-momentum": RULES["titans"].vary(optimiser={"live": False}),
+    "printed": RULES["omeganet"].vary(retention={"to_start": False}, optimiser={"bounded": False}),
     "frozen": RULES["titans"].vary(window={"read": "frozen"}),
     "three": RULES["omeganet"].vary(network={"depth": 3, "expansion": 2}),
     "muon-settles": RULES["atlas-identity"].vary(retention={"kind": "LqNorm"}, optimiser={"every": None}),
@@ -66,8 +68,10 @@ def test_multiply_adds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.no_grad(), flop_counter() as counter:
             chunkwise(*given.between(0, time).arguments())
         counts.append(counter.get_total_flops() / 2)
-    delta = isinstance(rule.optimiser, DeltaGradientDescent)
-    uncounted = 2 * sum(b * b * rows // 2 for rows, _ in rule.shapes(8)) if delta else 0
+    rows = [m for m, _ in rule.shapes(8)]
+    live = rule.optimiser.live and not rule.bias.is_linear
+    solved = rows if rule.optimiser.erases else rows[-1:] if live else []
+    uncounted = 2 * sum((b * (rule.window.size if live else 1)) ** 2 * m // 2 for m in solved)
     ratio = (multiply_adds(rule, dim=8, heads=2) * b - uncounted) / (counts[1] - counts[0])
     assert 0.99 <= ratio <= 1.01
 

@@ -112,7 +112,9 @@ def test_what_is_older_than_the_previous_chunk_is_forgotten():
     """With theta = 1, S and so the step at a chunk's end do not depend on a value two chunks back; without, they do."""
     for horizon, depends in (("chunk", False), (None, True)):
         rule = RULES["atlas-linear"].vary(
-            optimiser={"horizon": horizon}, bias={"kind": "DotProduct"}, window={"size": 1, "chunk": 4}
+            optimiser={"horizon": horizon, "bounded": False},
+            bias={"kind": "DotProduct"},
+            window={"size": 1, "chunk": 4},
         )
         problem = random_problem(rule, 0, batch=1, time=12)
         gates = replace(problem.gates, theta=torch.ones_like(problem.gates.theta))
@@ -144,7 +146,9 @@ def test_token_space_is_newton_schulz_of_the_matrix(m, f, n, dtype, allowed):
 @pytest.mark.parametrize("scale", [1e-20, 1e20])
 def test_scale_invariance_in_float32(scale):
     rule = RULES["atlas-linear"].vary(
-        optimiser=HORIZON | {"precise": False}, bias={"kind": "DotProduct"}, window={"size": 2, "chunk": 3}
+        optimiser=HORIZON | {"precise": False, "bounded": False},
+        bias={"kind": "DotProduct"},
+        window={"size": 2, "chunk": 3},
     )
     assert spaces(rule, 16) == [True]
     problem = random_problem(rule, 0, time=10, dim=16, dtype=torch.float32)
@@ -218,7 +222,7 @@ def test_newton_schulz_runs_as_often_as_the_rule_says(name, every, monkeypatch):
     rule = CASES[name].vary(optimiser={"every": every})
     time = 3 * rule.window.chunk
     counts = {"newton_schulz": 0, "gram_polynomial": 0}
-    for module in (muon_steps, sys.modules["atlas_memory.memory.recurrent"]):
+    for module in (muon_steps, sys.modules["atlas_memory.memory.optimisers"]):
         for face in counts:
             if (function := getattr(module, face, None)) is not None:
 

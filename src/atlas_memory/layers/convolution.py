@@ -108,5 +108,5 @@ CACHED = 2**18
 
 def _blocks(x: Tensor, time: int) -> list[tuple[int, int]]:
     """Stretches of time, all of it where a compiler looks for itself."""
-    size = time if torch.compiler.is_compiling() else max(1, CACHED // (x.shape[0] * x.shape[2]))
+    size = time if torch.compiler.is_compiling() else max(1, CACHED // max(1, x.shape[0] * x.shape[2]))
     return [(start, min(start + size, time)) for start in range(0, time, size)]

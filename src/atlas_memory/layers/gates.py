@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from ..memory import Gates, Huber, Muon, RobustL2, Rule
 
-HALF_LIVES = (8.0, 512.0)
+START_THETA = 0.5
+HALF_LIVES = (64.0, 8192.0)
 
 
 class GateProjection(nn.Module):
@@ -50,7 +51,11 @@ class GateProjection(nn.Module):
                 "optimiser"
             )
         self.window = rule.window.size
-        self.max_eta = min(1.0, rule.every / rule.window.chunk) if self.is_muon else 1.0
+        bare_muon = isinstance(rule.optimiser, Muon) and not rule.optimiser.bounded
+        self.max_eta = min(1.0, rule.every / rule.window.chunk) if bare_muon else 1.0
+        self.start_eta = 0.25 if bare_muon else 0.5
+        # The momentum of a step that is taken every r tokens fades between two of them as that of one a token does.
+        self.start_theta = START_THETA ** (1.0 / rule.every)
         channels = ["eta"] + ["alpha"] * rule.retention.gated
         self.start_delta = rule.bias.start_delta(dim // heads) if isinstance(rule.bias, Huber | RobustL2) else 1.0
         others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta
@@ -70,7 +75,7 @@ class GateProjection(nn.Module):
             half_life = torch.logspace(math.log10(HALF_LIVES[0]), math.log10(HALF_LIVES[1]), self.heads)
             return torch.logit(0.5 ** (1.0 / half_life))
         delta = math.log(math.expm1(self.start_delta))  # of a softplus
-        start = {"eta": _logit(0.25 if self.is_muon else 0.5), "theta": _logit(0.8), "delta": delta}
+        start = {"eta": _logit(self.start_eta), "theta": _logit(self.start_theta), "delta": delta}
         return torch.full((self.heads,), start[name])
 
     def reset_parameters(self) -> None:

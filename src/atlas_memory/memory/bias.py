@@ -1,11 +1,11 @@
 """Attentional bias: the inner loss l(M; k, v) that the memory minimises while it reads (Miras's name for it).
 
 A bias is a function of the prediction M(phi(k)) and the value v alone. It gives its value (what the definition
-differentiates), its derivative with respect to the prediction (what the fast forms back-propagate), and a curvature:
-a bound on the Hessian with respect to the prediction, or where that does not exist on |derivative| / |error|, which is
-what bounds a step (optimisers.py). The derivative of one that ``is_linear`` does not depend on the prediction. Biases with ``has_delta`` read one more number a token, the gate delta, which
-reaches them as one more entry of the value: ``v`` is then ``[..., dim + 1]``. ``start_delta`` is where it starts.
-"""
+differentiates), its derivative with respect to the prediction (what the fast forms back-propagate), and a curvature: a
+bound on the Hessian with respect to the prediction, or where that does not exist on |derivative| / |error|, which is
+what bounds a step (optimisers.py). The derivative of one that ``is_linear`` does not depend on the prediction. Biases
+with ``has_delta`` read one more number a token, the gate delta, which reaches them as one more entry of the value:
+``v`` is then ``[..., dim + 1]``. ``start_delta`` is where it starts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from torch import Tensor
 
 SMOOTH = 1e-6
 """Miras's epsilon: |x| is taken as sqrt(x^2 + SMOOTH), so that every bias has a gradient everywhere."""
+
+
+FAR = 1e9
+"""The largest error that ``Lp`` sees."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +91,22 @@ class Lp:
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
         """``[..., dim], [..., dim] -> [...]``."""
-        return ((prediction - v).square() + SMOOTH).pow(0.5 * self.p).sum(-1)
+        return (self._error(prediction, v).square() + SMOOTH).pow(0.5 * self.p).sum(-1)
 
     def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
         """d value / d prediction: ``[..., dim]``."""
-        e = prediction - v
-        return self.p * e * (e.square() + SMOOTH).pow(0.5 * self.p - 1.0)
+        e = self._error(prediction, v)
+        slope = self.p * e * (e.square() + SMOOTH).pow(0.5 * self.p - 1.0)
+        return torch.where((prediction - v).abs() <= FAR, slope, 0.0)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
         """``[...]``: the largest second derivative over the coordinates, bounded from above."""
-        weight = ((prediction - v).square() + SMOOTH).pow(0.5 * self.p - 1.0)
+        weight = (self._error(prediction, v).square() + SMOOTH).pow(0.5 * self.p - 1.0)
         return self.p * max(1.0, self.p - 1.0) * weight.amax(-1)
+
+    def _error(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """Errors beyond ``FAR`` are as large as that and teach nothing: their powers would overflow."""
+        return (prediction - v).clamp(-FAR, FAR)
 
 
 @dataclass(frozen=True)
@@ -143,8 +152,13 @@ class Huber:
         return torch.where(e.norm(dim=-1, keepdim=True) <= delta, e, far)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[...]``: 1."""
-        return torch.ones_like(prediction[..., 0])
+        """``[...]``: 1; far out in the mixture, whose slope jumps, |derivative| / |error|."""
+        if self.over != "mixture":
+            return torch.ones_like(prediction[..., 0])
+        e, delta = _error(prediction, v)
+        length = e.norm(dim=-1)
+        far = delta[..., 0] * e.shape[-1] ** 0.5 / length.clamp_min(SMOOTH)
+        return torch.where(length <= delta[..., 0], 1.0, far)
 
 
 @dataclass(frozen=True)

@@ -170,26 +170,23 @@ def read_chunk(
             near, add = queries.kernel, tokens.write
             queries = replace(queries, kernel=lambda: pairs.columns(near()))
             tokens = replace(tokens, write=lambda w, a: add(w, pairs.fold(a)))
-        # A memory that fades to M_0 is M_0 plus a memory that fades to zero.
-        if home is not None:
-            from_home = queries.apply(home)
-            queries = replace(queries, known=queries.held(w) - from_home)
-            w = w - home
-        steps = _steps(rule, memory, i, w, tokens, plan)
-        linear = partial(_after, steps, memory.weights[i], home)
-        end = linear(-1)
+        steps = _steps(rule, memory, i, w if home is None else w - home, tokens, plan)
+        linear = partial(_after, steps, w, home)
         if rule.window.read == "frozen":
-            out = queries.apply(frozen[i])
-        else:
-            out = steps.read(queries) if home is None else steps.read(queries) + from_home
+            out = queries.held(frozen[i])
+        elif home is None:
+            out = steps.read(queries)
+        else:  # a memory that fades to M_0 is M_0 plus a memory that fades to zero
+            from_home = queries.apply(home)
+            out = steps.read(replace(queries, known=queries.held(w) - from_home)) + from_home
         if isinstance(retention, NonLinearRetention):
             initial = params.initial[i]
-            out, end, *next_chunk = _settle(
+            out, *end = _settle(
                 retention, initial, frozen[i], accumulator(i), linear, chunk, steps, queries, out, filled
             )
-            ends.append((end, *next_chunk))
+            ends.append(tuple(end))
         else:
-            ends.append((end,))
+            ends.append((linear(-1),))
         sums, next_recent = _momentum(rule, memory, i, chunk, tokens, plan, filled)
         momentum.append(sums)
         recent.append(next_recent)
@@ -403,8 +400,8 @@ def _schedule(rule: Rule, chunk: Chunk, first: Tensor, size: Tensor | None, pair
     fading = decay_matrix(alpha, columns=alike)
     decay = fading * applied[..., alike]
     retained = _from_start(alpha, fading)
-    if pairs is not None:
-        return _schedule_of_pairs(rule, chunk, pairs, retained, decay, theta, write)
+    if rule.optimiser.live and not rule.bias.is_linear:
+        return _live_schedule(rule, chunk, pairs, retained, decay, theta, write)
     weights = write * chunk.window[..., None, :] if single else write[..., None] * chunk.window[..., None, :, :]
     inertia = None
     if rule.optimiser.has_momentum:
@@ -420,16 +417,18 @@ def _schedule(rule: Rule, chunk: Chunk, first: Tensor, size: Tensor | None, pair
     return Schedule(retained, decay, weights, rule.every, rule.window.read == "before", inertia)
 
 
-def _schedule_of_pairs(
-    rule: Rule, chunk: Chunk, pairs: Pairs, retained: Tensor, decay: Tensor, theta: Tensor, write: Tensor
+def _live_schedule(
+    rule: Rule, chunk: Chunk, pairs: Pairs | None, retained: Tensor, decay: Tensor, theta: Tensor, write: Tensor
 ) -> Schedule:
-    """As ``_schedule``, where a token is another one in each window."""
-    gamma, inertia, mix = pairs.gates(chunk.window)[..., None, :], None, decay
+    """As ``_schedule``, for updates of pairs, and with R at hand: it is read twice."""
+    gamma, inertia, mix = chunk.window if pairs is None else pairs.gates(chunk.window), None, decay
+    gamma = gamma[..., None, :]
     if rule.optimiser.has_momentum:
         fading = decay_matrix(theta) * write[..., None, :]
-        carried, mix = theta.cumprod(-1), decay @ fading
-        inertia = Inertia(carried, carried, pairs.each(fading[..., -1, :], -1) * gamma)
-    mix = pairs.each(mix, -1) * gamma[..., None, :]
+        carried, last = theta.cumprod(-1), fading[..., -1, :]
+        mix = decay @ fading
+        inertia = Inertia(carried, carried, (last if pairs is None else pairs.each(last, -1)) * gamma)
+    mix = (mix if pairs is None else pairs.each(mix, -1)) * gamma[..., None, :]
     return Schedule(retained, decay, gamma, rule.every, rule.window.read == "before", inertia, mix)
 
 

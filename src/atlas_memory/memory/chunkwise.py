@@ -22,7 +22,7 @@ from .compiling import compiled_for_rule
 from .features import Exponential
 from .gates import Gates
 from .horizon import Recent, in_matrices, known_as_tokens
-from .precision import cast, check_inputs, compute, kept_dtype, working_dtype
+from .precision import Broken, cast, check_inputs, compute, kept_dtype, working_dtype
 from .rules import Params, Rule
 from .state import MemoryState, initial_state
 from .windows import band, overlapping, shift_right, take
@@ -139,9 +139,11 @@ def read_on(
     """Read the next whole chunks, or the last tokens: y and what to go on from. ``params`` are those of ``begin``."""
     up = cast(working_dtype(rule, q))
     with torch.autocast(q.device.type, enabled=False):
+        broken = Broken.among(k, v, gates)
+        k, v, gates = broken.taken_out(k), broken.taken_out(v), gates.map(broken.taken_out)
         tokens = _tokens(rule, up(q), up(k), up(v), gates.map(up))
         y, reading = _read_group(rule, compiled, params, tokens, gates.length, reading)
-    return y.to(q.dtype), reading
+    return broken.outputs(y).to(q.dtype), reading._replace(state=reading.state.map(broken.state))
 
 
 def end(reading: Reading, q: Tensor) -> MemoryState:

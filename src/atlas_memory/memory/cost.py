@@ -14,8 +14,9 @@ import torch
 from .chunk import takes_token_space
 from .features import Exponential, Polynomial
 from .muon_steps import cheapest_space, step_groups
+from .networks import POWER_STEPS, GatedMLP
 from .newton_schulz import gram_cost, schulz_cost
-from .optimisers import DeltaGradientDescent, Muon
+from .optimisers import Muon
 from .retention import NonLinearRetention
 from .rules import Rule
 from .state import initial_state
@@ -47,22 +48,29 @@ def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
     by_key = isinstance(rule.features, Exponential)
     if isinstance(rule.features, Exponential) and rule.features.horizon is None:
         return None
-    total, shared = 0, False
+    total, shared, live = 0, False, rule.optimiser.live and not rule.bias.is_linear
     if by_key:
         total += (n + b) * _columns(rule) * dim  # the kernel against the columns held
     elif isinstance(rule.features, Polynomial) and rule.features.degree > 1:
         total += (n + b) * dim**2 * (dim + 1)  # the two factors of the monomials of degree 2
-    if rule.optimiser.has_momentum and rule.window.size > 1:
-        total += (b if b % rule.every else b // rule.every) * b * n  # P
-    if rule.optimiser.bounded and rule.window.size > 1:
-        total += 2 * b * n  # lambda over the window
-    for (m, f), lifted in zip(rule.shapes(dim), rule.network.lifted, strict=True):
+    shapes = rule.shapes(dim)
+    schedules = len(shapes) if rule.optimiser.bounded else 1
+    if rule.optimiser.has_momentum and live:
+        total += schedules * b**3  # R
+    elif rule.optimiser.has_momentum and rule.window.size > 1:
+        total += schedules * (b if b % rule.every else b // rule.every) * b * n  # P
+    if rule.optimiser.bounded:
+        total += (schedules * b * n if rule.window.size > 1 else 0) + _spectral_norms(rule, dim)
+    last = len(shapes) - 1
+    for i, ((m, f), lifted) in enumerate(zip(shapes, rule.network.lifted, strict=True)):
         if not lifted:
             apply, write, inner = m * f, m * f, f
-            total += n * m * f  # the error at its input
+            total += (b * rule.window.size if live else n) * m * f  # the error at its input
         else:
             apply, write, inner = (m * _columns(rule), 0, dim) if by_key else (m * f, m * f, dim)
-        keys, queries, steps = _steps(rule, m, f, apply, write, inner)
+        solves = (live and i == last) or rule.optimiser.erases
+        home = rule.retention.home(())[0] is not None and not (by_key and lifted)
+        keys, queries, steps = _steps(rule, m, f, apply, write, inner, live, solves, home)
         total += n * apply + steps
         if not (lifted and shared):  # lifted matrices share their kernels
             total += (keys * n + queries * b) * n * inner
@@ -70,34 +78,49 @@ def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
     return round(heads * total / b)
 
 
-def _steps(rule: Rule, m: int, f: int, apply: int, write: int, inner: int) -> tuple[bool, bool, int]:
+def _spectral_norms(rule: Rule, dim: int) -> int:
+    """Of the matrices after the first, or of a gated memory's last."""
+    network, shapes = rule.network, rule.shapes(dim)
+    later = shapes[-1:] if isinstance(network, GatedMLP) else shapes[1:]
+    biased = getattr(network, "bias", False)
+    return sum((2 * POWER_STEPS + 1) * m * (f - biased) for m, f in later)
+
+
+def _steps(
+    rule: Rule, m: int, f: int, apply: int, write: int, inner: int, live: bool, solves: bool, home: bool
+) -> tuple[bool, bool, int]:
     """Whether the steps of one matrix need the kernel among keys, and that of queries with keys; and their
     multiply-adds in a chunk without these, given those of applying it to a token, of adding a token to it and of one
-    entry of the kernel."""
+    entry of the kernel; ``solves``: whether its updates solve a triangular system; ``home``: whether it fades to
+    M_0."""
     b, n = rule.window.chunk, rule.window.chunk + rule.window.size - 1
     taken, optimiser, retention = -(-b // rule.every), rule.optimiser, rule.retention
-    delta, reads = isinstance(optimiser, DeltaGradientDescent), rule.window.read != "frozen"
-    keys, queries = delta, reads
+    reads, updates = rule.window.read != "frozen", b * rule.window.size if live else n
+    settles = isinstance(retention, NonLinearRetention)
+    keys, queries = solves, reads
     total, end = b * apply, n * write  # reading what was there before the chunk; making a W_b
+    ends = (4 if retention.lag else 2) if settles else 1  # the exact token's W_1, and A, besides
     if not isinstance(optimiser, Muon):
-        if optimiser.has_momentum or rule.window.size > 1:  # else R is a product of scalars
-            ends = 4 if retention.lag else 2 if isinstance(retention, NonLinearRetention) else 1
+        if not live and (optimiser.has_momentum or rule.window.size > 1):  # else R is at hand or a product of scalars
             total += (b + ends if reads else ends) * taken * n
-        total += b * n * m if reads else 0
+        total += b * updates * m if reads else 0
         total += b * taken + b * apply if optimiser.has_momentum and reads else 0
-        total += n * n * m // 2 if delta else 0  # a triangular system
+        if solves:
+            total += updates**2 * m // 2 + (n * apply if home else 0)  # the system
+            total += b * taken + n * apply if optimiser.has_momentum else 0
+            total += 2 * n * write + n * apply if retention.lag else 0
     elif takes_token_space(rule, m, f):
         t, queries = 2 * n, False
         total += t * t * (inner + m) + (b * t * inner if reads else 0)
         for count, seen, left in _groups(taken, t, b, rule.every):
-            total += count * (seen**3 + gram_cost(seen, optimiser.steps))
+            total += count * (seen**3 * (1 + optimiser.bounded) + gram_cost(seen, optimiser.steps))
             total += left * seen * (count * seen + m) if reads else 0
         end, write = t * t * m + t * write, 0
     elif cheapest_space(m, f, taken, n, b, optimiser.steps, rule.every) == "outputs":
         keys = True
         total += n * apply + m * m * f + (b * apply if reads else 0)
         for count, seen, left in _groups(taken, n, b, rule.every):
-            total += count * (seen * m * (seen + m) + gram_cost(m, optimiser.steps))
+            total += count * (seen * m * (seen + m) + gram_cost(m, optimiser.steps) + optimiser.bounded * m**3)
             total += count * left * m * (seen + m) if reads else 0
             end += count * seen * m * m
         end += m * m * f
@@ -107,11 +130,10 @@ def _steps(rule: Rule, m: int, f: int, apply: int, write: int, inner: int) -> tu
         queries, end = False, 0
     if optimiser.has_momentum:
         total += n * write
-    if isinstance(retention, NonLinearRetention):
-        total += b * apply + end * (4 if retention.lag else 2)  # the exact token, the accumulator
-    elif retention.home(())[0] is not None:
-        total += b * apply + (2 * n * apply if delta else 0)
-    return keys, queries, total + end
+    if settles:
+        total += b * apply + (n * apply if solves else 0)  # the exact token; W_0, which is not the frozen one
+    total += b * apply if home and reads else 0
+    return keys, queries, total + end * ends
 
 
 def _groups(taken: int, tokens: int, chunk: int, every: int) -> list[tuple[int, int, int]]:

@@ -1,12 +1,13 @@
-"""Errors that see the chunk's earlier writes (``live``, optimisers.py) and the delta step: one triangular system a chunk.
+"""Errors that see the chunk's earlier writes (``live``, optimisers.py), and the delta step: one triangular system each.
 
 For one matrix over a chunk, with R[t, p] how much of update p is in W_t (``Schedule.mixing``), each error is linear in
 what the matrix answers just before its token is written,
 
-    u_p = base_p + rate_p W_{t-1} f_p,      W_{t-1} f_p = (what stood at the start, faded) - sum_p' R[t-1, p'] (f_p . f_p') u_p',
+    u_p          = base_p + rate_p W_{t-1} f_p
+    W_{t-1} f_p  = (what stood there at the chunk's start, faded) - sum over p' of R[t-1, p'] (f_p . f_p') u_p'
 
-so that the u solve (I + diag(rate) (R_before * K)) u = base + rate * (what stood), unit lower triangular: the WY form of
-DeltaNet. There rate = 1 and base = -v; a live error has the rate r_t of its bias.
+so that the updates u solve (I + diag(rate) (R * K)) u = base + rate (what stood), with R a row late: a unit lower
+triangular system, the WY form of DeltaNet. There rate = 1 and base = -v; a live error has the rate r_t of its bias.
 
 With a window of c > 1 tokens every token of the window has an error of its own at every t at which it is in the window.
 These are *pairs* (t, i), c for each of the b tokens of the chunk, in the order of t and then from the oldest i.
@@ -66,8 +67,8 @@ def before_each_token(rows: Tensor, at_start: float, pairs: Pairs | None) -> Ten
 def stood(
     inputs: Seen, w: Tensor, s: Tensor | None, home: Tensor | None, plan: Schedule, pairs: Pairs | None
 ) -> Tensor:
-    """What W_{t-1} would answer to every pair without the chunk's writes, ``[..., P, m]``; W_0 is ``w``, and a memory that
-    fades to ``home`` is home plus one that fades to zero."""
+    """What W_{t-1} would answer to every pair without the chunk's writes, ``[..., P, m]``; W_0 is ``w``, and a memory
+    that fades to ``home`` is home plus one that fades to zero."""
 
     def to_pairs(x: Tensor) -> Tensor:
         return x if pairs is None else pairs.of(x)

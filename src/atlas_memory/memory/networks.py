@@ -12,9 +12,9 @@ matrix's input and delta_l the error at its output. Each network therefore gives
 * ``shares``: what part of a step each matrix may make (optimisers.py).
 
 All end in the same way: M(x) = x + LN(body(x)), the residual x and the layer norm LN (Miras section 5.3, TTT; its gain
-and shift are outer parameters) each if asked for. The body is what the last matrix puts out: linear in that matrix. Where keys are lifted, the residual is the un-lifted key, so that
-dimensions match. The memories of ATLAS have no biases (Eqs. 42-43); TTT's have: a first layer's is the constant in
-phi of ``Polynomial(1)``, a hidden layer's is ``MLP.bias``.
+and shift are outer parameters) each if asked for. The body is what the last matrix puts out: linear in that matrix.
+Where keys are lifted, the residual is the un-lifted key, so that dimensions match. The memories of ATLAS have no biases
+(Eqs. 42-43); TTT's have: a first layer's is the constant in phi of ``Polynomial(1)``, a hidden layer's is ``MLP.bias``.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ Network = Linear | MLP | GatedMLP
 
 def squared_spectral_norm(matrix: Tensor) -> Tensor:
     """The square of the largest singular value of ``[..., rows, columns]``: ``[...]``, by power iteration from a fixed
-    start; an estimate from below, by at most a quarter for random matrices (tests/memory/test_networks.py)."""
+    start; an estimate from below, by at most a third for random matrices (tests/memory/test_networks.py)."""
     rows = matrix.shape[-2]
     start = torch.arange(1, rows + 1, dtype=matrix.dtype, device=matrix.device).square().mul(0.7).cos()
     size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)

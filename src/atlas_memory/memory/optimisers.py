@@ -13,9 +13,9 @@ S accumulates plus the gradient and W subtracts: ATLAS's Table 1 prints an ascen
 theta the momentum decay, as in ATLAS; Titans swaps the two.
 
 **Where gradients are taken.** ATLAS (Eqs. 15-16) takes the b gradients of a chunk at the memory frozen at its start, so
-that they cannot see one another's writes; Titans prints the gradient at M_{t-1}. ``live``, the default, lies between: the
-body of a memory is linear in its last matrix, and each error is taken at what that matrix predicts as it stands, W_{t-1},
-and sent back through the frozen memory. With f the last matrix's input at the frozen memory,
+that they cannot see one another's writes; Titans prints the gradient at M_{t-1}. ``live``, the default, lies between:
+the body of a memory is linear in its last matrix, and each error is taken at what that matrix predicts as it stands,
+W_{t-1}, and sent back through the frozen memory. With f the last matrix's input at the frozen memory,
 
     error_t = d bias / d body at M_f  +  r_t (W_{t-1} - W_f) f_t,
 
@@ -48,8 +48,9 @@ from torch import Tensor
 from .newton_schulz import kept_length, newton_schulz
 
 FLOOR = 0.05
-"""What is added to the squared lengths that bound a step: where an input, or what a matrix can do to the body, is shorter
-than about a fifth, it is not written at full strength; else a memory that has faded would be written with giant steps."""
+"""What is added to the squared lengths that bound a step: where an input, or what a matrix can do to the body, is
+shorter than about a fifth, it is not written at full strength; else a memory that has faded would be written with giant
+steps."""
 
 
 class Rates(NamedTuple):
@@ -128,9 +129,10 @@ class Momentum:
 
 @dataclass(frozen=True)
 class Muon:
-    """S_t = theta_t S_{t-1} + g_t;  W_t = alpha_t W_{t-1} - eta_t NS_steps(S_t), a matrix at a time, is what ATLAS prints
-    in Eqs. 32-33, and ``bounded=False`` here. Its step has length eta whatever is left to learn: where that is little its
-    direction is chaos, outer gradients grow with every step, and nothing but eta can keep a token from being written.
+    """S_t = theta_t S_{t-1} + g_t;  W_t = alpha_t W_{t-1} - eta_t NS_steps(S_t), a matrix at a time, is what ATLAS
+    prints in Eqs. 32-33, and ``bounded=False`` here. Its step has length eta whatever is left to learn: where that is
+    little its direction is chaos, outer gradients grow with every step, and nothing but eta can keep a token from being
+    written.
 
     ``bounded``, the default, has eta inside, as the paper's Eqs. 57-58 have, where it is a step of the length described
     above, and gives the orthogonalised S the length that S has along it:

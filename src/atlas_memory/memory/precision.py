@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +44,50 @@ def compute(
     up = cast(working_dtype(rule, q))
     with torch.autocast(q.device.type, enabled=False):
         state = None if state is None else state.map(up)
+        broken = Broken.among(k, v, gates)
+        k, v, gates = broken.taken_out(k), broken.taken_out(v), gates.map(broken.taken_out)
         y, end = form(rule, params.map(up), up(q), up(k), up(v), gates.map(up), state)
-    return y.to(q.dtype), end.map(cast(kept_dtype(q)))
+    return broken.outputs(y).to(q.dtype), end.map(cast(kept_dtype(q))).map(broken.state)
+
+
+class Broken(NamedTuple):
+    """Tokens whose key, value or gates are not finite. The memory is lost from such a token on, and its outputs are not
+    numbers; but in a product over the tokens of a chunk, 0 x NaN would reach back to outputs before it. So these tokens
+    are computed as zeros, and their mark is put on outputs and state afterwards.
+
+    Attributes:
+        token: ``[batch, heads, time]`` bool; since: the same, from the first such token on.
+    """
+
+    token: Tensor
+    since: Tensor
+
+    @staticmethod
+    def among(k: Tensor, v: Tensor, gates: Gates) -> Broken:
+        """Of the real tokens."""
+        token = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+        for gate in (gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta):
+            if gate is not None:
+                token = token | ~(gate.isfinite() if gate.dim() == 3 else gate.isfinite().all(-1))
+        if gates.length is not None:
+            token = token & (torch.arange(k.shape[-2], device=k.device) < gates.length[:, None, None])
+        return Broken(token, token.cumsum(-1) > 0)
+
+    def taken_out(self, x: Tensor) -> Tensor:
+        """Zero in place of these tokens; of what is not ``[batch, heads, time, ...]``, such as lengths, nothing."""
+        if x.shape[:3] != self.token.shape:
+            return x
+        return torch.where(self.token if x.dim() == 3 else self.token[..., None], 0.0, x)
+
+    def outputs(self, y: Tensor) -> Tensor:
+        """Not a number from the first such token on."""
+        return torch.where(self.since[..., None], torch.nan, y)
+
+    def state(self, x: Tensor) -> Tensor:
+        """Not a number in the heads that met one; counts and what is empty stay."""
+        if not x.is_floating_point() or not self.token.shape[-1]:
+            return x
+        return torch.where(self.since[..., -1, None, None], torch.nan, x)
 
 
 def kept_dtype(x: Tensor) -> torch.dtype:

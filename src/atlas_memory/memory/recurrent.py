@@ -123,10 +123,8 @@ def _loop(
         at_frozen = rule.network.trace(_applier(rule, params, frozen, keys), k_window, params.norm)
         response, moved = rule.response(at_frozen, v_window, params), None
         if optimiser.live and not rule.bias.is_linear:  # what the chunk's writes have changed for the window's keys
-            now, before = (
-                _applier(rule, params, w, keys)(last_matrix, at_frozen.inputs[-1]) for w in (weights, frozen)
-            )
-            moved = response[..., None] * (now - before)
+            answers = [_applier(rule, params, w, keys)(last_matrix, at_frozen.inputs[-1]) for w in (weights, frozen)]
+            moved = response[..., None] * (answers[0] - answers[1])
         g = gradient(rule, params, frozen, at_frozen, k_window, v_window, gamma, keys, moved)
         sizes: tuple[Tensor | None, ...] = (None,) * len(weights)
         if optimiser.bounded:

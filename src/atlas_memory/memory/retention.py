@@ -11,11 +11,10 @@ A_t = alpha_t A_{t-1} - step; at the chunk's exact token W_t = ``settle``(A_t). 
 the paper's own recurrence. The exact token is the chunk's last; Memora's is its first (``lag``). The next chunk's
 gradients are taken at ``settle``(A_b), and its accumulator starts from ``restart``. Every matrix and head by itself.
 
-**What fades, fades to zero or to M_0.** As printed, alpha takes everything to zero. A memory of more than one matrix does
-not come back from there, since every gradient has another matrix as a factor; a simplex whose logits are zero is uniform;
-and W = A / |A|^2 grows without end as A goes to zero. ``to_start`` (ours, and the named rules') lets W and A fade to what
-they began with instead: A_t = alpha_t A_{t-1} + (1 - alpha_t) A_0 - step.
-"""
+**What fades, fades to zero or to M_0.** As printed, alpha takes everything to zero. A memory of more than one matrix
+does not come back from there, since every gradient has another matrix as a factor; a simplex whose logits are zero is
+uniform; and W = A / |A|^2 grows without end as A goes to zero. ``to_start`` (ours, and the named rules') lets W and A
+fade to what they began with instead: A_t = alpha_t A_{t-1} + (1 - alpha_t) A_0 - step."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Rule:
     features: FeatureMap = field(default_factory=Polynomial)
     network: Network = field(default_factory=MLP)
     bias: AttentionalBias = field(default_factory=L2)
-    retention: Retention = field(default_factory=Decay)
+    retention: Retention = field(default_factory=lambda: Decay(to_start=True))
     optimiser: Optimiser = field(default_factory=Muon)
     window: Window = field(default_factory=lambda: Window(size=8, chunk=16))
 
@@ -168,7 +168,7 @@ class Params:
 
 
 ATLAS = Rule()
-LINEAR_KEYS = Rule(features=Identity(), network=Linear(), window=Window(size=1, chunk=16))
+LINEAR_KEYS = Rule(features=Identity(), network=Linear(), retention=Decay(), window=Window(size=1, chunk=16))
 MIRAS = Rule(features=Identity(), network=MLP(norm=True), optimiser=GradientDescent(), window=Window(size=1, chunk=16))
 
 RULES: dict[str, Rule] = {
@@ -182,7 +182,9 @@ RULES: dict[str, Rule] = {
     "atlas-c1": ATLAS.vary(window={"size": 1}),
     # ATLAS Eqs. 19 and 20: Hebbian writes, deep and linear
     "dla": replace(ATLAS, bias=DotProduct(), optimiser=GradientDescent(), window=Window(size=1, chunk=16)),
-    "swla": replace(ATLAS, bias=DotProduct(), network=Linear(), optimiser=GradientDescent(bounded=False)),
+    "swla": replace(
+        ATLAS, bias=DotProduct(), network=Linear(), retention=Decay(), optimiser=GradientDescent(bounded=False)
+    ),
     # ATLAS Eqs. 25 and 27: the exponential kernel; SWDT with a state that is bounded by a horizon
     "deeptransformer": replace(
         ATLAS,
@@ -204,9 +206,9 @@ RULES: dict[str, Rule] = {
         window=Window(size=1, chunk=16),
     ),
     # Miras Eqs. 24, 26 and 27
-    "moneta": replace(MIRAS, bias=Lp(3.0), retention=LqNorm(4.0)),
+    "moneta": replace(MIRAS, bias=Lp(3.0), retention=LqNorm(4.0, to_start=True)),
     "yaad": replace(MIRAS, bias=Huber("mixture")),
-    "memora": replace(MIRAS, retention=Softmax()),
+    "memora": replace(MIRAS, retention=Softmax(to_start=True)),
     # Nested Learning Eqs. 88-89, the memory that answers the query; SelfModifyingMemory has the others
     "hope": Rule(features=Identity(), optimiser=DeltaGradientDescent(), window=Window(1, 16, read="before")),
     # The delta rule W_t = W_{t-1} (I - eta k k^T) + eta v k^T, to the letter at any chunk; and gated
