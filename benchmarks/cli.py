@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -13,6 +14,8 @@ import typer
 
 from benchmarks import peak as peaks
 from benchmarks import results
+from benchmarks.learning import STUDIES
+from benchmarks.learning.study import run as measure_learning
 from benchmarks.registry import Benchmark, Missing
 from benchmarks.run import Settings
 from benchmarks.run import run as measure
@@ -31,6 +34,9 @@ QUICK = Path("runs/performance")
 @app.command("list")
 def list_() -> None:
     """What there is to measure."""
+    for study in STUDIES.values():
+        print(f"{study.name} (learn): {study.shows}")
+        print(f"  cases: {', '.join(study.cases)}")
     for benchmark in BENCHMARKS.values():
         print(f"{benchmark.name}: {benchmark.shows}")
         print(f"  shapes: {'; '.join(map(str, benchmark.shapes))}")
@@ -69,12 +75,48 @@ def run(
 
 
 @app.command()
-def table(
-    folder: Annotated[Path, typer.Option("--from", help="Folder of the JSON files.")] = results.FOLDER,
-    page: Annotated[Path, typer.Option(help="The page to rewrite.")] = results.PAGE,
+def learn(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Studies; none: all.")] = None,
+    cases: Annotated[str | None, typer.Option(help="Rules, with commas between; default all of the study.")] = None,
+    widths: Annotated[str | None, typer.Option(help="Widths of heads, with commas; default the study's.")] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between; the table has their mean.")] = "0",
+    out: Annotated[Path | None, typer.Option(help="Folder for NAME.json; default docs/learning.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes of one thread each.")] = os.cpu_count() or 1,
+    quick: Annotated[bool, typer.Option("--quick", help="A step or two of each, only to see that it works.")] = False,
 ) -> None:
-    """Rewrite the generated parts of docs/performance.md."""
-    print(f"{page}: {', '.join(results.rewrite(page, folder)) or f'nothing in {folder}'}")
+    """Whether memories write, are taught and remember; write a JSON file each."""
+    for name in names or STUDIES:
+        if name not in STUDIES:
+            raise ValueError(f"unknown study {name!r}; there are {', '.join(STUDIES)}")
+    folder = results.writable(out or (QUICK if quick else results.LEARNING))
+    for study in (STUDIES[name] for name in names or STUDIES):
+        chosen = study.cases if cases is None else tuple(cases.split(","))
+        heads = study.widths if widths is None else _numbers("widths", widths)
+        given = {"cases": cases, "widths": widths, "seeds": seeds}
+        options = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
+        command = f"python -m benchmarks learn {study.name}{options}{' --quick' if quick else ''}"
+        say = partial(print, file=sys.stderr, flush=True)
+        result = measure_learning(study, chosen, heads, _numbers("seeds", seeds), quick, workers, command, say)
+        print(f"{results.table(result)}\n{results.save(result, folder)}")
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} must be whole numbers with commas between, got {text!r}") from None
+
+
+@app.command()
+def table(
+    folder: Annotated[Path | None, typer.Option("--from", help="Folder of the JSON files.")] = None,
+    page: Annotated[Path | None, typer.Option(help="The page to rewrite.")] = None,
+) -> None:
+    """Rewrite the generated parts of docs/performance.md and docs/learning.md, or those of one page."""
+    both = [(results.PAGE, results.FOLDER), (results.LEARNING_PAGE, results.LEARNING)]
+    one = [(page or results.PAGE, folder or results.FOLDER)] if page or folder else both
+    for page, folder in one:
+        print(f"{page}: {', '.join(results.rewrite(page, folder)) or f'nothing in {folder}'}")
 
 
 @app.command(hidden=True)

@@ -14,6 +14,7 @@ from benchmarks.registry import Row
 DOCS = ROOT / "docs"
 FOLDER = DOCS / "performance"
 PAGE = DOCS / "performance.md"
+LEARNING, LEARNING_PAGE = DOCS / "learning", DOCS / "learning.md"
 NOTHING = "–"
 
 
@@ -34,6 +35,14 @@ def _spread(low: str, high: str, factor: float) -> Callable[[Row], str]:
 
 def _profile(name: str) -> Callable[[Row], str]:
     return lambda row: f"{100 * row['profile'].get(name, 0.0):.0f} %"
+
+
+def _share(key: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[key]:.2f}"
+
+
+def _value(key: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[key]:.2g}"
 
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -65,6 +74,15 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "fused": _profile("fused"),
     "bookkeeping": _profile("bookkeeping"),
     "overhead": _profile("overhead"),
+    "head": lambda row: str(row["dim"]),
+    "own error after a write": _share("own"),
+    "after 99 more": _share("older"),
+    "effect at eta / 100": _value("small eta"),
+    "reach": _share("reach"),
+    "growth": _value("growth"),
+    **{f"gradient {n:,}" if n > 999 else f"gradient {n}": _value(f"gradient {n}") for n in (256, 1024, 4096)},
+    **{f"recall {n:,}" if n > 999 else f"recall {n}": _share(f"recall {n}") for n in (128, 512, 1024, 4096)},
+    **{f"{n} pairs": _share(f"pairs {n}") for n in (16, 32, 64, 128)},
 }
 """What a table can show, by the head of the column; a row that lacks the number has a dash."""
 

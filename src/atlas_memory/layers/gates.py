@@ -1,14 +1,19 @@
 """The gates alpha, eta, theta, delta and gamma as functions of the token (ATLAS section 3.2, App. D). Their form: ours.
 
-Each is a sigmoid of an affine map of x, one a head (and, for gamma, one a place in the window). Starting values:
+Each is a sigmoid of an affine map of x, one a head (and, for gamma, one a place in the window). Starting values, by
+measurement (docs/learning.md):
 
-* alpha: heads forget at different rates, with half-lives spread evenly in logarithm from 8 to 512 tokens;
-* theta: 0.8;
-* eta: for gradient descent and momentum in (0, 1), starting at 1/2, within their bounded step; for Muon at most
-  ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most about 1, starting at a
-  quarter of that;
+* alpha: heads forget at different rates, with half-lives spread evenly in logarithm over ``HALF_LIVES`` tokens;
+* theta: ``START_THETA``; where a step is taken every r tokens its r-th root, so that from one step to the next as much
+  is left;
+* eta: in (0, 1), starting at ``START_ETA``, a share of a full write. For the printed Muon (``bounded=False``) at most
+  ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most about 1, starting at a quarter
+  of that;
 * delta: a softplus, starting where the bias says;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
+
+The maps start with weights of standard deviation ``SPREAD`` / sqrt(dim): gates that differ from token to token from the
+first step on learn sooner which tokens to write.
 """
 
 from __future__ import annotations
@@ -21,8 +26,8 @@ from torch import Tensor, nn
 
 from ..memory import Gates, Huber, Muon, RobustL2, Rule
 
-START_THETA = 0.5
-HALF_LIVES = (64.0, 8192.0)
+START_ETA, START_THETA, SPREAD = 0.8, 0.2, 0.5
+HALF_LIVES = (32.0, 8192.0)
 
 
 class GateProjection(nn.Module):
@@ -53,8 +58,7 @@ class GateProjection(nn.Module):
         self.window = rule.window.size
         bare_muon = isinstance(rule.optimiser, Muon) and not rule.optimiser.bounded
         self.max_eta = min(1.0, rule.every / rule.window.chunk) if bare_muon else 1.0
-        self.start_eta = 0.25 if bare_muon else 0.5
-        # The momentum of a step that is taken every r tokens fades between two of them as that of one a token does.
+        self.start_eta = 0.25 if bare_muon else START_ETA
         self.start_theta = START_THETA ** (1.0 / rule.every)
         channels = ["eta"] + ["alpha"] * rule.retention.gated
         self.start_delta = rule.bias.start_delta(dim // heads) if isinstance(rule.bias, Huber | RobustL2) else 1.0
@@ -80,7 +84,7 @@ class GateProjection(nn.Module):
 
     def reset_parameters(self) -> None:
         """Small random weights, and the biases described above."""
-        nn.init.normal_(self.weight, std=0.1 * self.dim**-0.5)
+        nn.init.normal_(self.weight, std=SPREAD * self.dim**-0.5)
         groups = [self._start(name) for name in self.per_head if name != "gamma"]
         if self.window > 1:
             groups.append(torch.full((self.heads,), _logit(0.95)))

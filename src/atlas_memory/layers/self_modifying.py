@@ -13,6 +13,7 @@ chunk, so that the five are one call of the chunkwise form, five times as many h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -41,7 +42,7 @@ from ..memory.compiling import compiled_for_rule
 from ..memory.precision import check_inputs
 from ..memory.windows import shift_right, take
 from .convolution import ShortConvolution
-from .gates import HALF_LIVES
+from .gates import HALF_LIVES, START_ETA
 from .memory import LayerState
 from .omega import INCREMENTAL_TOKENS, OmegaMemory
 from .padding import pack, unpack
@@ -53,7 +54,7 @@ MEMORIES = ("memory", "k", "v", "eta", "alpha")
 class GateReadout(nn.Module):
     """eta and alpha from what their memories answer: a sigmoid of ``<w, M(x)> + b``, each its own w and b a head.
 
-    They start where those of ``GateProjection`` do: eta at 1/2, alpha with half-lives of 8 to 512 tokens.
+    They start where those of ``GateProjection`` do.
 
     Args:
         dim: width of a head.
@@ -71,7 +72,7 @@ class GateReadout(nn.Module):
         nn.init.normal_(self.weight, std=0.1)  # what is read is about as long as its query, which has length 1
         first, last = torch.tensor(HALF_LIVES).log2()
         with torch.no_grad():
-            self.bias[0].zero_()
+            self.bias[0].fill_(math.log(START_ETA / (1.0 - START_ETA)))
             self.bias[1].copy_(torch.logit(0.5 ** (1.0 / torch.logspace(first, last, self.bias.shape[1], base=2.0))))
 
     def forward(self, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,8 +126,8 @@ class SelfModifyingMemory(nn.Module):
         ValueError: a width that is no multiple of ``heads``, a size below 1, or a rule that is unknown or needs more
             than k, v, eta and alpha of the current token.
 
-    As printed, with ``Decay()``, what makes k differ from v fades with M_0, and then nothing is left to learn. To read
-    on for longer than the half-lives take ``RULES["hope"].vary(retention={"to_start": True})``: see docs/hope.md.
+    As printed, with ``Decay()``, what makes k differ from v fades with M_0, and then nothing is left to learn; the rule
+    therefore fades to M_0: see docs/hope.md.
     """
 
     def __init__(

@@ -111,6 +111,11 @@ class Ending:
         earlier = len(self.lifted) - 1
         return (EARLIER_SHARE / earlier,) * earlier + (1.0 - EARLIER_SHARE,) if earlier else (1.0,)
 
+    def hidden_variance(self, dim: int) -> float:
+        """The variance with which the outputs of a lifted matrix start, for a unit key: 1 / dim, where an activation is
+        nearly linear. Wider starts learned recall more slowly (docs/diary.md)."""
+        return 1.0 / dim
+
     @property
     def lifted(self) -> tuple[bool, ...]:
         """Which matrices multiply phi(x)."""
@@ -234,6 +239,10 @@ class GatedMLP(Ending):
         """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         width = self.expansion * dim
         return ((width, features), (width, features), (dim, width))
+
+    def hidden_variance(self, dim: int) -> float:
+        """1: a product of two small numbers is too small to be written with."""
+        return 1.0
 
     def run(self, apply: Apply, x: Tensor, activate: Activate) -> Run:
         """See ``Ending``; slope * value, and the activated gate."""

@@ -93,6 +93,10 @@ class NonLinearRetention:
         """The accumulator with which the next chunk begins. By default it goes on."""
         return a
 
+    def scaled(self, initial: Tensor) -> Tensor:
+        """A random M_0 at the scale at which the retention learns best. By default as it is."""
+        return initial
+
 
 @dataclass(frozen=True)
 class LqNorm(NonLinearRetention):
@@ -111,6 +115,10 @@ class LqNorm(NonLinearRetention):
         unit = a * reciprocal_or_zero(size)
         norm = unit.abs().pow(self.q).sum((-2, -1), keepdim=True).clamp_min(0.5).pow((2.0 - self.q) / self.q)
         return a * norm * size.clamp_min(1e-6).pow(2.0 - self.q)
+
+    def scaled(self, initial: Tensor) -> Tensor:
+        """|A|_q = 1, where W = A: what is written into A is in W as it was written."""
+        return initial / initial.abs().pow(self.q).sum((-2, -1), keepdim=True).pow(1.0 / self.q)
 
 
 @dataclass(frozen=True)

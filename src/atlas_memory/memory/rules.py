@@ -135,17 +135,23 @@ class Rule:
         return tuple(found)
 
     def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
-        """A random M_0, normal with variance 1 / columns (1 for logits): one ``[heads, rows, columns]`` a matrix. The
-        papers do not state theirs. A matrix memory starts at zero, where its first write is the plain outer product (a
-        layer norm has no direction at zero: under one it starts random too)."""
+        """A random M_0, one ``[heads, rows, columns]`` a matrix: normal, with variance 1 for logits. Lifted matrices
+        give a unit key, whatever its features, hidden units of the variance that the network asks for; those after have
+        variance 1 / columns. The papers do not state theirs. A matrix memory starts at zero, where its first write is
+        the plain outer product (a layer norm has no direction at zero: under one it starts random too)."""
         if isinstance(self.network, Linear) and not self.network.norm:
             return tuple(torch.zeros(heads, *shape) for shape in self.shapes(dim))
-        logits = isinstance(self.retention, NonLinearRetention) and self.retention.logits
+        retention = self.retention
+        length = float(self.features.squared_norm(torch.full((dim,), dim**-0.5)))  # of a unit key, lifted
 
-        def draw(rows: int, columns: int) -> Tensor:
-            return torch.randn(heads, rows, columns) * (1.0 if logits else max(columns, 1) ** -0.5)
+        def draw(rows: int, columns: int, lifted: bool) -> Tensor:
+            variance = self.network.hidden_variance(dim) / length if lifted else 1.0 / max(columns, 1)
+            if not isinstance(retention, NonLinearRetention):
+                return torch.randn(heads, rows, columns) * variance**0.5
+            return retention.scaled(torch.randn(heads, rows, columns) * (1.0 if retention.logits else variance**0.5))
 
-        return tuple(draw(*shape) for shape in self.shapes(dim))
+        shapes = zip(self.shapes(dim), self.network.lifted, strict=True)
+        return tuple(draw(*shape, lifted) for shape, lifted in shapes)
 
 
 @dataclass(frozen=True)

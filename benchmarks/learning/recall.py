@@ -1,0 +1,128 @@
+"""Recall: pairs of symbols, noise, then the keys again, asked further and further away than in training; and of more
+and more pairs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atlas_memory.layers.blocks import BLOCKS
+from atlas_memory.memory import RULES
+from atlas_memory.memory.cost import state_bytes
+
+from .study import Study, laptop
+
+HEADS, NOISE = 2, 16
+
+
+@dataclass(frozen=True)
+class Task:
+    """``pairs`` of ``symbols`` keys and values, one token a pair, among tokens of noise; then the keys once more."""
+
+    pairs: int
+    symbols: int
+    room: int
+    """Tokens, from the first on, among which the pairs lie."""
+
+    def batch(self, size: int, length: int, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values ``[size, length]`` and answers ``[size, pairs]``: what to say to the last ``pairs`` tokens."""
+        noise = [torch.randint(self.symbols, self.symbols + NOISE, (size, length), generator=g) for _ in range(2)]
+        at = torch.rand(size, self.room, generator=g).argsort(-1)[:, : self.pairs]
+        keys = torch.rand(size, self.symbols, generator=g).argsort(-1)[:, : self.pairs]
+        values = torch.randint(self.symbols, (size, self.pairs), generator=g)
+        order = torch.rand(size, self.pairs, generator=g).argsort(-1)
+        k, v = (old.scatter(1, at, new) for old, new in zip(noise, (keys, values), strict=True))
+        k[:, -self.pairs :] = keys.gather(1, order)
+        v[:, -self.pairs :] = self.symbols + NOISE
+        return k, v, values.gather(1, order)
+
+
+class Recall(nn.Module):
+    """Two symbols a token, one mixer between two residual ends, a guess of the value."""
+
+    def __init__(self, case: str, task: Task, dim: int) -> None:
+        super().__init__()
+        width = dim * HEADS
+        kinds = task.symbols + NOISE
+        self.pairs = task.pairs
+        self.key, self.value = nn.Embedding(kinds, width), nn.Embedding(kinds + 1, width)
+        self.norm = nn.RMSNorm(width)
+        block, options = ("attention", {}) if case == "attention" else ("lmm", {"rule": laptop(case), "eps": 1e-6})
+        self.mixer = BLOCKS[block].make(width, HEADS, **options)
+        self.out = nn.Linear(width, task.symbols)
+
+    def forward(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Logits of the answers ``[batch, pairs, symbols]``."""
+        x = self.norm(self.key(keys) + self.value(values))
+        return self.out((x + self.mixer(x)[0])[:, -self.pairs :])
+
+
+def trained(case: str, task: Task, dim: int, seed: int, length: int, steps: int) -> Recall:
+    """After ``steps`` of AdamW at 1e-2 on batches of 32, warm-up and cosine."""
+    torch.manual_seed(seed)
+    g = torch.Generator().manual_seed(seed)
+    model = Recall(case, task, dim)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = 1e-2 * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        keys, values, answers = task.batch(32, length, g)
+        loss = F.cross_entropy(model(keys, values).flatten(0, 1), answers.flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def right(model: Recall, task: Task, length: int) -> float:
+    """Share of right answers over 64 fresh sequences."""
+    g = torch.Generator().manual_seed(7)
+    parts = [task.batch(16, length, g) for _ in range(4)]
+    return sum(float((model(k, v).argmax(-1) == a).float().mean()) for k, v, a in parts) / len(parts)
+
+
+def through_noise(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
+    """See ``RECALL``."""
+    task = Task(pairs=8, symbols=16, room=120)
+    model = trained(case, task, dim, seed, 128, 2 if quick else 400)
+    lengths = (128,) if quick else (128, 512, 1024, 4096)
+    return {f"recall {length}": right(model, task, length) for length in lengths}
+
+
+def many_pairs(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
+    """See ``CAPACITY``."""
+    found = {}
+    for pairs in (4,) if quick else (16, 32, 64, 128):
+        task = Task(pairs=pairs, symbols=max(2 * pairs, 64), room=2 * pairs)
+        model = trained(case, task, dim, seed, 3 * pairs, 2 if quick else 600)
+        found[f"pairs {pairs}"] = right(model, task, 3 * pairs)
+    size = None if case == "attention" else state_bytes(laptop(case), dim, HEADS)
+    return found | ({} if size is None else {"state_bytes": float(size)})
+
+
+RECALL = Study(
+    name="recall",
+    shows="8 pairs of 16 symbols among 128 tokens, then their keys: one layer of two heads, 400 steps at this length; "
+    "the share of right answers when the questions come after 128, 512, 1,024 and 4,096 tokens, all but the first 120 "
+    "of them noise. Chance is 0.06.",
+    cases=("attention", *RULES),
+    widths=(16, 32, 64),
+    measure=through_noise,
+    columns=("candidate", "head", "recall 128", "recall 512", "recall 1,024", "recall 4,096"),
+)
+
+CAPACITY = Study(
+    name="capacity",
+    shows="16, 32, 64 and 128 pairs, of twice as many symbols (64 at least), with as many tokens of noise among them: "
+    "the share of right answers after 600 steps for each number of pairs, and the bytes of state of the layer.",
+    cases=("attention", "gated-deltanet", "deltanet", "swla", "ttt-linear", "titans", "omeganet", "atlas", "hope"),
+    widths=(16,),
+    measure=many_pairs,
+    columns=("candidate", "head", "16 pairs", "32 pairs", "64 pairs", "128 pairs", "state kB"),
+)
