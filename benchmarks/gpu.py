@@ -37,7 +37,9 @@ from atlas_memory.kernels.chunk import chunk_recurrence
 from atlas_memory.kernels.gram_newton_schulz import gram_newton_schulz
 from atlas_memory.memory import (
     RULES,
+    Decay,
     Gates,
+    GradientDescent,
     Identity,
     Linear,
     MemoryState,
@@ -51,7 +53,13 @@ from atlas_memory.memory import (
 from atlas_memory.models.presets import PRESETS
 
 Form = Callable[[Rule, Params, Tensor, Tensor, Tensor, Gates], tuple[Tensor, MemoryState]]
-RULE = replace(RULES["omeganet"], features=Identity())
+# What the chunk kernels compute: bare steps at frozen gradients, in a memory that fades to zero.
+RULE = replace(
+    RULES["omeganet"],
+    features=Identity(),
+    retention=Decay(),
+    optimiser=GradientDescent(bounded=False, live=False),
+)
 
 
 class Bench:

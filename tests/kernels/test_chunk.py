@@ -28,25 +28,23 @@ from atlas_memory.memory import (
 
 from ..memory.problems import error, everything, random_problem, worst
 
+BARE = GradientDescent(bounded=False, live=False)
 MLP_RULE = Rule(
     features=Identity(),
     network=MLP(expansion=2),
     bias=L2(),
     retention=Decay(),
-    optimiser=GradientDescent(),
+    optimiser=BARE,
     window=Window(size=4, chunk=16),
 )
 RULES = {
     "mlp": MLP_RULE,
     "mlp-dot": replace(MLP_RULE, bias=DotProduct()),
-    "mlp-dot-unbounded": replace(MLP_RULE, bias=DotProduct(), optimiser=GradientDescent(bounded=False)),
     "mlp-silu": replace(MLP_RULE, network=MLP(expansion=1, activation="silu", residual=False), bias=L2(0.5)),
     "mlp-keep": replace(MLP_RULE, retention=Keep(), window=Window(size=1, chunk=16)),
     "linear": replace(MLP_RULE, network=Linear()),
     "linear-residual": replace(MLP_RULE, network=Linear(residual=True), retention=Keep()),
-    "linear-dot": replace(
-        MLP_RULE, network=Linear(), bias=DotProduct(), optimiser=GradientDescent(bounded=False), window=Window(1, 16)
-    ),
+    "linear-dot": replace(MLP_RULE, network=Linear(), bias=DotProduct(), window=Window(1, 16)),
 }
 
 

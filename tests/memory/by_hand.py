@@ -169,8 +169,11 @@ def momentum(s, g, under, at):
 
 
 def muon(s, g, under, at):
-    s = at.theta * s + at.into_momentum(g)
-    return s, at.orthogonal_step(s)
+    """S as what is older than the chunk, and what the chunk has added."""
+    old, new = s if isinstance(s, list) else [0.0 * g, 0.0 * g]
+    old, new = at.theta * old, at.theta * new + at.into_momentum(g)
+    step = at.orthogonal_step(old + new)
+    return [old + new, 0.0 * g] if at.last else [old, new], step
 
 
 def muon_of_two_chunks(s, g, under, at):
@@ -182,8 +185,9 @@ def muon_of_two_chunks(s, g, under, at):
 
 
 def muon_at_the_end(s, g, under, at):
-    s = at.theta * s + at.into_momentum(g)
-    return s, at.orthogonal_step(s) if at.last else 0.0 * s
+    last = at.last
+    s, step = muon(s, g, under, at)
+    return s, step if last else 0.0 * step
 
 
 def delta_step(s, g, under, at):
@@ -305,9 +309,13 @@ def run(hand, problem, b, h, bounded, live=True):
         r = response(weights, x, v_x, delta)
         return torch.stack([(r * (g + 0.05) + erased) * ((f**2).sum() + 0.05) / share for g, f, share in each])
 
-    def moved(weights, now, x, v_x, delta):
-        """By how much the error at the body is another one at the last matrix as it stands."""
-        later = [*weights[: -hand.last], *now[-hand.last :]]
+    def moved(weights, now, s, x, v_x, delta):
+        """By how much the error at the body is another one at the last matrix as it stands, or with what waits in S."""
+        last = now[-hand.last :]
+        if hand.optimiser in MUON:
+            last = [w - (part[1] if isinstance(part, list) else part) for w, part in zip(weights, s, strict=True)]
+            last = last[-hand.last :]
+        later = [*weights[: -hand.last], *last]
         return response(weights, x, v_x, delta) * (body_of(later, x) - body_of(weights, x))
 
     start = hand.in_basis([m[h].detach() for m in problem.params.initial], k[:0])
@@ -324,9 +332,10 @@ def run(hand, problem, b, h, bounded, live=True):
         window = [(gates.gamma[t, t - i], k[i], v[i], delta(gates, i)) for i in range(max(0, t - size + 1), t + 1)]
         fixed = [w.detach() for w in frozen]
         loss = sum(g * hand.objective(memory(frozen, k_i), v_i, d) for g, k_i, v_i, d in window)
-        if live and hand.sees_itself and hand.optimiser not in MUON:
+        sees = bounded and hand.optimiser is not muon_of_two_chunks if hand.optimiser in MUON else True
+        if live and sees and hand.sees_itself:
             loss = loss + sum(
-                g * (moved(fixed, now, k_i, v_i, d) * body_of(frozen, k_i)).sum() for g, k_i, v_i, d in window
+                g * (moved(fixed, now, s, k_i, v_i, d) * body_of(frozen, k_i)).sum() for g, k_i, v_i, d in window
             )
         grads = torch.autograd.grad(loss, frozen)
         at = At(gates.eta[t], gates.alpha[t], gates.theta[t], gates.gamma[t, 0], (t + 1) % chunk == 0, bounded)
@@ -338,6 +347,8 @@ def run(hand, problem, b, h, bounded, live=True):
             total = sum(g * sizes(fixed, *x) for g, (_, *x) in zip(weights, window, strict=True))
             lasts = {momentum: 1, muon: 1, muon_of_two_chunks: 1, muon_at_the_end: chunk}.get(hand.optimiser)
             total = total / (1 - at.theta**lasts) if lasts else total
+            if hand.optimiser in MUON:  # steps of a chunk that do not see one another
+                total = total * (chunk / lasts if live and hand.optimiser is not muon_of_two_chunks else chunk)
             etas = [at.eta / x for x in total]
         inputs = hand.body(frozen, hand.phi(k[t], a), (0.0, 0.0, 0.0))[1]
         before, steps = now, []

@@ -69,7 +69,7 @@ def test_multiply_adds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             chunkwise(*given.between(0, time).arguments())
         counts.append(counter.get_total_flops() / 2)
     rows = [m for m, _ in rule.shapes(8)]
-    live = rule.optimiser.live and not rule.bias.is_linear
+    live = rule.live
     solved = rows if rule.optimiser.erases else rows[-1:] if live else []
     uncounted = 2 * sum((b * (rule.window.size if live else 1)) ** 2 * m // 2 for m in solved)
     ratio = (multiply_adds(rule, dim=8, heads=2) * b - uncounted) / (counts[1] - counts[0])

@@ -210,7 +210,7 @@ OTHERS = {
 def agree(rule, hand, bounded, chunk, seed=0, live=True):
     size = 1 if rule.window.size == 1 else 3
     rule = rule.vary(window={"size": size, "chunk": chunk})
-    rule = rule.vary(optimiser={"bounded": bounded} | ({} if hand.optimiser in MUON else {"live": live}))
+    rule = rule.vary(optimiser={"bounded": bounded, "live": live})
     dim = 2 if isinstance(rule.features, Exponential) else 3
     per_channel = hand.norm and "ttt" not in hand.body.__name__  # Miras's gates
     problem = random_problem(rule, seed, BATCH, HEADS, TIME, dim, channels=per_channel)
@@ -257,7 +257,7 @@ def test_every_rule_as_it_stands_fades_to_its_start(name, chunk):
     agree(RULES[name], replace(HAND[name], retention=retention), True, chunk)
 
 
-@pytest.mark.parametrize("name", [name for name in HAND if HAND[name].optimiser not in MUON])
+@pytest.mark.parametrize("name", HAND)
 def test_frozen_gradients_are_the_papers(name):
     """ATLAS Eqs. 15-16: all gradients of a chunk at the memory frozen at its start."""
     agree(as_printed(RULES[name]), HAND[name], True in bounds(HAND[name]), 4, live=False)

@@ -125,7 +125,6 @@ def options(rule: Rule, dim: int) -> dict[str, Any]:
         "ACTIVATION": network.activation if isinstance(network, MLP) else "",
         "RESIDUAL": network.residual,
         "L2": isinstance(rule.bias, L2),
-        "BOUNDED": rule.optimiser.bounded,
         "PRECISION": "tf32x3",  # three products of TF32 parts, nearly float32; "ieee" takes no tensor cores
         "num_warps": 8,
         "num_stages": 1,

@@ -15,17 +15,14 @@ What needs E, R and a alone, a block of hidden units at a time (first loop):
     a' = <z * (y' W_2)> + <hq' * (Q W_1^T)>, and on its last a_b' = <W_1' * W_1> + <W_2' * W_2>
     r' = -<delta * (K W_1'^T)> - <E * (u W_2'^T)>
 
-The scalars. R_t = alpha_t R_{t-1} + e_t Gamma_t, and a likewise, so that with S = D^T R', and D_{-1} D one row down:
+The scalars. R_t = alpha_t R_{t-1} + eta_t Gamma_t, and a likewise, so that with S = D^T R', and D_{-1} D one row down:
 
-    e'_t = <S_t, Gamma_t>,  Gamma' = e S + l' stiff      alpha'_t = <S_t, (D_{-1} diag(e) Gamma)_t> + (D^T a')_t a_{t-1}
-    eta' = e' / (1 + b eta l)^2,  l' = -b e^2 e'         stiff' = Gamma^T l'
+    eta'_t = <S_t, Gamma_t>,  Gamma' = eta S         alpha'_t = <S_t, (D_{-1} diag(eta) Gamma)_t> + (D^T a')_t a_{t-1}
 
-What needs E' and stiff' (second loop; nothing for the dot product unbounded), added to the above:
+What needs E' (second loop; nothing for the dot product), added to the above:
 
-    p' = kappa E',  V' = -kappa E'  (dot: 0 and -E')      g' = lambda' |k|^2 stiff',  w' = lambda' stiff'
-    u' = p' W_2 + 2 w' u,  h' = u' * s + 2 g' m s sigma''(h)
-    G_1 += h'^T K,  G_2 += p'^T u + 2 W_2 m',  m'_h = sum_n g'_n s_nh^2
-    K' += h' W_1 + rho p' + 2 lambda' g stiff' k
+    p' = kappa E',  V' = -kappa E'  (dot: 0 and -E')      u' = p' W_2,  h' = u' * s
+    G_1 += h'^T K,  G_2 += p'^T u                         K' += h' W_1 + rho p'
 
 ``Linear``: u' and z' are gradients of K and Q.
 """
@@ -71,7 +68,6 @@ def backward(
     ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
     L2: tl.constexpr,
-    BOUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """``grad1_at``, ``grad2_at`` hold the gradients of the end memory and are left with those of M_0; ``grad_frozen``
@@ -92,18 +88,14 @@ def backward(
         k, v = rows(k_at + keys, start, n, stop, DIM, dtype), rows(v_at + keys, start, n, stop, DIM, dtype)
         q = rows(q_at + tokens * DIM, start, t, time, DIM, dtype)
         grad_y = rows(grad_y_at + tokens * DIM, start, t, time, DIM, dtype)
-        e, stiff, gain = errors(
+        e = errors(
             k, v, w1_at + here, w2_at + here, scale,
             HIDDEN, DIM, BLOCK, DEEP, ACTIVATION, RESIDUAL, L2, PRECISION,
         )  # fmt: skip
-        alpha, eta, gamma, decay = gates(
+        alpha, step, gamma, decay = gates(
             alpha_at + tokens, eta_at + tokens, gamma_at + tokens * WINDOW,
             start, time, k, CHUNK, WINDOW, PADDED,
         )  # fmt: skip
-        softness = tl.zeros_like(eta) + 1.0
-        if BOUNDED:
-            softness = 1.0 / (1.0 + CHUNK * eta * tl.sum(gamma * stiff[None, :], 1))
-        step = eta * softness
         mixing = mul(decay, step[:, None] * gamma, PRECISION)
         retained = tl.cumprod(alpha, 0)
         final, kept = last(mixing, CHUNK), last(retained, CHUNK)
@@ -178,11 +170,10 @@ def backward(
         grad_retained += tl.where(at_last, grad_kept, 0.0)
 
         # The scalars. Gates and D are made again, not kept through the loop. alpha, D and a one row down begin with 1.
-        _alpha, eta, gamma, decay = gates(
+        _alpha, step, gamma, decay = gates(
             alpha_at + tokens, eta_at + tokens, gamma_at + tokens * WINDOW,
             start, time, k, CHUNK, WINDOW, PADDED,
         )  # fmt: skip
-        step = eta * softness
         token = start + t
         before = tl.load(alpha_at + tokens + token - 1, mask=(t > 0) & (token - 1 < time), other=1.0).to(dtype)
         below = t[:, None] > t[None, :]
@@ -193,15 +184,8 @@ def backward(
         grad_alpha += tl.sum(decay * grad_retained[:, None], 0) * tl.cumprod(before, 0)
         grad_step = tl.sum(summed * gamma, 1)
         grad_gamma = step[:, None] * summed
-        grad_stiff = tl.zeros_like(stiff)
-        if BOUNDED:
-            grad_sum = -CHUNK * step * step * grad_step
-            grad_gamma += grad_sum[:, None] * stiff[None, :]
-            grad_stiff += tl.sum(gamma * grad_sum[:, None], 0)
-        if L2:
-            grad_stiff = scale * grad_stiff
         tl.store(grad_alpha_at + tokens + token, grad_alpha, mask=token < time)
-        tl.store(grad_eta_at + tokens + token, grad_step * softness * softness, mask=token < time)
+        tl.store(grad_eta_at + tokens + token, grad_step, mask=token < time)
         age = t[:, None] + (WINDOW - 1) - n[None, :]
         seen = (age >= 0) & (age < WINDOW) & (token < time)[:, None]
         tl.store(grad_gamma_at + (tokens + token)[:, None] * WINDOW + age, grad_gamma, mask=seen)
@@ -212,9 +196,8 @@ def backward(
         grad_p = -grad_v
         if RESIDUAL and L2:
             grad_k += grad_p
-        if L2 or BOUNDED:
+        if L2:
             tl.debug_barrier()  # this loop reads what other threads have stored in the loop above
-            grad_gain = grad_stiff * tl.sum(k * k, 1)
             for block in range(0, HIDDEN, BLOCK):
                 outer = outer_at(block, HIDDEN, DIM, BLOCK)
                 w2, start2 = tl.load(w2_at + here + outer), tl.load(grad2_at + outer)
@@ -222,21 +205,16 @@ def backward(
                 if DEEP:
                     inner = inner_at(block, HIDDEN, DIM, BLOCK)
                     w1 = tl.load(w1_at + here + inner)
-                    u, s, bend = activate(mul(k, tl.trans(w1), PRECISION), ACTIVATION)
-                    start2 += 2.0 * w2 * tl.sum(grad_gain[:, None] * s * s, 0)[None, :]
-                grad_u = 2.0 * grad_stiff[:, None] * u
-                if L2:
-                    grad_u += mul(grad_p, w2, PRECISION)
-                    start2 += mul(tl.trans(grad_p), u, PRECISION)
+                    u, s, _bend = activate(mul(k, tl.trans(w1), PRECISION), ACTIVATION)
+                grad_u = mul(grad_p, w2, PRECISION)
+                start2 += mul(tl.trans(grad_p), u, PRECISION)
                 if DEEP:
-                    norms = tl.sum(w2 * w2, 0)
-                    grad_h = grad_u * s + 2.0 * grad_gain[:, None] * norms[None, :] * s * bend
+                    grad_h = grad_u * s
                     grad_k += mul(grad_h, w1, PRECISION)
                     tl.store(grad1_at + inner, tl.load(grad1_at + inner) + mul(tl.trans(grad_h), k, PRECISION))
                 else:
                     grad_k += grad_u
                 tl.store(grad2_at + outer, start2)
-            grad_k += (2.0 * gain * grad_stiff)[:, None] * k
 
         offsets = (tokens + token)[:, None] * DIM + lanes[None, :]
         tl.store(grad_q_at + offsets, grad_q, mask=(token < time)[:, None])

@@ -32,7 +32,6 @@ def forward(
     ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
     L2: tl.constexpr,
-    BOUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Reads the memory before chunk j from slot j % slots, ``[slots, programs, ...]``, and writes that after it to the
@@ -50,7 +49,7 @@ def forward(
         stop = tl.minimum(start + CHUNK, time) + WINDOW - 1
         k, v = rows(k_at + keys, start, n, stop, DIM, dtype), rows(v_at + keys, start, n, stop, DIM, dtype)
         q = rows(q_at + program * time * DIM, start, t, time, DIM, dtype)
-        e, stiff, _gain = errors(
+        e = errors(
             k, v, w1_at + here, w2_at + here, scale,
             HIDDEN, DIM, BLOCK, DEEP, ACTIVATION, RESIDUAL, L2, PRECISION,
         )  # fmt: skip
@@ -60,8 +59,6 @@ def forward(
             gamma_at + program * time * WINDOW,
             start, time, k, CHUNK, WINDOW, PADDED,
         )  # fmt: skip
-        if BOUNDED:
-            step = step / (1.0 + CHUNK * step * tl.sum(gamma * stiff[None, :], 1))
         mixing = mul(decay, step[:, None] * gamma, PRECISION)
         retained = tl.cumprod(alpha, 0)
         final, kept = last(mixing, CHUNK), last(retained, CHUNK)

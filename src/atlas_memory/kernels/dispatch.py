@@ -35,7 +35,7 @@ GRAM_SIZE = 64
 def supports(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gate: CompleteGates) -> bool:
     """Whether kernels/chunk.py computes ``rule`` for q of this device type, dtype and ``shape``
     ``[batch, heads, time, dim]``: an MLP of depth 2 or a matrix on plain keys, L2 or the dot product, gradient descent,
-    linear retention to zero, gates one a head, float32 on CUDA, and widths that fit."""
+    bare steps at frozen gradients, linear retention to zero, gates one a head, float32 on CUDA, and widths that fit."""
     network, window = rule.network, rule.window
     shallow = isinstance(network, Linear) or (isinstance(network, MLP) and network.depth == 2 and not network.bias)
     return (
@@ -47,7 +47,7 @@ def supports(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gat
         and isinstance(rule.bias, L2 | DotProduct)
         and isinstance(rule.optimiser, GradientDescent)
         and not rule.optimiser.bounded
-        and (rule.bias.is_linear or not rule.optimiser.live)
+        and not rule.live
         and (isinstance(rule.retention, Keep) or (isinstance(rule.retention, Decay) and not rule.retention.to_start))
         and window.read == "after"
         and window.chunk in CHUNKS

@@ -138,7 +138,7 @@ def read_chunk(
         return memory.dual[i] if memory.dual else frozen[i], None if dual_start is None else dual_start[i]
 
     error = network.body_error(trace, rule.bias.derivative(trace.prediction, chunk.v), params.norm)
-    live = rule.optimiser.live and not rule.bias.is_linear
+    live = rule.live
     response = rule.response(trace, chunk.v, params) if live or rule.optimiser.bounded else None
     pairs = pairs_of(rule, chunk) if live and rule.window.size > 1 else None
     plans = _schedules(rule, params, frozen, trace, response, chunk, first, pairs)
@@ -167,9 +167,10 @@ def read_chunk(
         elif rule.optimiser.erases:
             tokens = replace(tokens, deltas=_erasing(rule, memory, i, tokens, home, chunk, plan))
         if pairs is not None:
-            near, add = queries.kernel, tokens.write
-            queries = replace(queries, kernel=lambda: pairs.columns(near()))
-            tokens = replace(tokens, write=lambda w, a: add(w, pairs.fold(a)))
+            tokens = replace(tokens, fold=pairs.fold)
+            if not isinstance(rule.optimiser, Muon):
+                near = queries.kernel
+                queries = replace(queries, kernel=lambda: pairs.columns(near()))
         steps = _steps(rule, memory, i, w if home is None else w - home, tokens, plan)
         linear = partial(_after, steps, w, home)
         if rule.window.read == "frozen":
@@ -231,19 +232,29 @@ def _live(
     if pairs is not None:
         base, kernel, rate = pairs.of(base), pairs.columns(pairs.of(kernel)), pairs.of(rate[..., None])[..., 0]
     w, s = memory.weights[i], memory.momentum[i] if memory.momentum else None
+    if rule.optimiser.waits:  # W stands as it was frozen; what has been written waits in S
+        mixing, held, waiting = plan.moving.all, trace.body, inputs.apply(memory.momentum[len(memory.weights) + i])
+        assert mixing is not None
+        held, waiting = (x if pairs is None else pairs.of(x) for x in (held, waiting))
+        carried = before_each_token(plan.moving.carried[..., None], 1.0, pairs)[..., 0]
+        errors = solve(base, rate[..., None, :], held - scale_rows(carried, waiting), kernel, mixing, pairs)
+        return errors, errors
     before = stood(inputs, w, s, home, plan, pairs)
     both = rate[..., None, :] + (_kept(rule, chunk) if rule.optimiser.erases else 0.0)
     retention = rule.retention
     if isinstance(retention, NonLinearRetention) and retention.lag:
         # The chunk's first token is exact, and those after it see that. Of its own updates all is known.
-        tokens = Tokens(inputs, base + rate[..., None] * before, partial(_add_pairs, inputs.features, pairs), _times)
+        assert inputs.features is not None  # a settling retention is not for phi*
+        provisional = base + rate[..., None] * before
+        tokens = Tokens(inputs, provisional, partial(_add, inputs.features), _times)
+        tokens = tokens if pairs is None else replace(tokens, fold=pairs.fold)
         frozen = w if memory.frozen is None else memory.frozen[i]
         steps = identity_steps(w, s, tokens, plan)
         jump = _jump(retention, params.initial[i], frozen, a, _after(steps, w, home, 0), chunk, steps)
         fade = before_each_token(decay_matrix(_by_channel(chunk.alpha))[..., :1], 0.0, pairs)[..., 0]
         moved = inputs.apply(jump)
         before = before + scale_rows(fade, moved if pairs is None else pairs.of(moved))
-    updates = solve(base, both, before, kernel, plan, pairs)
+    updates = solve(base, both, before, kernel, plan.mixing(), pairs)
     if not rule.optimiser.erases:
         return updates, updates
     channels = both.shape[-2]
@@ -256,7 +267,7 @@ def _erasing(
 ) -> Tensor:
     """The updates of a delta step: what W_{t-1} holds under each key besides the deltas."""
     before = stood(tokens.inputs, memory.weights[i], None, home, plan, None)
-    return solve(tokens.deltas, _kept(rule, chunk), before, tokens.inputs.kernel(), plan, None)
+    return solve(tokens.deltas, _kept(rule, chunk), before, tokens.inputs.kernel(), plan.mixing(), None)
 
 
 def _kept(rule: Rule, chunk: Chunk) -> Tensor:
@@ -279,7 +290,9 @@ def _momentum(
     new = last_momentum(new, tokens, plan)
     if not old:
         return (new,), None
-    sums = _pick(filled, new, scale(plan.moving.carried[..., -1], old[0])), _pick(filled, torch.zeros_like(new), new)
+    faded = scale(plan.moving.carried[..., -1], old[0])
+    forgets = isinstance(rule.optimiser, Muon) and rule.optimiser.horizon is not None
+    sums = _pick(filled, new if forgets else faded + new, faded), _pick(filled, torch.zeros_like(new), new)
     in_tokens = len(memory.recent) == 0 and takes_token_space(rule, *new.shape[-2:])
     if not in_tokens:
         return sums, None
@@ -392,7 +405,7 @@ def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
 def _schedule(rule: Rule, chunk: Chunk, first: Tensor, size: Tensor | None, pairs: Pairs | None) -> Schedule:
     """Of one matrix."""
     single = chunk.window.dim() == chunk.theta.dim()
-    rates = rule.optimiser.rates(chunk.theta, chunk.eta, size, rule.every)
+    rates = rule.optimiser.rates(chunk.theta, chunk.eta, size, rule.every, rule.window.chunk)
     alpha, theta, apply, write = (_by_channel(x) for x in (chunk.alpha, rates.theta, rates.apply, rates.write))
     applied = torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, :]
     at, valid = step_tokens(first, rule.every, rule.window.chunk)
@@ -400,20 +413,29 @@ def _schedule(rule: Rule, chunk: Chunk, first: Tensor, size: Tensor | None, pair
     fading = decay_matrix(alpha, columns=alike)
     decay = fading * applied[..., alike]
     retained = _from_start(alpha, fading)
-    if rule.optimiser.live and not rule.bias.is_linear:
+    live = rule.live
+    if live and not rule.optimiser.waits:
         return _live_schedule(rule, chunk, pairs, retained, decay, theta, write)
+    every: Tensor | None = None  # P at every token
+    if live:
+        gamma = chunk.window if pairs is None else pairs.gates(chunk.window)
+        each = decay_matrix(theta) * write[..., None, :]
+        every = (each if pairs is None else pairs.each(each, -1)) * gamma[..., None, None, :]
     weights = write * chunk.window[..., None, :] if single else write[..., None] * chunk.window[..., None, :, :]
     inertia = None
     if rule.optimiser.has_momentum:
-        fading = decay_matrix(theta, rows=alike)
-        weights = fading * weights[..., None, :] if single else fading @ weights  # P
-        carried, last = _from_start(theta, fading), weights[..., -1, :]
+        if every is None:
+            fading = decay_matrix(theta, rows=alike)
+            weights = fading * weights[..., None, :] if single else fading @ weights  # P
+            carried, last = _from_start(theta, fading), weights[..., -1, :]
+        else:
+            weights, last, carried = every[..., alike, :], every[..., -1, :], theta.cumprod(-1)
         at_steps = carried[..., alike]
         if not isinstance(at, slice):  # steps fall on other tokens in every chunk; only Muon has such
             steps = rows_at(decay.mT, at)
             decay = (steps if valid is None else steps * valid[:, None, None, :, None]).mT
             weights, at_steps = rows_at(weights, at), rows_at(carried[..., None], at)[..., 0]
-        inertia = Inertia(carried, at_steps, last)
+        inertia = Inertia(carried, at_steps, last, every)
     return Schedule(retained, decay, weights, rule.every, rule.window.read == "before", inertia)
 
 
@@ -489,11 +511,6 @@ def _see(u: Tensor, f: Tensor) -> Seen:
 
 def _times(f: Tensor, w: Tensor) -> Tensor:
     return f @ w.mT
-
-
-def _add_pairs(f: Tensor | None, pairs: Pairs | None, w: Tensor, a: Tensor) -> Tensor:
-    assert f is not None  # a settling retention is not for phi*
-    return _add(f, w, a if pairs is None else pairs.fold(a))
 
 
 def _add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from .compiling import compiled_for_rule
 from .features import Exponential
 from .gates import Gates
 from .horizon import Recent, in_matrices, known_as_tokens
+from .optimisers import Muon
 from .precision import Broken, cast, check_inputs, compute, kept_dtype, working_dtype
 from .rules import Params, Rule
 from .state import MemoryState, initial_state
@@ -127,7 +128,7 @@ def begin(rule: Rule, params: Params, q: Tensor, state: MemoryState | None) -> t
     if state is not None:
         return params, Reading(state.map(up), (), state.seen % rule.window.chunk, False)
     recent: tuple[Recent | None, ...] = ()
-    if rule.optimiser.accumulators == 2:
+    if isinstance(rule.optimiser, Muon) and rule.optimiser.horizon is not None:
         in_tokens = [takes_token_space(rule, *shape) for shape in rule.shapes(q.shape[-1])]
         recent = tuple(Recent() if yes else None for yes in in_tokens) if any(in_tokens) else ()
     return params, Reading(initial_state(rule, params.initial, up(q)), recent, None, True)

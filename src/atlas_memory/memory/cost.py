@@ -48,14 +48,16 @@ def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
     by_key = isinstance(rule.features, Exponential)
     if isinstance(rule.features, Exponential) and rule.features.horizon is None:
         return None
-    total, shared, live = 0, False, rule.optimiser.live and not rule.bias.is_linear
+    total, shared, live = 0, False, rule.live
     if by_key:
         total += (n + b) * _columns(rule) * dim  # the kernel against the columns held
     elif isinstance(rule.features, Polynomial) and rule.features.degree > 1:
         total += (n + b) * dim**2 * (dim + 1)  # the two factors of the monomials of degree 2
     shapes = rule.shapes(dim)
     schedules = len(shapes) if rule.optimiser.bounded else 1
-    if rule.optimiser.has_momentum and live:
+    if rule.optimiser.waits and live:
+        pass  # P is a product of scalars for each pair
+    elif rule.optimiser.has_momentum and live:
         total += schedules * b**3  # R
     elif rule.optimiser.has_momentum and rule.window.size > 1:
         total += schedules * (b if b % rule.every else b // rule.every) * b * n  # P
@@ -128,10 +130,14 @@ def _steps(
         for count, seen, left in _groups(taken, n, b, rule.every):
             total += count * (seen * m * f + schulz_cost(m, f, optimiser.steps) + (left * m * f if reads else 0))
         queries, end = False, 0
+    if optimiser.waits and solves:
+        keys = True
+        total += updates**2 * m // 2 + n * apply  # the system; what waits in S
     if optimiser.has_momentum:
         total += n * write
     if settles:
-        total += b * apply + (n * apply if solves else 0)  # the exact token; W_0, which is not the frozen one
+        first = solves and not optimiser.waits
+        total += b * apply + (n * apply if first else 0)  # the exact token; W_0, which is not the frozen one
     total += b * apply if home and reads else 0
     return keys, queries, total + end * ends
 

@@ -31,11 +31,13 @@ from .windows import EVERYTHING
 
 class Inertia(NamedTuple):
     """What the momentum adds to a ``Schedule``: ``carried``, cT ``[..., b]``; ``at_steps``, cT at the tokens of steps
-    ``[..., J]``; and ``last``, P at the chunk's last token ``[..., N]``."""
+    ``[..., J]``; ``last``, P at the chunk's last token ``[..., N]``; and, where errors see what waits in S, ``all``, P
+    at every token ``[..., b, P]``."""
 
     carried: Tensor
     at_steps: Tensor
     last: Tensor
+    all: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,14 @@ class Seen:
 @dataclass(frozen=True)
 class Tokens:
     """What a matrix sees of the window tokens: inputs f_i, deltas delta_i ``[..., N, m]``; ``write(W, A)``, giving
-    W + sum_i A_i f_i^T for A ``[..., N, m]``; and ``product(u, v)``, giving f(u_i) . f(v_j)."""
+    W + sum_i A_i f_i^T for A ``[..., N, m]``; and ``product(u, v)``, giving f(u_i) . f(v_j). Where deltas are those of
+    pairs (live.py), ``[..., P, m]``, ``fold`` sums rows of pairs into rows of their tokens."""
 
     inputs: Seen
     deltas: Tensor
     write: Callable[[Tensor, Tensor], Tensor]
     product: Callable[[Tensor, Tensor], Tensor]
+    fold: Callable[[Tensor], Tensor] = lambda rows: rows
 
 
 class Steps(NamedTuple):
@@ -146,18 +150,15 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
         end = scale(plan.retained[..., row], start)
         if s is not None:
             end = end - scale((plan.decay[..., row, :] * plan.moving.at_steps).sum(-1), s)
-        return tokens.write(end, join_channels(-plan.mixing(rows).mT * deltas))
+        return tokens.write(end, tokens.fold(join_channels(-plan.mixing(rows).mT * deltas)))
 
     return Steps(read, weights)
 
 
 def last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:
     """A sum S after the chunk, from that before it ``[batch, heads, m, F]``."""
-    channels = plan.moving.last.shape[-2]
-    return tokens.write(
-        scale(plan.moving.carried[..., -1], s),
-        join_channels(plan.moving.last[..., None] * split_channels(tokens.deltas, channels)),
-    )
+    added = plan.moving.last[..., None] * split_channels(tokens.deltas, plan.moving.last.shape[-2])
+    return tokens.write(scale(plan.moving.carried[..., -1], s), tokens.fold(join_channels(added)))
 
 
 def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -83,15 +83,16 @@ def stood(
     return out if to_home is None else out + to_home
 
 
-def solve(base: Tensor, rate: Tensor, stood: Tensor, kernel: Tensor, plan: Schedule, pairs: Pairs | None) -> Tensor:
+def solve(base: Tensor, rate: Tensor, stood: Tensor, kernel: Tensor, mixing: Tensor, pairs: Pairs | None) -> Tensor:
     """The updates u ``[..., P, m]``.
 
     Args:
+        mixing: how much of each update is in the memory after each token, ``[..., C, b, P]``.
         base, stood: ``[..., P, m]``.
         rate: ``[..., C or 1, P]``.
         kernel: f_p . f_p' ``[..., P, P]``.
     """
-    reach = before_each_token(plan.mixing(), 0.0, pairs)
+    reach = before_each_token(mixing, 0.0, pairs)
     channels = max(reach.shape[-3], rate.shape[-2])
     system = rate[..., None] * reach * kernel[..., None, :, :]
     right = split_channels(base, channels) + rate[..., None] * split_channels(stood, channels)

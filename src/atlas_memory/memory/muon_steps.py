@@ -27,7 +27,7 @@ from .optimisers import Muon
 def muon_steps(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, muon: Muon) -> Steps:
     """Muon from a momentum in matrices; arguments and result as for ``identity_steps``, C = 1. Picks the cheaper of the
     two exact spaces."""
-    (taken, window), chunk = plan.weights.shape[-2:], plan.retained.shape[-1]
+    taken, window, chunk = plan.weights.shape[-2], tokens.inputs.inputs.shape[-2], plan.retained.shape[-1]
     fast = eigenvalues_pay(w)
     space = cheapest_space(w.shape[-2], w.shape[-1], taken, window, chunk, muon.steps, plan.every, eigenvalues=fast)
     return (_output_space if space == "outputs" else _feature_space)(w, s, tokens, plan, muon)
@@ -66,10 +66,10 @@ def cheapest_space(
 def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, muon: Muon) -> Steps:
     features = tokens.inputs.features
     assert features is not None
-    groups, carried = step_groups_of(plan), _matrix(plan.moving.at_steps)
+    groups, carried = step_groups_of(plan, tokens), _matrix(plan.moving.at_steps)
     taken = []  # O(S_n): [..., J', m, F]
     for group in groups:
-        new = _weighted(plan, tokens.deltas, group).mT @ features[..., None, : group.seen, :]
+        new = _weighted(plan, tokens, tokens.deltas, group).mT @ features[..., None, : group.seen, :]
         taken.append(muon.step(carried[..., group.steps, :, :] * s[..., None, :, :] + new))
 
     def read(queries: Seen) -> Tensor:
@@ -91,12 +91,12 @@ def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, muon: Mu
     inverse = _power_of_two(tokens.deltas, s)
     s, deltas = s * inverse, tokens.deltas * inverse
     kernel, past = tokens.inputs.kernel()[..., None, :, :], tokens.inputs.apply(s)[..., None, :, :]  # K, X
-    groups, carried = step_groups_of(plan), _matrix(plan.moving.at_steps)
+    groups, carried = step_groups_of(plan, tokens), _matrix(plan.moving.at_steps)
     of_start = (s @ s.mT)[..., None, :, :]
     parts = []  # E_n: [..., J', N', m]; Q_n: [..., J', m, m]
     for group in groups:
         seen, cut = slice(group.seen), carried[..., group.steps, :, :]
-        weighted = _weighted(plan, deltas, group)
+        weighted = _weighted(plan, tokens, deltas, group)
         # The two cross terms are one another's transpose: one is added twice, and all made symmetric.
         cross = (2.0 * cut) * past[..., seen, :]
         gram = weighted.mT @ (kernel[..., seen, seen] @ weighted + cross)
@@ -115,18 +115,23 @@ def _output_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, muon: Mu
 
     def weights(row: int, start: Tensor) -> Tensor:
         end, decay = scale(plan.retained[..., row], start), plan.decay[..., 0, row, :, None, None]
-        written, of_old = torch.zeros_like(deltas), torch.zeros_like(of_start[..., 0, :, :])
+        count = tokens.inputs.inputs.shape[-2]
+        written = deltas.new_zeros(*deltas.shape[:-2], count, deltas.shape[-1])
+        of_old = torch.zeros_like(of_start[..., 0, :, :])
         for group, cut, weighted, q in parts:
             final = decay[..., group.steps, :, :] * q
-            written = written - F.pad((weighted @ final).sum(-3), (0, 0, 0, deltas.shape[-2] - group.seen))
+            written = written - F.pad((weighted @ final).sum(-3), (0, 0, 0, count - group.seen))
             of_old = of_old + (cut * final).sum(-3)
         return tokens.write(end - of_old @ s, written)
 
     return Steps(read, weights)
 
 
-def _weighted(plan: Schedule, deltas: Tensor, group: StepGroup) -> Tensor:
+def _weighted(plan: Schedule, tokens: Tokens, deltas: Tensor, group: StepGroup) -> Tensor:
     """E_n = diag(P[n]) Delta ``[..., J', N', m]``, of the steps of a group and the tokens that they have seen."""
+    if plan.weights.shape[-1] != tokens.inputs.inputs.shape[-2]:  # of pairs
+        of_pairs = plan.weights[..., 0, group.steps, :, None] * deltas[..., None, :, :]
+        return tokens.fold(of_pairs)[..., : group.seen, :]
     return plan.weights[..., 0, group.steps, : group.seen, None] * deltas[..., None, : group.seen, :]
 
 
@@ -206,9 +211,9 @@ def step_groups(taken: int, tokens: int, chunk: int, every: int, together: int |
     return groups
 
 
-def step_groups_of(plan: Schedule) -> list[StepGroup]:
+def step_groups_of(plan: Schedule, tokens: Tokens) -> list[StepGroup]:
     """Of the steps on matrices; all at once where a compiler would unroll them."""
-    taken, window = plan.weights.shape[-2:]
+    taken, window = plan.weights.shape[-2], tokens.inputs.inputs.shape[-2]
     return step_groups(
         taken, window, plan.retained.shape[-1], plan.every, taken if torch.compiler.is_compiling() else None
     )

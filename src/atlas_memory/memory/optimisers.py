@@ -22,7 +22,8 @@ W_{t-1}, and sent back through the frozen memory. With f the last matrix's input
 where r_t bounds how fast the error grows with the body: for L2 without a layer norm it is 2, exactly; for the other
 biases and under a layer norm the bound of their curvature; 0 for the dot product, whose error is the value. The errors
 of a chunk then solve one triangular system (live.py), as those of the delta rule do. ``live=False`` is the frozen
-gradient. With chunk = 1 the two are one for every bias.
+gradient. With chunk = 1 the two are one for every bias. Under Muon, whose steps are no sums of writes, what the errors
+see is what the chunk has put into S and what waits there for the next step: -S_t f_t in place of (W_{t-1} - W_f) f_t.
 
 **Bounded steps.** A step is measured by what it changes. With lambda_l,t a bound on how far a unit step of matrix l
 moves the error at the token's own key, r_t (|J_l|^2 + FLOOR) (|f_l|^2 + FLOOR), matrix l makes the step
@@ -30,10 +31,13 @@ moves the error at the token's own key, r_t (|J_l|^2 + FLOOR) (|f_l|^2 + FLOOR),
     s_l,t = share_l eta_t / (lambda_l,t + sum over older window tokens of gamma_i^(t) lambda_l,i),
 
 so that the effect of a write goes to zero with eta, and eta = 1 moves the answer most of the way. The shares are 2/3
-for the last matrix and 1/3 for those before together. The last matrix's writes see one another, and so its errors
-shrink by 1 - 2 eta / 3 at a repeated key however long the chunk is: their sum is at most 3 / (2 eta) errors, of which
-the other matrices, which do not see theirs, make at most (eta / 3) 3 / (2 eta) = 1/2. Equal keys therefore leave at
-most half of the error, at any chunk. Momentum has (1 - theta) besides, which makes its sum over time one step.
+for the last matrix and 1/3 for those before together. Equal keys then cannot diverge, at any chunk: the last matrix's
+writes see one another, and so its errors shrink by 1 - 2 eta / 3 at each; their sum is at most 3 / (2 eta) errors, of
+which the other matrices, which do not see theirs, make at most (eta / 3) 3 / (2 eta) = 1/2. (To first order in the
+earlier matrices, for L2 without a layer norm and without what the delta step takes out; what is left elsewhere was
+measured, docs/choices.md.) Momentum has (1 - theta) besides, which makes its sum over time one step. Muon has
+1 - theta^r, for a step every r tokens, and r / b, since its b / r steps in a chunk do not see one another; 1 / b with a
+horizon, where errors see nothing of the chunk.
 ``bounded=False`` is the printed s = eta.
 """
 
@@ -73,10 +77,16 @@ class GradientDescent:
     accumulators = 0
     every = 1
     erases = False
+    waits = False
 
-    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int) -> Rates:
+    @property
+    def sees(self) -> bool:
+        """Whether the errors of a chunk see its earlier writes."""
+        return self.live
+
+    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
         """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``; a step is
-        taken after ``every`` so many tokens."""
+        taken after ``every`` so many tokens of a ``chunk``."""
         return Rates(torch.zeros_like(theta), torch.ones_like(eta), _over(eta, size))
 
 
@@ -101,10 +111,16 @@ class DeltaGradientDescent:
     accumulators = 0
     every = 1
     erases = True
+    waits = False
 
-    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int) -> Rates:
+    @property
+    def sees(self) -> bool:
+        """Whether the errors of a chunk see its earlier writes."""
+        return self.live
+
+    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
         """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``; a step is
-        taken after ``every`` so many tokens."""
+        taken after ``every`` so many tokens of a ``chunk``."""
         return Rates(torch.zeros_like(theta), torch.ones_like(eta), _over(eta, size))
 
 
@@ -119,10 +135,16 @@ class Momentum:
     accumulators = 1
     every = 1
     erases = False
+    waits = False
 
-    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int) -> Rates:
+    @property
+    def sees(self) -> bool:
+        """Whether the errors of a chunk see its earlier writes."""
+        return self.live
+
+    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
         """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``; a step is
-        taken after ``every`` so many tokens."""
+        taken after ``every`` so many tokens of a ``chunk``."""
         step = _over(eta, None if size is None else size / (1.0 - theta).clamp_min(1e-6))
         return Rates(theta, step, torch.ones_like(eta))
 
@@ -164,10 +186,12 @@ class Muon:
     precise: bool = True
     horizon: str | None = None
     bounded: bool = True
+    live: bool = True
 
     has_momentum = True
-    live = False
     erases = False
+    waits = True
+    """Whether what is written waits in S for the next step."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "every"):
@@ -178,15 +202,21 @@ class Muon:
             raise ValueError(f"Muon horizon must be None or 'chunk', got {self.horizon!r}")
 
     @property
-    def accumulators(self) -> int:
-        """How many sums a matrix's momentum is kept in."""
-        return 1 if self.horizon is None else 2
+    def sees(self) -> bool:
+        """Whether errors see what waits in S: not with a horizon, whose fast form has no room for a window's pairs."""
+        return self.live and self.bounded and self.horizon is None
 
-    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int) -> Rates:
+    @property
+    def accumulators(self) -> int:
+        """How many sums a matrix's momentum is kept in: one of what is older than the chunk, and one of the chunk."""
+        return 2 if self.sees or self.horizon is not None else 1
+
+    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
         """As for the others. Bounded, eta weighs what goes into S; else it is the length of what comes out."""
         if size is None:
             return Rates(theta, torch.ones_like(eta), eta)
-        return Rates(theta, _over(eta, size) * (1.0 - theta**every), torch.ones_like(eta))
+        share = every / chunk if self.sees else 1.0 / chunk
+        return Rates(theta, _over(eta, size) * (1.0 - theta**every) * min(1.0, share), torch.ones_like(eta))
 
     def step(self, s: Tensor) -> Tensor:
         """O(S) for one matrix, ``[..., rows, columns]``."""

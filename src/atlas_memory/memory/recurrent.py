@@ -122,15 +122,17 @@ def _loop(
         gamma = torch.where((age <= seen[:, None])[:, None], gamma, 0.0)
         at_frozen = rule.network.trace(_applier(rule, params, frozen, keys), k_window, params.norm)
         response, moved = rule.response(at_frozen, v_window, params), None
-        if optimiser.live and not rule.bias.is_linear:  # what the chunk's writes have changed for the window's keys
-            answers = [_applier(rule, params, w, keys)(last_matrix, at_frozen.inputs[-1]) for w in (weights, frozen)]
-            moved = response[..., None] * (answers[0] - answers[1])
+        if rule.live:  # what the chunk's writes have changed for the window's keys
+            changed = -momentum[-1] if optimiser.waits else weights[-1] - frozen[-1]
+            moved = response[..., None] * _applier(rule, params, (changed,) * len(weights), keys)(
+                last_matrix, at_frozen.inputs[-1]
+            )
         g = gradient(rule, params, frozen, at_frozen, k_window, v_window, gamma, keys, moved)
         sizes: tuple[Tensor | None, ...] = (None,) * len(weights)
         if optimiser.bounded:
             whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
             sizes = tuple((whole * x).sum(-1) for x in rule.sizes(frozen, at_frozen, response, params))
-        rates = [optimiser.rates(gate.theta[..., t], gate.eta[:, :, t], size, rule.every) for size in sizes]
+        rates = [optimiser.rates(gate.theta[..., t], gate.eta[:, :, t], size, rule.every, chunk) for size in sizes]
         alpha = alphas[:, :, t]
         if optimiser.has_momentum:
             faded = tuple(_rows(gate.theta[..., t], m) * m for m in momentum)
@@ -138,7 +140,9 @@ def _loop(
             new_sums = tuple(m + _rows(r.write, d) * d for m, d, r in zip(new_sums, g, rates, strict=True))
             momentum = _choose(real, (*old_sums, *new_sums), momentum)
             if old_sums:
-                momentum = _choose(ends, (*new_sums, *map(torch.zeros_like, new_sums)), momentum)
+                forgets = isinstance(optimiser, Muon) and optimiser.horizon is not None
+                passed = new_sums if forgets else tuple(map(torch.add, old_sums, new_sums))
+                momentum = _choose(ends, (*passed, *map(torch.zeros_like, new_sums)), momentum)
             g = tuple(map(torch.add, old_sums, new_sums)) if old_sums else new_sums
         takes_step = ((seen + 1) % rule.every == 0)[:, None]
         if isinstance(optimiser, Muon):  # at every token, whoever takes a step: rows are at different phases

@@ -116,6 +116,11 @@ class Rule:
         """A step of the memory is taken after every so many tokens."""
         return self.optimiser.every or self.window.chunk
 
+    @property
+    def live(self) -> bool:
+        """Whether errors are taken at what the last matrix answers now; those of the dot product never change."""
+        return self.optimiser.sees and not self.bias.is_linear
+
     def shapes(self, dim: int) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of the memory's matrices for heads of ``dim``."""
         return self.network.shapes(self.features.size(dim), dim)
@@ -142,7 +147,7 @@ class Rule:
         if isinstance(self.network, Linear) and not self.network.norm:
             return tuple(torch.zeros(heads, *shape) for shape in self.shapes(dim))
         retention = self.retention
-        length = float(self.features.squared_norm(torch.full((dim,), dim**-0.5)))  # of a unit key, lifted
+        length = float(self.features.squared_norm(torch.full((dim,), dim**-0.5, device="cpu")))  # of a unit key, lifted
 
         def draw(rows: int, columns: int, lifted: bool) -> Tensor:
             variance = self.network.hidden_variance(dim) / length if lifted else 1.0 / max(columns, 1)
