@@ -113,6 +113,7 @@ def read_chunk(
     lifted, shared = network.lifted, memory.frozen is None
     of_keys: dict[int, Tensor] = {}  # W_0 f, where the frozen memory is W_0
     of_queries: dict[int, Tensor] = {}  # from one product with the keys'
+    seen: dict[int, Seen] = {}
 
     def apply_frozen(i: int, u: Tensor) -> Tensor:
         if lifted[i] and shared:
@@ -126,9 +127,12 @@ def read_chunk(
     trace = network.trace(apply_frozen, k, params.norm)
 
     def of_tokens(i: int) -> Seen:
-        """How matrix i sees the window tokens."""
-        f = trace.inputs[i]
-        return replace(see_keys if lifted[i] else _see(f, f), known=of_keys.get(i))
+        """How matrix i sees the window tokens; their kernel is computed once."""
+        if i not in seen:
+            f = trace.inputs[i]
+            seen[i] = replace(see_keys if lifted[i] else _see(f, f), known=of_keys.get(i))
+            seen[i] = replace(seen[i], kernel=_once(seen[i].kernel))
+        return seen[i]
 
     def home_of(i: int) -> Tensor | None:
         """What matrix i fades to: on phi* M_0 is zero."""
@@ -503,6 +507,17 @@ def _lift(
         for u, f, to in zip((k, q), against.split(sizes, -2), to_keys, strict=True)
     )
     return see, keys, queries, write
+
+
+def _once(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    found: list[Tensor] = []
+
+    def kept() -> Tensor:
+        if not found:
+            found.append(compute())
+        return found[0]
+
+    return kept
 
 
 def _see(u: Tensor, f: Tensor) -> Seen:
