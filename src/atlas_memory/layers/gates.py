@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..memory import Gates, Huber, Muon, RobustL2, Rule
 
-START_ETA, START_THETA, SPREAD = 0.8, 0.2, 0.5
+START_ETA, START_THETA, SPREAD = 0.8, 0.2, 0.2
 HALF_LIVES = (32.0, 8192.0)
 
 
