@@ -5,10 +5,20 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from atlas_memory.memory import Rule
+
 
 def flop_counter() -> FlopCounterMode:
     """Counts FLOPs of matrix products, those added in place among them."""
     return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: _added_in_place})
+
+
+def triangular(rule: Rule, dim: int) -> int:
+    """Multiply-adds of a chunk's triangular systems for one head, which PyTorch does not count."""
+    rows = [m for m, _ in rule.shapes(dim)]
+    solved = rows if rule.optimiser.erases else rows[-1:] if rule.live else []
+    updates = rule.window.chunk * (rule.window.size if rule.live else 1)
+    return sum(updates**2 * m // 2 for m in solved)
 
 
 def _added_in_place(x: list[int], a: list[int], b: list[int], *others: Any, **options: Any) -> int:

@@ -14,7 +14,7 @@ from atlas_memory.memory import (
     resolve_rule,
 )
 from atlas_memory.memory.cost import multiply_adds, state_bytes
-from tests.counting import flop_counter
+from tests.counting import flop_counter, triangular
 
 from .problems import Problem, random_problem
 
@@ -68,10 +68,7 @@ def test_multiply_adds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.no_grad(), flop_counter() as counter:
             chunkwise(*given.between(0, time).arguments())
         counts.append(counter.get_total_flops() / 2)
-    rows = [m for m, _ in rule.shapes(8)]
-    live = rule.live
-    solved = rows if rule.optimiser.erases else rows[-1:] if live else []
-    uncounted = 2 * sum((b * (rule.window.size if live else 1)) ** 2 * m // 2 for m in solved)
+    uncounted = 2 * triangular(rule, 8)
     ratio = (multiply_adds(rule, dim=8, heads=2) * b - uncounted) / (counts[1] - counts[0])
     assert 0.99 <= ratio <= 1.01
 

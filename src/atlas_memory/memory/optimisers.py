@@ -74,7 +74,6 @@ class GradientDescent:
     live: bool = True
 
     has_momentum = False
-    accumulators = 0
     every = 1
     erases = False
     waits = False
@@ -108,7 +107,6 @@ class DeltaGradientDescent:
     live: bool = True
 
     has_momentum = False
-    accumulators = 0
     every = 1
     erases = True
     waits = False
@@ -132,7 +130,6 @@ class Momentum:
     live: bool = True
 
     has_momentum = True
-    accumulators = 1
     every = 1
     erases = False
     waits = False
@@ -205,11 +202,6 @@ class Muon:
     def sees(self) -> bool:
         """Whether errors see what waits in S: not with a horizon, whose fast form has no room for a window's pairs."""
         return self.live and self.bounded and self.horizon is None
-
-    @property
-    def accumulators(self) -> int:
-        """How many sums a matrix's momentum is kept in: one of what is older than the chunk, and one of the chunk."""
-        return 2 if self.sees or self.horizon is not None else 1
 
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
         """As for the others. Bounded, eta weighs what goes into S; else it is the length of what comes out."""

@@ -134,7 +134,7 @@ def check_inputs(
             raise ValueError(
                 f"state {'has' if state.momentum else 'lacks'} a momentum, unlike {rule.optimiser}: another rule's"
             )
-        if len(state.momentum) != rule.optimiser.accumulators * len(state.weights):
+        if len(state.momentum) != rule.accumulators * len(state.weights):
             raise ValueError(f"state is of a momentum with another horizon than that of {rule.optimiser}")
         settles, target = isinstance(rule.retention, NonLinearRetention), dim + rule.bias.has_delta
         if bool(state.dual) != settles or state.v.shape[-1] != target:

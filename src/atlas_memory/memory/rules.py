@@ -121,6 +121,13 @@ class Rule:
         """Whether errors are taken at what the last matrix answers now; those of the dot product never change."""
         return self.optimiser.sees and not self.bias.is_linear
 
+    @property
+    def accumulators(self) -> int:
+        """How many sums a matrix's momentum is kept in: two where what the chunk has put in is asked for apart."""
+        optimiser = self.optimiser
+        apart = isinstance(optimiser, Muon) and (optimiser.horizon is not None or self.live)
+        return (1 + apart) * optimiser.has_momentum
+
     def shapes(self, dim: int) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of the memory's matrices for heads of ``dim``."""
         return self.network.shapes(self.features.size(dim), dim)

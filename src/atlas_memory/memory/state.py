@@ -25,8 +25,8 @@ class MemoryState:
     Attributes:
         frozen: the matrices before the current chunk, where gradients are taken; ``[batch, heads, rows, columns]``.
         weights: the matrices now, W_t.
-        momentum: S_t of each matrix; empty for an optimiser without momentum. With ``Muon.horizon`` first S^old_t of
-            each matrix, then S^new_t of each.
+        momentum: S_t of each matrix; empty for an optimiser without momentum. Where errors see what waits in S, and
+            with ``Muon.horizon``, first S^old_t of each matrix, then S^new_t of each, which this chunk has put in.
         dual: the accumulators A_t of each matrix; empty for a linear retention.
         k, v: the last c - 1 keys and values, ``[batch, heads, c - 1, dim]``, zero where the sequence is younger. Values
             carry the gate delta as a last entry if the bias reads one.
@@ -89,7 +89,7 @@ def initial_state(rule: Rule, initial: tuple[Tensor, ...], k: Tensor) -> MemoryS
     return MemoryState(
         frozen=weights,
         weights=weights,
-        momentum=tuple(map(torch.zeros_like, weights * rule.optimiser.accumulators)),
+        momentum=tuple(map(torch.zeros_like, weights * rule.accumulators)),
         dual=dual,
         k=past,
         v=k.new_zeros(batch, heads, rule.window.size - 1, dim + rule.bias.has_delta),

@@ -1,0 +1,64 @@
+"""The studies of learning: their tasks, their command, and what no rule may fail at."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.cli import main
+from benchmarks.learning import STUDIES, reach, writes
+from benchmarks.learning.recall import Recall, Task
+from benchmarks.results import COLUMNS
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda s: s.name)
+def test_well_formed(study) -> None:
+    assert study.shows.endswith(".") and "\n" not in study.shows
+    assert set(study.columns) <= set(COLUMNS)
+
+
+def test_the_recall_task_can_be_answered_from_its_pairs_alone() -> None:
+    task = Task(pairs=5, symbols=8, room=20)
+    keys, values, answers = task.batch(3, 40, torch.Generator().manual_seed(0))
+    for row in range(3):
+        shown = {int(k): int(v) for k, v in zip(keys[row, :20], values[row, :20], strict=True) if k < 8}
+        assert len(shown) == 5 and (keys[row, 20:35] >= 8).all()
+        assert [shown[int(k)] for k in keys[row, 35:]] == answers[row].tolist()
+        assert (values[row, 35:] == 8 + 16).all()  # the question does not tell
+    assert Recall("titans", task, 4)(keys, values).shape == (3, 5, 8)
+
+
+def test_a_quick_run(capsys, tmp_path: Path) -> None:
+    for name in STUDIES:
+        arguments = ["learn", name, "--quick", "--cases", "titans,gated-deltanet", "--widths", "4", "--workers", "1"]
+        assert main([*arguments, "--out", str(tmp_path)]) == 0
+        rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        assert [row["candidate"] for row in rows] == ["titans", "gated-deltanet"]
+        assert all(len(row["seeds"]) == 1 for row in rows)
+    assert "| titans | 4 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["learn", "recal"], "unknown study 'recal'; there are writes, reach, recall, capacity"),
+        (["learn", "writes", "--cases", "titan"], "study writes has no case 'titan'"),
+        (["learn", "writes", "--widths", "a"], "widths must be whole numbers with commas between, got 'a'"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, capsys, tmp_path: Path) -> None:
+    assert main([*arguments, "--quick", "--out", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["titans", "omeganet", "atlas", "hope", "deltanet", "gated-deltanet"])
+def test_a_write_is_felt_and_eta_decides_how_much(name) -> None:
+    found = writes.measure(name, 16, seed=0, quick=True)
+    assert found["own"] < 0.55 and found["small eta"] < 0.05
+
+
+@pytest.mark.parametrize("name", writes.WRITES.cases)
+def test_every_rule_writes_and_teaches(name) -> None:
+    found = writes.measure(name, 16, seed=0, quick=True) | reach.measure(name, 16, seed=0, quick=True)
+    assert found["own"] < 0.95 and found["small eta"] < 0.05 and found["reach"] > 0.05
