@@ -17,6 +17,9 @@ from .state import MemoryState
 
 Form = Callable[..., tuple[Tensor, MemoryState]]
 
+FAR = 1e18
+"""The largest entry of a key or value that a memory sees: what comes of larger ones overflows in float32."""
+
 
 def working_dtype(rule: Rule, x: Tensor) -> torch.dtype:
     """The dtype in which ``rule`` is computed for inputs like ``x``: at least float32; see ``Muon.precise``."""
@@ -74,10 +77,11 @@ class Broken(NamedTuple):
         return Broken(token, token.cumsum(-1) > 0)
 
     def taken_out(self, x: Tensor) -> Tensor:
-        """Zero in place of these tokens; of what is not ``[batch, heads, time, ...]``, such as lengths, nothing."""
+        """Zero in place of these tokens, and nothing beyond ``FAR``; what is not ``[batch, heads, time, ...]``, such as
+        lengths, stays."""
         if x.shape[:3] != self.token.shape:
             return x
-        return torch.where(self.token if x.dim() == 3 else self.token[..., None], 0.0, x)
+        return torch.where(self.token if x.dim() == 3 else self.token[..., None], 0.0, x).clamp(-FAR, FAR)
 
     def outputs(self, y: Tensor) -> Tensor:
         """Not a number from the first such token on."""

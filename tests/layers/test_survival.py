@@ -1,0 +1,64 @@
+"""What once broke memories: inputs of any size, tokens that are no numbers, empty batches, float32 at any split."""
+
+import pytest
+import torch
+
+from atlas_memory import RULES, NeuralMemory
+from atlas_memory.layers.self_modifying import SelfModifyingMemory
+
+
+def layer(name: str, dim: int = 16, **options) -> NeuralMemory:
+    torch.manual_seed(0)
+    return NeuralMemory(dim, 2, name, window=min(2, RULES[name].window.size), **options)
+
+
+@pytest.mark.parametrize("size", [500.0, 1e8])
+@pytest.mark.parametrize("name", RULES)
+def test_gradients_are_finite_at_any_size_of_input(name, size):
+    memory = layer(name, chunk_size=4)
+    x = (size * torch.randn(1, 12, 16)).requires_grad_()
+    y, _ = memory(x)
+    grads = torch.autograd.grad(y.sum(), [x, *memory.parameters()], allow_unused=True)
+    assert y.isfinite().all() and all(g.isfinite().all() for g in grads if g is not None)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e38])
+@pytest.mark.parametrize("name", RULES)
+def test_a_token_that_is_no_number_does_not_reach_back(name, bad):
+    """In a product over the tokens of a chunk 0 x NaN is NaN. The memory is lost from that token on, not before."""
+    memory = layer(name, chunk_size=8)
+    x = torch.randn(2, 16, 16)
+    broken = x.clone()
+    broken[0, 5] = bad
+    with torch.no_grad():
+        y, state = memory(x)
+        moved, broken_state = memory(broken)
+    assert torch.equal(moved[0, :5], y[0, :5]) and torch.equal(moved[1], y[1])
+    if bad != 1e38:
+        assert moved[0, 5:].isnan().all()
+        assert broken_state.memory.weights[0][0].isnan().all()
+        again, _ = memory(x[:, :3], broken_state)  # and it stays lost
+        assert again[0].isnan().all() and torch.equal(again[1], memory(x[:, :3], state)[0][1])
+
+
+@pytest.mark.parametrize("name", ["memora", "moneta"])
+@pytest.mark.parametrize("dim", [32, 128])
+def test_float32_at_any_split(name, dim):
+    memory = layer(name, dim)
+    x, state, parts = torch.randn(1, 1024, dim), None, []
+    with torch.no_grad():
+        whole, _ = memory(x)
+        for part in x.split(67, 1):
+            y, state = memory(part, state)
+            parts.append(y)
+    assert (torch.cat(parts, 1) - whole).norm() < 1e-5 * whole.norm()
+
+
+@pytest.mark.parametrize("name", ["omeganet", "atlas", "tnt"])
+def test_an_empty_batch(name):
+    y, state = layer(name)(torch.randn(0, 5, 16))
+    assert y.shape == (0, 5, 16) and state.memory.weights[0].shape[0] == 0
+
+
+def test_an_empty_batch_of_self_modifying_memories():
+    assert SelfModifyingMemory(16, 2)(torch.randn(0, 5, 16))[0].shape == (0, 5, 16)
