@@ -217,7 +217,14 @@ def rules(
         changed = (f"{key}={option}" for key, option in asdict(value).items() if option != usual[key])
         return " ".join((type(value).__name__, *changed))
 
-    made = Table("rule", *parts[:4], title="What a memory is made of", box=SIMPLE, padding=(0, 1, 0, 0))
+    columns = (Column(part, overflow="fold") for part in parts[:4])
+    made = Table(
+        Column("rule", min_width=max(map(len, RULES))),
+        *columns,
+        title="What a memory is made of",
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
     costs = Table("rule", Column("optimiser", min_width=20), "c", "b", "read", box=SIMPLE, padding=(0, 1, 0, 0))
     costs.title = f"How it moves; what it costs in a {measured}"
     costs.add_column("state,\nbytes", justify="right")

@@ -249,6 +249,6 @@ def test_a_state_with_another_horizon_is_refused():
     problem = random_problem(CASES["small"], 0)
     _, state = chunkwise(*problem.arguments())
     assert len(state.momentum) == 2 * len(state.weights)
-    problem.rule = problem.rule.vary(optimiser={"horizon": None})
+    problem.rule = problem.rule.vary(optimiser={"horizon": None, "live": False})
     with pytest.raises(ValueError, match="state is of a momentum with another horizon than that of Muon"):
         chunkwise(*problem.arguments(), state)

@@ -42,7 +42,7 @@ from ..memory.compiling import compiled_for_rule
 from ..memory.precision import check_inputs
 from ..memory.windows import shift_right, take
 from .convolution import ShortConvolution
-from .gates import HALF_LIVES, START_ETA
+from .gates import HALF_LIVES
 from .memory import LayerState
 from .omega import INCREMENTAL_TOKENS, OmegaMemory
 from .padding import pack, unpack
@@ -54,7 +54,7 @@ MEMORIES = ("memory", "k", "v", "eta", "alpha")
 class GateReadout(nn.Module):
     """eta and alpha from what their memories answer: a sigmoid of ``<w, M(x)> + b``, each its own w and b a head.
 
-    They start where those of ``GateProjection`` do.
+    alpha starts as that of ``GateProjection``, eta at 1/4: with more, what makes k differ from v wears off.
 
     Args:
         dim: width of a head.
@@ -72,7 +72,7 @@ class GateReadout(nn.Module):
         nn.init.normal_(self.weight, std=0.1)  # what is read is about as long as its query, which has length 1
         first, last = torch.tensor(HALF_LIVES).log2()
         with torch.no_grad():
-            self.bias[0].fill_(math.log(START_ETA / (1.0 - START_ETA)))
+            self.bias[0].fill_(-math.log(3.0))
             self.bias[1].copy_(torch.logit(0.5 ** (1.0 / torch.logspace(first, last, self.bias.shape[1], base=2.0))))
 
     def forward(self, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:

@@ -193,7 +193,8 @@ AttentionalBias = L2 | DotProduct | Lp | Huber | RobustL2
 
 
 def _error(prediction: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return prediction - v[..., :-1], v[..., -1:]
+    far = 1e18  # the square of anything larger overflows in float32, and would reach back as 0 x infinity
+    return (prediction - v[..., :-1]).clamp(-far, far), v[..., -1:]
 
 
 def _smooth(e: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from .state import MemoryState
 
 Form = Callable[..., tuple[Tensor, MemoryState]]
 
-FAR = 1e18
+FAR = 1e25
 """The largest entry of a key or value that a memory sees: what comes of larger ones overflows in float32."""
 
 

@@ -155,14 +155,10 @@ def _loop(
             _rows(torch.where(takes_step[..., None] if r.apply.dim() == 3 else takes_step, r.apply, 0.0), d) * d
             for r, d in zip(rates, g, strict=True)
         )
-        new = tuple(_rows(alpha, w) * w - d for w, d in zip(weights, steps, strict=True))
-        if start is not None:
-            new = tuple(n + (1.0 - _rows(alpha, n)) * m for n, m in zip(new, start, strict=True))
+        new = tuple(w - d for w, d in zip(_faded(alpha, weights, start), steps, strict=True))
         settled: Weights = new
         if isinstance(retention, NonLinearRetention):
-            a = tuple(_rows(alpha, x) * x - d for x, d in zip(dual, steps, strict=True))
-            if dual_start is not None:
-                a = tuple(x + (1.0 - _rows(alpha, x)) * m for x, m in zip(a, dual_start, strict=True))
+            a = tuple(x - d for x, d in zip(_faded(alpha, dual, dual_start), steps, strict=True))
             settled = tuple(map(retention.settle, a, frozen, params.initial))
             new = _choose(first if retention.lag else last, settled, new)
             restarted = tuple(map(retention.restart, a, settled))
@@ -304,6 +300,13 @@ def _rows(gate: Tensor, matrix: Tensor) -> Tensor:
     if gate.dim() == 2:
         return gate[..., None, None]
     return gate.repeat_interleave(matrix.shape[-2] // gate.shape[-1], -1)[..., None]
+
+
+def _faded(alpha: Tensor, weights: Weights, home: Weights | None) -> Weights:
+    """alpha W, or what is alpha of the way from ``home`` to W."""
+    if home is None:
+        return tuple(_rows(alpha, w) * w for w in weights)
+    return tuple(m + _rows(alpha, w) * (w - m) for w, m in zip(weights, home, strict=True))
 
 
 def _choose(rows: Tensor | None, new: Weights, old: Weights) -> Weights:

@@ -154,7 +154,8 @@ class Rule:
         if isinstance(self.network, Linear) and not self.network.norm:
             return tuple(torch.zeros(heads, *shape) for shape in self.shapes(dim))
         retention = self.retention
-        length = float(self.features.squared_norm(torch.full((dim,), dim**-0.5, device="cpu")))  # of a unit key, lifted
+        with torch.device("cpu"):  # wherever the weights will lie
+            length = float(self.features.squared_norm(torch.full((dim,), dim**-0.5)))  # of a unit key, lifted
 
         def draw(rows: int, columns: int, lifted: bool) -> Tensor:
             variance = self.network.hidden_variance(dim) / length if lifted else 1.0 / max(columns, 1)
