@@ -8,7 +8,8 @@ memory itself does. A head has five: M_memory answers the query, the others make
     y_t = M_memory,t-1(q_t)
 
 and by chunks (Eq. 90): k, v, eta, alpha, every v^ and every gradient are made by the memories as they stood before the
-chunk, so that the five are one call of the chunkwise form, five times as many heads wide.
+chunk, so that the five are one call of the chunkwise form, five times as many heads wide. Errors see what the chunk has
+written to the last matrices, and what fades goes to M_0 (memory/optimisers.py, retention.py): both ours.
 """
 
 from __future__ import annotations

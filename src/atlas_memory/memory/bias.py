@@ -57,7 +57,7 @@ class DotProduct:
     +<M, v> the same equations would erase).
 
     It has no minimum: a deep memory that follows it grows without end. Its curvature is called 1, so that a bounded
-    step changes what is predicted for a key by at most |v| / b a token, and the growth is at most linear.
+    step changes what is predicted for a key by at most about eta |v| a token, and the growth is at most linear.
     """
 
     has_delta = False

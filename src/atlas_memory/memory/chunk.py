@@ -1,5 +1,5 @@
-"""One chunk of the fast form: gradients in one batched pass at the frozen memory, then the primitive of fast_weight.py,
-matrix after matrix, for every query.
+"""One chunk of the fast form: gradients in one batched pass at the frozen memory, the errors of tokens that see one
+another's writes (live.py), then the primitive of fast_weight.py, matrix after matrix, for every query.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The fast form: exact, chunk by chunk, with nothing materialised per token that a kernel can replace.
 
-Within a chunk all gradients are taken at the memory frozen at its start, so every token's (f_i, delta_i) comes from one
-batched pass, and reading at every t is the primitive of fast_weight.py, matrix after matrix. Between chunks it is a
+Within a chunk all gradients are taken at the memory frozen at its start, but for what the errors see of the chunk's own
+writes to the last matrix (live.py), so every token's (f_i, delta_i) comes from one batched pass and one triangular
+system, and reading at every t is the primitive of fast_weight.py, matrix after matrix. Between chunks it is a
 recurrence. Computes the same function as recurrent.py (ATLAS sections 3.3 and 5.1) at any split of a sequence.
 """
 

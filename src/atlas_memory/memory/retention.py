@@ -44,7 +44,8 @@ class Decay(LinearRetention):
 
     As printed, the learned M_0 fades with everything else: a model trained on short texts still reads through what is
     left of it, and meets a memory without M_0 only when it reads on. ``to_start`` lets it fade to M_0 instead of to
-    zero, M_t = alpha_t M_{t-1} + (1 - alpha_t) M_0 + update: a soft form of TNT's resets (TNT Eq. 6), not in ATLAS.
+    zero, M_t = alpha_t M_{t-1} + (1 - alpha_t) M_0 + update: a soft form of TNT's resets (TNT Eq. 6), not in ATLAS. The
+    named rules with deep memories set it.
     """
 
     to_start: bool = False

@@ -1,9 +1,10 @@
 """The Omega window and the chunk schedule (ATLAS Eqs. 8-9 and 15-16).
 
-At token t the inner loss sums over the last c tokens, token i weighted by a gate gamma_i^(t). Its gradient is taken at
-the memory as it stood before the chunk of b tokens to which t belongs (the *frozen* memory); b = 1 is the exact
-recurrence. The window crosses chunk boundaries: the c - 1 tokens before a chunk are evaluated again at the new frozen
-memory. Chunks are counted from each sequence's first token, wherever calls or padding fall.
+At token t the inner loss sums over the last c tokens, token i weighted by a gate gamma_i^(t). Its gradient is taken
+at the memory as it stood before the chunk of b tokens to which t belongs (the *frozen* memory), with errors at what
+its last matrix answers now (optimisers.py); b = 1 is the exact recurrence. The window crosses chunk boundaries: the c
+- 1 tokens before a chunk are evaluated again at the new frozen memory. Chunks are counted from each sequence's first
+token, wherever calls or padding fall.
 """
 
 from __future__ import annotations

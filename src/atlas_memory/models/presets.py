@@ -20,7 +20,7 @@ class Preset:
 
 
 # What two cores can afford of "atlas": a memory no wider than its head, one Newton-Schulz a chunk, in float32. Trained
-# on short windows, it must also read on past them: see `Decay.to_start`.
+# on short windows, it must also read on past them: rules that fade to zero elsewhere fade to M_0 (`Decay.to_start`).
 LAPTOP = {
     "network": {"expansion": 1},
     "retention": {"to_start": True},
