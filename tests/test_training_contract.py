@@ -111,7 +111,7 @@ class Recall(nn.Module):
         return keys, values.masked_fill(torch.arange(48) >= 24, self.symbols), values[:, 24:]
 
 
-@pytest.mark.parametrize("name", [r if r == "omeganet" else pytest.param(r, marks=pytest.mark.slow) for r in RULES])
+@pytest.mark.parametrize("name", [r if r == "titans" else pytest.param(r, marks=pytest.mark.slow) for r in RULES])
 def test_default_recipe_survives_2000_steps(name):
     """The rule's own window and step bounds over three chunks of 16, on recall that every rule learns. Muon steps once
     a chunk, on a narrower memory. More is learned than to guess: the loss ends below ln 12 by a tenth."""
