@@ -9,6 +9,7 @@ retention.py       alpha                        recurrent.py     the definition,
 optimisers.py      the inner step               chunkwise.py     the fast form, equal to it
 newton_schulz.py   O in Muon                    chunk.py         one chunk of it
 windows.py         c, b, gamma's band           fast_weight.py   its primitive: one matrix over one chunk
+live.py            errors that see the chunk    schedules.py     its scalars
 precision.py       float32 or float64           muon_steps.py    that of Muon
 horizon.py         S, a sum over few tokens     compiling.py     the options of torch.compile
 gram_eigenvalues.py    O of symmetric matrices by eigenvalues

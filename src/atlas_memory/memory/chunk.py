@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .fast_weight import (
-    Inertia,
     Schedule,
     Seen,
     Steps,
@@ -23,11 +22,9 @@ from .fast_weight import (
     join_channels,
     last_factors,
     last_momentum,
-    rows_at,
     scale,
     scale_rows,
     split_channels,
-    step_tokens,
 )
 from .features import Exponential
 from .horizon import Recent
@@ -37,7 +34,8 @@ from .networks import Trace
 from .optimisers import Muon
 from .retention import NonLinearRetention
 from .rules import Params, Rule
-from .windows import EVERYTHING, decay_matrix
+from .schedules import by_channel, schedules
+from .windows import decay_matrix
 
 Weights = tuple[Tensor, ...]
 
@@ -145,7 +143,7 @@ def read_chunk(
     live = rule.live
     response = rule.response(trace, chunk.v, params) if live or rule.optimiser.bounded else None
     pairs = pairs_of(rule, chunk) if live and rule.window.size > 1 else None
-    plans = _schedules(rule, params, frozen, trace, response, chunk, first, pairs)
+    plans = schedules(rule, params, frozen, trace, response, chunk, first, pairs)
     updates: dict[int, Tensor] = {}  # where they solve a triangular system
     if live and response is not None:
         last = len(frozen) - 1
@@ -255,7 +253,7 @@ def _live(
         frozen = w if memory.frozen is None else memory.frozen[i]
         steps = identity_steps(w, s, tokens, plan)
         jump = _jump(retention, params.initial[i], frozen, a, _after(steps, w, home, 0), chunk, steps)
-        fade = before_each_token(decay_matrix(_by_channel(chunk.alpha))[..., :1], 0.0, pairs)[..., 0]
+        fade = before_each_token(decay_matrix(by_channel(chunk.alpha))[..., :1], 0.0, pairs)[..., 0]
         moved = inputs.apply(jump)
         before = before + scale_rows(fade, moved if pairs is None else pairs.of(moved))
     updates = solve(base, both, before, kernel, plan.mixing(), pairs)
@@ -276,7 +274,7 @@ def _erasing(
 
 def _kept(rule: Rule, chunk: Chunk) -> Tensor:
     """How much of W_{t-1} a delta step takes its part out of ``[..., C, b]``."""
-    alpha = _by_channel(chunk.alpha)
+    alpha = by_channel(chunk.alpha)
     return alpha if getattr(rule.optimiser, "after_decay", False) else torch.ones_like(alpha)
 
 
@@ -364,7 +362,7 @@ def _settle(
     if retention.lag:
         # What the exact W_1 differs by from the linear form fades like all else.
         jump = _jump(retention, initial, frozen, a, linear(0), chunk, steps)
-        fade = decay_matrix(_by_channel(chunk.alpha))[..., 0]
+        fade = decay_matrix(by_channel(chunk.alpha))[..., 0]
         out = out + scale_rows(fade, queries.apply(jump))
         end = end + scale(fade[..., -1], jump)
     if filled is False:
@@ -374,94 +372,6 @@ def _settle(
         end = _pick(filled, settled, end)
         out = torch.cat([out[..., :-1, :], _pick(filled, queries.apply(settled)[..., -1:, :], out[..., -1:, :])], -2)
     return out, end, _pick(filled, settled, frozen), _pick(filled, retention.restart(last, settled), last)
-
-
-def _schedules(
-    rule: Rule,
-    params: Params,
-    frozen: Weights,
-    trace: Trace,
-    response: Tensor | None,
-    chunk: Chunk,
-    first: Tensor,
-    pairs: Pairs | None,
-) -> list[Schedule]:
-    """All scalars of a chunk, for every matrix; where steps are not bounded they are the same for all."""
-    if not rule.optimiser.bounded:
-        return [_schedule(rule, chunk, first, None, pairs)] * len(frozen)
-    assert response is not None
-    return [
-        _schedule(rule, chunk, first, _over_window(chunk, size), pairs)
-        for size in rule.sizes(frozen, trace, response, params)
-    ]
-
-
-def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
-    """Of a size of every window token ``[..., N]``, that of the token itself and, weighted by its gates, of the older
-    tokens of its window ``[..., b]``."""
-    if chunk.window.dim() == chunk.theta.dim():
-        return size
-    b, n = chunk.window.shape[-2:]
-    own = chunk.window.diagonal(n - b, -2, -1)
-    return (chunk.window @ size[..., None])[..., 0] + (1.0 - own) * size[..., n - b :]
-
-
-def _schedule(rule: Rule, chunk: Chunk, first: Tensor, size: Tensor | None, pairs: Pairs | None) -> Schedule:
-    """Of one matrix."""
-    single = chunk.window.dim() == chunk.theta.dim()
-    rates = rule.optimiser.rates(chunk.theta, chunk.eta, size, rule.every, rule.window.chunk)
-    alpha, theta, apply, write = (_by_channel(x) for x in (chunk.alpha, rates.theta, rates.apply, rates.write))
-    applied = torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, :]
-    at, valid = step_tokens(first, rule.every, rule.window.chunk)
-    alike = at if isinstance(at, slice) else EVERYTHING
-    fading = decay_matrix(alpha, columns=alike)
-    decay = fading * applied[..., alike]
-    retained = _from_start(alpha, fading)
-    live = rule.live
-    if live and not rule.optimiser.waits:
-        return _live_schedule(rule, chunk, pairs, retained, decay, theta, write)
-    every: Tensor | None = None  # P at every token
-    if live:
-        gamma = chunk.window if pairs is None else pairs.gates(chunk.window)
-        each = decay_matrix(theta) * write[..., None, :]
-        every = (each if pairs is None else pairs.each(each, -1)) * gamma[..., None, None, :]
-    weights = write * chunk.window[..., None, :] if single else write[..., None] * chunk.window[..., None, :, :]
-    inertia = None
-    if rule.optimiser.has_momentum:
-        if every is None:
-            fading = decay_matrix(theta, rows=alike)
-            weights = fading * weights[..., None, :] if single else fading @ weights  # P
-            carried, last = _from_start(theta, fading), weights[..., -1, :]
-        else:
-            weights, last, carried = every[..., alike, :], every[..., -1, :], theta.cumprod(-1)
-        at_steps = carried[..., alike]
-        if not isinstance(at, slice):  # steps fall on other tokens in every chunk; only Muon has such
-            steps = rows_at(decay.mT, at)
-            decay = (steps if valid is None else steps * valid[:, None, None, :, None]).mT
-            weights, at_steps = rows_at(weights, at), rows_at(carried[..., None], at)[..., 0]
-        inertia = Inertia(carried, at_steps, last, every)
-    return Schedule(retained, decay, weights, rule.every, rule.window.read == "before", inertia)
-
-
-def _live_schedule(
-    rule: Rule, chunk: Chunk, pairs: Pairs | None, retained: Tensor, decay: Tensor, theta: Tensor, write: Tensor
-) -> Schedule:
-    """As ``_schedule``, for updates of pairs, and with R at hand: it is read twice."""
-    gamma, inertia, mix = chunk.window if pairs is None else pairs.gates(chunk.window), None, decay
-    gamma = gamma[..., None, :]
-    if rule.optimiser.has_momentum:
-        fading = decay_matrix(theta) * write[..., None, :]
-        carried, last = theta.cumprod(-1), fading[..., -1, :]
-        mix = decay @ fading
-        inertia = Inertia(carried, carried, (last if pairs is None else pairs.each(last, -1)) * gamma)
-    mix = (mix if pairs is None else pairs.each(mix, -1)) * gamma[..., None, :]
-    return Schedule(retained, decay, gamma, rule.every, rule.window.read == "before", inertia, mix)
-
-
-def _from_start(factor: Tensor, fading: Tensor) -> Tensor:
-    """factor_1 * ... * factor_t ``[..., b]``, with the decay matrix at hand where it is whole."""
-    whole = fading.shape[-2] == fading.shape[-1]
-    return factor[..., :1] * fading[..., 0] if whole else factor.cumprod(-1)
 
 
 Both = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -530,11 +440,6 @@ def _times(f: Tensor, w: Tensor) -> Tensor:
 
 def _add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
     return add_product(w, a.mT, f)
-
-
-def _by_channel(gate: Tensor) -> Tensor:
-    """``[..., b]`` or ``[..., b, dim]`` -> ``[..., C, b]``."""
-    return gate.mT if gate.dim() == 4 else gate[..., None, :]
 
 
 def _pick(filled: Where, new: Tensor, old: Tensor) -> Tensor:
