@@ -124,10 +124,10 @@ def test_presets_have_the_size_of_their_name(name: str) -> None:
 
 
 def test_rule_options_are_added_to_those_of_a_preset() -> None:
-    config = AtlasConfig.preset("tiny", rule_options={"optimiser": {"every": 4}})
+    config = AtlasConfig.preset("tiny", rule="atlas", rule_options={"optimiser": {"every": 4}})
     rule = config.memory_rule()
     assert (rule.optimiser.every, rule.optimiser.precise, rule.network.expansion) == (4, False, 1)
-    assert AtlasConfig.preset("tiny").memory_rule().every == 16
+    assert AtlasConfig.preset("tiny", rule="atlas").memory_rule().every == 16
     other = AtlasConfig.preset("tiny", rule="titans", rule_options={"network": {"expansion": 2}})
     assert other.rule_options == {"network": {"expansion": 2}, "retention": {"to_start": True}}
     assert other.memory_rule().window.size == 1
@@ -137,9 +137,9 @@ def test_rule_options_are_added_to_those_of_a_preset() -> None:
 
 
 def test_preset_overrides_and_unknown_names() -> None:
-    config = AtlasConfig.preset("tiny", rule="titans", block="mag")
-    assert (config.hidden_size, config.rule, config.attention_window) == (128, "titans", 64)
-    assert PRESETS["tiny"].config["rule"] == "atlas", "an override leaves the table alone"
+    config = AtlasConfig.preset("tiny", rule="omeganet", block="mag")
+    assert (config.hidden_size, config.rule, config.attention_window) == (128, "omeganet", 64)
+    assert PRESETS["tiny"].config["rule"] == "titans", "an override leaves the table alone"
     config = AtlasConfig.preset("tiny", block="attention")
     assert (config.hidden_size, config.rule_options, config.window, config.chunk_size) == (128, None, None, None)
     with pytest.raises(ValueError, match="window=4 has no use in block='attention'"):

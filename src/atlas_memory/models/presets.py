@@ -19,7 +19,7 @@ class Preset:
     about: str
 
 
-# What two cores can afford of "atlas": a memory no wider than its head, one Newton-Schulz a chunk, in float32. Trained
+# What two cores can afford of any rule: a memory no wider than its head, one Newton-Schulz a chunk, in float32. Trained
 # on short windows, it must also read on past them: rules that fade to zero elsewhere fade to M_0 (`Decay.to_start`).
 LAPTOP = {
     "network": {"expansion": 1},
@@ -45,7 +45,7 @@ def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
         "hidden_size": dim,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "rule": "atlas",
+        "rule": "titans",  # of the deep memories the one that learns most in minutes (docs/learning.md)
         "rule_options": LAPTOP,
         "window": 4,
         "chunk_size": 16,
