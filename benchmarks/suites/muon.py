@@ -24,9 +24,8 @@ from atlas_memory.memory import (
     cost,
     gram_eigenvalues,
     muon_steps,
-    optimisers,
 )
-from atlas_memory.memory.newton_schulz import COEFFICIENTS
+from atlas_memory.memory.orthogonal import COEFFICIENTS
 from benchmarks.cost import memory
 from benchmarks.operations import bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Shape
@@ -48,21 +47,21 @@ def forced(space: str) -> Iterator[None]:
     """Newton-Schulz in one space of every matrix, "features", "outputs" or "tokens", whatever is cheaper, and of all
     steps of a chunk at once; in the cost model too. The one place that knows how the space is chosen."""
     modules = muon_steps, cost, chunk
-    before = muon_steps.cheapest_space, optimisers.newton_schulz, muon_steps.TOGETHER
+    before = muon_steps.cheapest_space, muon_steps.newton_schulz, muon_steps.TOGETHER
 
     def always(*sizes: int, **options: bool) -> str:
         return space
 
     for module in modules:
         module.cheapest_space = always  # type: ignore[attr-defined]
-    optimisers.newton_schulz = literal_newton_schulz  # type: ignore[assignment]
+    muon_steps.newton_schulz = literal_newton_schulz  # type: ignore[assignment]
     muon_steps.TOGETHER = sys.maxsize
     try:
         yield
     finally:
         for module in modules:
             module.cheapest_space = before[0]  # type: ignore[attr-defined]
-        optimisers.newton_schulz, muon_steps.TOGETHER = before[1:]
+        muon_steps.newton_schulz, muon_steps.TOGETHER = before[1:]
 
 
 def literal_newton_schulz(matrix: Tensor, steps: int) -> Tensor:

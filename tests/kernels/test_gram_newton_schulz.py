@@ -1,4 +1,4 @@
-"""The Gram kernel against memory/newton_schulz.py."""
+"""The Gram kernel against memory/orthogonal.py."""
 
 import pytest
 import torch

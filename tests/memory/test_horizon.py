@@ -222,7 +222,7 @@ def test_newton_schulz_runs_as_often_as_the_rule_says(name, every, monkeypatch):
     rule = CASES[name].vary(optimiser={"every": every})
     time = 3 * rule.window.chunk
     counts = {"newton_schulz": 0, "gram_polynomial": 0}
-    for module in (muon_steps, sys.modules["atlas_memory.memory.optimisers"]):
+    for module in (muon_steps, sys.modules["atlas_memory.memory.incremental"]):
         for face in counts:
             if (function := getattr(module, face, None)) is not None:
 

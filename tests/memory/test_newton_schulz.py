@@ -9,8 +9,9 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from atlas_memory.memory import gram_eigenvalues, gram_polynomial, newton_schulz
+from atlas_memory.memory.fast_newton_schulz import gram_cost, schulz_cost
 from atlas_memory.memory.gram_eigenvalues import eigenvalues_pay
-from atlas_memory.memory.newton_schulz import COEFFICIENTS, gram_cost, schulz_cost
+from atlas_memory.memory.orthogonal import COEFFICIENTS
 from tests.counting import flop_counter
 
 from .problems import error

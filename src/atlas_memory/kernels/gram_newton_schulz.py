@@ -1,7 +1,7 @@
 """Newton-Schulz on Gram matrices: Q with NS(S) = Q S from G = S S^T, forward and backward one kernel each.
 
 One program a matrix. It reads G once, runs every iteration on chip and writes Q once. With P the symmetric part of G
-over its trace, a, b, c the coefficients of memory/newton_schulz.py and i = 1..k,
+over its trace, a, b, c the coefficients of memory/orthogonal.py and i = 1..k,
 
     z_i = a I + b P_i + c P_i^2,    Q_i = z_i Q_{i-1},    P_{i+1} = z_i P_i z_i,    Q = trace^(-1/2) Q_k.
 
@@ -31,11 +31,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..memory.newton_schulz import COEFFICIENTS
+from ..memory.orthogonal import COEFFICIENTS
 
 
 def gram_newton_schulz(gram: Tensor, steps: int = 5) -> Tensor:
-    """``gram_polynomial`` of memory/newton_schulz.py, for ``gram`` ``[..., m, m]`` with m <= 128, float32 or (in
+    """``gram_polynomial`` of memory/fast_newton_schulz.py, for ``gram`` ``[..., m, m]`` with m <= 128, float32 or (in
     the interpreter) float64; same shape and dtype. Differentiable once."""
     return _GramNewtonSchulz.apply(gram, steps)
 

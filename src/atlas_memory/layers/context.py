@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory import Exponential
 from ..memory.windows import shift_right, take
 from .memory import LayerState, NeuralMemory
 from .padding import pack, unpack
@@ -96,7 +95,7 @@ class MemoryAsContext(nn.Module):
             raise ValueError(
                 "mac keeps a copy of one memory as each segment began, and a hierarchy has several; take mag"
             )
-        if isinstance(self.memory.rule.features, Exponential):
+        if self.memory.rule.features.endless:
             raise ValueError(
                 "mac keeps a copy of the memory as each segment began, and Exponential features have none of constant "
                 "size; take Polynomial features, or the memory in mag or mal"

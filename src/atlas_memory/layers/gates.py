@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory import Gates, Huber, Muon, RobustL2, Rule
+from ..memory import Gates, Rule
 
 START_ETA, START_THETA, SPREAD = 0.8, 0.2, 0.2
 HALF_LIVES = (32.0, 8192.0)
@@ -47,21 +47,20 @@ class GateProjection(nn.Module):
     def __init__(self, dim: int, heads: int, rule: Rule, rank: int | None = None) -> None:
         super().__init__()
         self.heads, self.dim = heads, dim
-        self.is_muon = isinstance(rule.optimiser, Muon)
         if rank is not None and rank < 1:
             raise ValueError(f"gate_rank must be >= 1, got {rank}")
-        if rank is not None and self.is_muon:
+        if rank is not None and rule.optimiser.whole:
             raise ValueError(
                 f"gate_rank={rank} makes gates channel-wise, but Muon steps whole matrices: drop it, or take another "
                 "optimiser"
             )
         self.window = rule.window.size
-        bare_muon = isinstance(rule.optimiser, Muon) and not rule.optimiser.bounded
-        self.max_eta = min(1.0, rule.every / rule.window.chunk) if bare_muon else 1.0
-        self.start_eta = 0.25 if bare_muon else START_ETA
+        self.max_eta = rule.optimiser.largest_step(rule.every, rule.window.chunk)
+        bare = rule.optimiser.whole and not rule.optimiser.bounded
+        self.start_eta = 0.25 if bare else START_ETA
         self.start_theta = START_THETA ** (1.0 / rule.every)
         channels = ["eta"] + ["alpha"] * rule.retention.gated
-        self.start_delta = rule.bias.start_delta(dim // heads) if isinstance(rule.bias, Huber | RobustL2) else 1.0
+        self.start_delta = rule.bias.start_delta(dim // heads)
         others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta
         others += ["gamma"] * (self.window if self.window > 1 else 0)
         self.per_head = others if rank else channels + others

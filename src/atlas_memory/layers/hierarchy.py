@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory import Exponential, Gates, MemoryState, Rule, initial_state, resolve_rule
-from ..memory.retention import NonLinearRetention
+from ..memory import Gates, MemoryState, Rule, initial_state, resolve_rule
 from ..memory.windows import take
 from .gates import GateProjection
 from .omega import OmegaMemory
@@ -89,12 +88,12 @@ class Hierarchy:
         Raises:
             ValueError: a rule that cannot be read as it was before a chunk, or that cannot be reset.
         """
-        if isinstance(rule.features, Exponential):
+        if rule.features.endless:
             raise ValueError(
                 "a hierarchy resets its local memories, and those of Exponential features have columns for tokens of "
                 "the shards before; take Polynomial or Identity features"
             )
-        if isinstance(rule.retention, NonLinearRetention):
+        if rule.retention.settles:
             raise ValueError(
                 "a hierarchy's global memory is read as it was before its chunk, and "
                 f"{type(rule.retention).__name__} is read after its writes; take Decay or Keep as retention"

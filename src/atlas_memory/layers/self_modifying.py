@@ -28,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 from ..memory import (
     Decay,
     DeltaGradientDescent,
-    Exponential,
     Gates,
     GradientDescent,
     MemoryState,
@@ -322,10 +321,10 @@ def check_rule(name: str, rule: Rule) -> None:
     """Raise ValueError unless k, v, eta and alpha of the current token are all that the rule reads."""
     wrong = {
         "a window of more than one token": rule.window.size > 1,
-        type(rule.optimiser).__name__: not isinstance(rule.optimiser, GradientDescent | DeltaGradientDescent),
-        type(rule.retention).__name__: not isinstance(rule.retention, Decay),
+        type(rule.optimiser).__name__: type(rule.optimiser) not in (GradientDescent, DeltaGradientDescent),
+        type(rule.retention).__name__: type(rule.retention) is not Decay,
         f"the delta of {type(rule.bias).__name__}": rule.bias.has_delta,
-        "Exponential features": isinstance(rule.features, Exponential),
+        "Exponential features": rule.features.endless,
     }
     found = [what for what, is_wrong in wrong.items() if is_wrong]
     if found:

@@ -5,7 +5,8 @@ differentiates), its derivative with respect to the prediction (what the fast fo
 bound on the Hessian with respect to the prediction, or where that does not exist on |derivative| / |error|, which is
 what bounds a step (optimisers.py). The derivative of one that ``is_linear`` does not depend on the prediction. Biases
 with ``has_delta`` read one more number a token, the gate delta, which reaches them as one more entry of the value:
-``v`` is then ``[..., dim + 1]``. ``start_delta`` is where it starts."""
+``v`` is then ``[..., dim + 1]``.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +18,29 @@ from torch import Tensor
 SMOOTH = 1e-6
 """Miras's epsilon: |x| is taken as sqrt(x^2 + SMOOTH), so that every bias has a gradient everywhere."""
 
-
 FAR = 1e9
-"""The largest error that ``Lp`` sees."""
+"""The largest error that ``Lp`` sees, whose powers are raised; the others see up to its square."""
+
+
+class Bias:
+    """What attentional biases share: they read no gate of their own, and their errors depend on what is answered."""
+
+    has_delta = False
+    is_linear = False
+
+    def start_delta(self, dim: int) -> float:
+        """Where the gate delta starts, for heads of ``dim``."""
+        return 1.0
 
 
 @dataclass(frozen=True)
-class L2:
+class L2(Bias):
     """scale * |M(phi(k)) - v|^2, the regression of the Omega rule (ATLAS Eq. 9).
 
     With ``scale=1`` the gradient has the factor 2 that the papers drop; DeltaNet's objective is ``scale=0.5``.
     """
 
     scale: float = 1.0
-
-    has_delta = False
-    is_linear = False
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
@@ -52,7 +60,7 @@ class L2:
 
 
 @dataclass(frozen=True)
-class DotProduct:
+class DotProduct(Bias):
     """-<M(phi(k)), v>: the Hebbian write +v k^T (ATLAS Eqs. 19-20, 25, with the sign that makes it a write: printed as
     +<M, v> the same equations would erase).
 
@@ -60,7 +68,6 @@ class DotProduct:
     step changes what is predicted for a key by at most about eta |v| a token, and the growth is at most linear.
     """
 
-    has_delta = False
     is_linear = True
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
@@ -77,13 +84,10 @@ class DotProduct:
 
 
 @dataclass(frozen=True)
-class Lp:
+class Lp(Bias):
     """sum_j |M(phi(k)) - v|_j^p (Miras Eq. 11), p >= 1, with |x| smoothed. p = 1 only sees the sign of the error."""
 
     p: float = 3.0
-
-    has_delta = False
-    is_linear = False
 
     def __post_init__(self) -> None:
         if not self.p >= 1:
@@ -110,7 +114,7 @@ class Lp:
 
 
 @dataclass(frozen=True)
-class Huber:
+class Huber(Bias):
     """Quadratic for errors up to delta_t, linear beyond, delta_t a gate of the token. ``over`` says of what:
 
     * "coordinates": each coordinate of the error (Miras Eqs. 13-14);
@@ -121,16 +125,16 @@ class Huber:
     over: str = "norm"
 
     has_delta = True
-    is_linear = False
 
     def __post_init__(self) -> None:
         if self.over not in ("coordinates", "norm", "mixture"):
             raise ValueError(f"Huber over must be 'coordinates', 'norm' or 'mixture', got {self.over!r}")
 
     def start_delta(self, dim: int) -> float:
-        """About twice the usual error of a head of ``dim``: outliers alone should meet the linear part, through whose
-        absolute values hardly any outer gradient flows."""
-        return 2.0 if self.over == "coordinates" else 2.0 * dim**0.5
+        """About twice the usual error of a head of ``dim``: outliers alone should meet the linear part. In the mixture,
+        through whose absolute values hardly any outer gradient flows, four times that."""
+        usual = 1.0 if self.over == "coordinates" else dim**0.5
+        return (8.0 if self.over == "mixture" else 2.0) * usual
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
         """``[..., dim], [..., dim + 1] -> [...]``."""
@@ -162,12 +166,11 @@ class Huber:
 
 
 @dataclass(frozen=True)
-class RobustL2:
+class RobustL2(Bias):
     """max over |dv| <= delta_t of 1/2 |M(phi(k)) - (v + dv)|^2 = 1/2 (|e| + delta_t)^2: regression against the worst
     shift of the value (Miras, section 5.1)."""
 
     has_delta = True
-    is_linear = False
 
     def start_delta(self, dim: int) -> float:
         """A tenth of the usual length of a value of ``dim``."""
@@ -193,8 +196,8 @@ AttentionalBias = L2 | DotProduct | Lp | Huber | RobustL2
 
 
 def _error(prediction: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    far = 1e18  # the square of anything larger overflows in float32, and would reach back as 0 x infinity
-    return (prediction - v[..., :-1]).clamp(-far, far), v[..., -1:]
+    # The square of anything larger overflows in float32, and would reach back as 0 x infinity.
+    return (prediction - v[..., :-1]).clamp(-FAR * FAR, FAR * FAR), v[..., -1:]
 
 
 def _smooth(e: Tensor) -> Tensor:

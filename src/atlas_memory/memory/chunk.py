@@ -26,7 +26,6 @@ from .fast_weight import (
     scale_rows,
     split_channels,
 )
-from .features import Exponential
 from .horizon import Recent
 from .live import Pairs, before_each_token, solve, stood
 from .muon_steps import cheapest_space, muon_steps, muon_steps_of_tokens
@@ -391,7 +390,7 @@ def _lift(
         return kernels[name]
 
     to_keys = (partial(once, "kk", k, k), partial(once, "qk", q, k))
-    if not isinstance(rule.features, Exponential):
+    if not rule.features.endless:
         phi = rule.features.expand(kq, params.sqrt_a)
         phi_k, phi_q = phi.split(sizes, -2)
         keys, queries = map(Seen, (k, q), (partial(_times, phi_k), partial(_times, phi_q)), (phi_k, phi_q), to_keys)

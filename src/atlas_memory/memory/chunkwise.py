@@ -3,7 +3,7 @@
 Within a chunk all gradients are taken at the memory frozen at its start, but for what the errors see of the chunk's own
 writes to the last matrix (live.py), so every token's (f_i, delta_i) comes from one batched pass and one triangular
 system, and reading at every t is the primitive of fast_weight.py, matrix after matrix. Between chunks it is a
-recurrence. Computes the same function as recurrent.py (ATLAS sections 3.3 and 5.1) at any split of a sequence.
+recurrence. Computes the same function as definition.py (ATLAS sections 3.3 and 5.1) at any split of a sequence.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from torch.utils.checkpoint import checkpoint
 from ..kernels.dispatch import supports
 from .chunk import Chunk, Columns, Memory, Weights, read_chunk, takes_token_space
 from .compiling import compiled_for_rule
-from .features import Exponential
-from .gates import Gates
+from .gates import CompleteGates, Gates
 from .horizon import Recent, in_matrices, known_as_tokens
-from .optimisers import Muon
+from .incremental import read_tokens
+from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon
 from .precision import Broken, cast, check_inputs, compute, kept_dtype, working_dtype
+from .retention import LinearRetention, NonLinearRetention
 from .rules import Params, Rule
 from .state import MemoryState, initial_state
 from .windows import band, overlapping, shift_right, take
+
+OPTIMISERS = (GradientDescent, DeltaGradientDescent, Momentum, Muon)
+"""The inner optimisers whose steps over a chunk are written down here (schedules.py, muon_steps.py, live.py)."""
 
 GROUP = 64
 """Chunks that are laid out at a time: what is as long as the sequence stays proportional to it, not to b times it."""
@@ -169,6 +173,10 @@ def _read_group(
     state, recent, phase, together = reading
     size, chunk = rule.window.size, rule.window.chunk
     q, k, v, alpha, theta, eta, gamma = tokens
+    if not has_chunks(rule):
+        gate = CompleteGates(eta, alpha, theta, gamma, theta)  # v has the gate delta
+        y, state = read_tokens(rule, params, q, k, v, gate, length, state)
+        return y, reading._replace(state=state)
     time = q.shape[-2]
     count = -(-(time if phase is None else time + chunk - 1) // chunk)
     spare = _spare(chunk, size)
@@ -211,19 +219,19 @@ def _read_group(
     frozen = None if together and not state.dual else state.frozen
     memory = Memory(frozen, state.weights, state.momentum, state.dual, recent)
     keys, lifted = state.keys, rule.network.lifted
-    if isinstance(rule.features, Exponential):
+    if rule.features.endless:
         keys = torch.cat([keys, F.pad(k, (0, 0, 0, count * chunk - time))], -2)
         memory = memory.map(lambda part: _widen(part, lifted, count * chunk))
     end = (time if length is None else length) + (0 if phase is None else phase)
     outputs = []
     for j, inputs in enumerate(per_chunk):
         filled, columns = (j + 1) * chunk <= end, None
-        if isinstance(rule.features, Exponential):
+        if rule.features.endless:
             columns = _columns(keys, state.keys.shape[-2] + j * chunk, phase, chunk, reach)
         own = compiled and filled is True and columns is None and not torch.compiler.is_compiling()
         form = compiled_for_rule(read_chunk, rule, q.device.type) if own else read_chunk
         y, memory = form(rule, params, memory, Chunk(*inputs), first + j * chunk, filled, columns)
-        if isinstance(rule.features, Exponential) and rule.features.horizon is not None:
+        if rule.features.horizon is not None:
             memory = _forget(rule, memory, columns, filled)
         if phase is not None and j < 2 and memory.recent:
             # What a call begins with is known in matrices only. It takes two chunks to forget that.
@@ -237,7 +245,7 @@ def _read_group(
     last = read[:, None] + torch.arange(size - 1, device=q.device)
     past_k, past_v = (x[..., spare:, :] for x in (past_k, past_v))
     past_k, past_v = (x[..., time:, :].clone() if length is None else take(x, last) for x in (past_k, past_v))
-    if isinstance(rule.features, Exponential):
+    if rule.features.endless:
         held = state.keys.shape[-2] + time
         if rule.features.horizon is not None:
             held = min(held, rule.features.horizon + chunk + size - 2)
@@ -251,6 +259,13 @@ def _read_group(
     state = MemoryState(frozen, memory.weights, momentum, memory.dual, past_k, past_v, keys, state.seen + read)
     # A memory that reads from its start stands at the start of a chunk in every group; one with rows that ended stays.
     return y, Reading(state, recent, phase, together and length is None)
+
+
+def has_chunks(rule: Rule) -> bool:
+    """Whether a chunk can be read at once. Others go token by token: an optimiser that is not in ``OPTIMISERS``, whose
+    ``step`` is all that is known of it, and a retention with a ``keep`` of its own."""
+    keep = type(rule.retention).keep
+    return type(rule.optimiser) in OPTIMISERS and keep in (LinearRetention.keep, NonLinearRetention.keep)
 
 
 def _spare(chunk: int, size: int) -> int:
@@ -288,7 +303,7 @@ def _narrow(weights: Weights, lifted: tuple[bool, ...], at: Tensor) -> Weights:
 
 def _forget(rule: Rule, memory: Memory, columns: Columns | None, filled: Tensor | bool) -> Memory:
     """Clear the columns of lifted matrices that lie beyond the horizon, where the chunk is ``filled``."""
-    assert columns is not None and isinstance(rule.features, Exponential) and rule.features.horizon is not None
+    assert columns is not None and rule.features.horizon is not None
     newest = columns.window[:, -1:]
     old = torch.arange(columns.keys.shape[-2], device=newest.device) <= newest - rule.features.horizon
     if isinstance(filled, Tensor):

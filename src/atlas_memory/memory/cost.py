@@ -12,12 +12,11 @@ from __future__ import annotations
 import torch
 
 from .chunk import takes_token_space
-from .features import Exponential, Polynomial
+from .fast_newton_schulz import gram_cost, schulz_cost
+from .features import Polynomial
 from .muon_steps import cheapest_space, step_groups
 from .networks import POWER_STEPS, GatedMLP
-from .newton_schulz import gram_cost, schulz_cost
 from .optimisers import Muon
-from .retention import NonLinearRetention
 from .rules import Rule
 from .state import initial_state
 
@@ -29,7 +28,7 @@ def state_bytes(rule: Rule, dim: int, heads: int) -> int | None:
     """
     k = torch.empty(1, heads, 0, dim, device="meta")  # shapes without numbers
     size = initial_state(rule, tuple(k.new_empty(heads, *shape) for shape in rule.shapes(dim)), k).nbytes
-    if not isinstance(rule.features, Exponential):
+    if not rule.features.endless:
         return size
     if rule.features.horizon is None:
         return None
@@ -45,8 +44,8 @@ def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
     columns of its own tokens to its end).
     """
     b, n = rule.window.chunk, rule.window.chunk + rule.window.size - 1
-    by_key = isinstance(rule.features, Exponential)
-    if isinstance(rule.features, Exponential) and rule.features.horizon is None:
+    by_key = rule.features.endless
+    if rule.features.endless and rule.features.horizon is None:
         return None
     total, shared, live = 0, False, rule.live
     if by_key:
@@ -98,7 +97,7 @@ def _steps(
     b, n = rule.window.chunk, rule.window.chunk + rule.window.size - 1
     taken, optimiser, retention = -(-b // rule.every), rule.optimiser, rule.retention
     reads, updates = rule.window.read != "frozen", b * rule.window.size if live else n
-    settles = isinstance(retention, NonLinearRetention)
+    settles = retention.settles
     keys, queries = solves, reads
     total, end = b * apply, n * write  # reading what was there before the chunk; making a W_b
     ends = (4 if retention.lag else 2) if settles else 1  # the exact token's W_1, and A, besides

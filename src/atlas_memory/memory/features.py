@@ -50,8 +50,17 @@ class _Normalise(torch.autograd.Function):
         return (-along * y if g is None else g - along * y) * inverse, None
 
 
+class WithEntries:
+    """What feature maps share whose phi(x) is a vector of known length."""
+
+    endless = False
+    """Whether phi is known by its kernel only; a matrix on it then has a column for each key."""
+    horizon: int | None = None
+    """For an endless one, after how many tokens a key is forgotten; None: never."""
+
+
 @dataclass(frozen=True)
-class Identity:
+class Identity(WithEntries):
     """phi(x) = x."""
 
     def size(self, dim: int) -> int:
@@ -76,7 +85,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Polynomial:
+class Polynomial(WithEntries):
     """All monomials of degree <= ``degree``, weighted so that phi(x).phi(y) = sum_j a_j (x.y)^j  (ATLAS Eq. 5).
 
     Each distinct monomial of degree j carries sqrt(multinomial coefficient) and sqrt(a_j); the bare monomials the paper
@@ -153,6 +162,8 @@ class Exponential:
 
     horizon: int | None = None
 
+    endless = True
+
     def __post_init__(self) -> None:
         if self.horizon is not None and (not isinstance(self.horizon, int) or self.horizon < 1):
             raise ValueError(f"Exponential horizon must be an integer >= 1 or None, got {self.horizon!r}")
@@ -164,6 +175,10 @@ class Exponential:
     def initial_sqrt_a(self) -> Tensor | None:
         """The learnable degree coefficients; none here."""
         return None
+
+    def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """Refused: there is no end to it."""
+        raise TypeError("Exponential features are infinitely many: they have a kernel, and no phi(x)")
 
     def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
         """exp(x_i . y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``."""

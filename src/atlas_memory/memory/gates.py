@@ -74,3 +74,22 @@ class CompleteGates(NamedTuple):
     theta: Tensor
     gamma: Tensor
     delta: Tensor
+
+    def at(self, t: int) -> CompleteGates:
+        """The gates of one token: ``[batch, heads]``, gamma ``[batch, heads, c]``, channels ``[batch, heads, dim]``."""
+        return CompleteGates(*(gate[:, :, t] for gate in self))
+
+
+def rows(gate: Tensor, matrix: Tensor) -> Tensor:
+    """A gate ``[...]`` times a matrix ``[..., rows, columns]``; or one of channels ``[..., dim]``, each of which serves
+    rows / dim adjoining rows."""
+    if gate.dim() < matrix.dim() - 1:
+        return gate[..., None, None] * matrix
+    return gate.repeat_interleave(matrix.shape[-2] // gate.shape[-1], -1)[..., None] * matrix
+
+
+def pick(condition: Tensor | bool, new: Tensor, old: Tensor) -> Tensor:
+    """``new`` where the condition holds, for all or for each row of the batch, ``[batch]``."""
+    if isinstance(condition, bool):
+        return new if condition else old
+    return torch.where(condition.view(-1, *(1,) * (new.dim() - 1)), new, old)

@@ -1,4 +1,4 @@
-"""``gram_polynomial`` through eigenvalues: G = U diag(g) U^T, Q = U diag(p(g)) U^T (newton_schulz.py has p).
+"""``gram_polynomial`` through eigenvalues: G = U diag(g) U^T, Q = U diag(p(g)) U^T (orthogonal.py has p).
 
 By products, Q takes 17 of them and its gradient 25, of five steps. One eigendecomposition takes as long as 9 (256 rows)
 to 16 (32 rows), Q is one more, and the gradient four: with F_ij = (p(g_i) - p(g_j)) / (g_i - g_j), p'(g_i) where they

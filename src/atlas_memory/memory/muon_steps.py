@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fast_newton_schulz import gram_cost, gram_polynomial, kept_length_of_gram, newton_schulz, schulz_cost
 from .fast_weight import Schedule, Seen, Steps, Tokens, scale, scale_rows
 from .gram_eigenvalues import eigenvalues_cost, eigenvalues_pay
 from .horizon import Factors
-from .newton_schulz import gram_cost, gram_polynomial, kept_length_of_gram, schulz_cost
 from .optimisers import Muon
 
 
@@ -70,7 +70,8 @@ def _feature_space(w: Tensor, s: Tensor, tokens: Tokens, plan: Schedule, muon: M
     taken = []  # O(S_n): [..., J', m, F]
     for group in groups:
         new = _weighted(plan, tokens, tokens.deltas, group).mT @ features[..., None, : group.seen, :]
-        taken.append(muon.step(carried[..., group.steps, :, :] * s[..., None, :, :] + new))
+        sums = carried[..., group.steps, :, :] * s[..., None, :, :] + new
+        taken.append(muon.direction(sums, newton_schulz(sums, muon.steps)))
 
     def read(queries: Seen) -> Tensor:
         f = queries.features

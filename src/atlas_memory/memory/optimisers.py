@@ -43,13 +43,15 @@ horizon, where errors see nothing of the chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .newton_schulz import kept_length, newton_schulz
+from .gates import rows
+from .orthogonal import kept_length, orthogonalise
 
 FLOOR = 0.05
 """What is added to the squared lengths that bound a step: where an input, or what a matrix can do to the body, is
@@ -66,22 +68,76 @@ class Rates(NamedTuple):
     apply: Tensor
 
 
-@dataclass(frozen=True)
-class GradientDescent:
-    """W_t = alpha_t W_{t-1} - s_t g_t."""
+class At(NamedTuple):
+    """Token t, as one matrix of the memory meets it; leading dimensions, if there are any, are carried along.
 
-    bounded: bool = True
-    live: bool = True
+    Attributes:
+        theta, write, apply: of ``Rates``, ``[...]`` or a channel ``[..., dim]``.
+        alpha: the retention gate, shaped as eta.
+        gamma: the window gate of the token itself, ``[...]``.
+        under: W -> W f_t f_t^T, what a matrix holds under the token's input.
+        orthogonalise: S, steps -> NS(S).
+    """
+
+    theta: Tensor
+    write: Tensor
+    apply: Tensor
+    alpha: Tensor
+    gamma: Tensor
+    under: Callable[[Tensor], Tensor]
+    orthogonalise: Callable[[Tensor, int], Tensor] = orthogonalise
+
+
+Sums = tuple[Tensor, ...]
+
+
+class InnerOptimiser:
+    """What inner optimisers share. A new one needs ``step``, and ``has_momentum`` where it reads theta."""
+
+    bounded: bool
+    live: bool
 
     has_momentum = False
-    every = 1
+    """Whether there is a running sum S, and a gate theta by which it fades."""
+    every: int | None = 1
+    """A step is taken after every so many tokens; None: at the end of a chunk."""
     erases = False
+    """Whether a step takes out what stood under the key, besides the gradient."""
     waits = False
+    """Whether what is written waits in S for the next step."""
+    whole = False
+    """Whether matrices are stepped whole, so that gates are one a head and what is orthogonalised has entries."""
+    precise = False
+    """Whether float32 inputs are worked in float64."""
 
     @property
     def sees(self) -> bool:
         """Whether the errors of a chunk see its earlier writes."""
         return self.live
+
+    def sums(self, live: bool) -> int:
+        """In how many sums S is kept, all zero at first, for a rule whose errors are live or not."""
+        return int(self.has_momentum)
+
+    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
+        """The sums after token t, and the step that the memory makes if one is due.
+
+        Args:
+            sums: before the token, and weights: W_{t-1}; each ``[..., rows, columns]``, as is the gradient g.
+        """
+        raise NotImplementedError
+
+    def turn(self, sums: Sums) -> Sums:
+        """The sums after the last token of a chunk."""
+        return sums
+
+    def written(self, sums: Sums, weights: Tensor, frozen: Tensor) -> Tensor:
+        """What the chunk has changed so far, as its errors see it."""
+        return weights - frozen
+
+    def largest_step(self, every: int, chunk: int) -> float:
+        """What the gate eta should not exceed."""
+        return 1.0
 
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
         """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``; a step is
@@ -90,7 +146,19 @@ class GradientDescent:
 
 
 @dataclass(frozen=True)
-class DeltaGradientDescent:
+class GradientDescent(InnerOptimiser):
+    """W_t = alpha_t W_{t-1} - s_t g_t."""
+
+    bounded: bool = True
+    live: bool = True
+
+    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
+        """See ``InnerOptimiser``."""
+        return sums, rows(at.apply, g)
+
+
+@dataclass(frozen=True)
+class DeltaGradientDescent(InnerOptimiser):
     """W_t = W_{t-1} (alpha_t I - s_t f_t f_t^T) - s_t g_t, with f_t the matrix's input and g_t its gradient: what stood
     under the key is taken out before the new is written (Nested Learning, Eqs. 57 and 88).
 
@@ -106,48 +174,36 @@ class DeltaGradientDescent:
     after_decay: bool = False
     live: bool = True
 
-    has_momentum = False
-    every = 1
     erases = True
-    waits = False
 
-    @property
-    def sees(self) -> bool:
-        """Whether the errors of a chunk see its earlier writes."""
-        return self.live
-
-    def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
-        """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``; a step is
-        taken after ``every`` so many tokens of a ``chunk``."""
-        return Rates(torch.zeros_like(theta), torch.ones_like(eta), _over(eta, size))
+    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
+        """See ``InnerOptimiser``."""
+        stands = rows(at.alpha, weights) if self.after_decay else weights
+        return sums, rows(at.apply, g + rows(at.gamma, at.under(stands)))
 
 
 @dataclass(frozen=True)
-class Momentum:
+class Momentum(InnerOptimiser):
     """S_t = theta_t S_{t-1} + s_t g_t;  W_t = alpha_t W_{t-1} - S_t."""
 
     bounded: bool = True
     live: bool = True
 
     has_momentum = True
-    every = 1
-    erases = False
-    waits = False
 
-    @property
-    def sees(self) -> bool:
-        """Whether the errors of a chunk see its earlier writes."""
-        return self.live
+    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
+        """See ``InnerOptimiser``."""
+        s = rows(at.theta, sums[0]) + rows(at.write, g)
+        return (s,), s
 
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
-        """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``; a step is
-        taken after ``every`` so many tokens of a ``chunk``."""
+        """As for all; bounded, with 1 - theta besides."""
         step = _over(eta, None if size is None else size / (1.0 - theta).clamp_min(1e-6))
         return Rates(theta, step, torch.ones_like(eta))
 
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(InnerOptimiser):
     """S_t = theta_t S_{t-1} + g_t;  W_t = alpha_t W_{t-1} - eta_t NS_steps(S_t), a matrix at a time, is what ATLAS
     prints in Eqs. 32-33, and ``bounded=False`` here. Its step has length eta whatever is left to learn: where that is
     little its direction is chaos, outer gradients grow with every step, and nothing but eta can keep a token from being
@@ -186,9 +242,8 @@ class Muon:
     live: bool = True
 
     has_momentum = True
-    erases = False
     waits = True
-    """Whether what is written waits in S for the next step."""
+    whole = True
 
     def __post_init__(self) -> None:
         for name in ("steps", "every"):
@@ -203,17 +258,42 @@ class Muon:
         """Whether errors see what waits in S: not with a horizon, whose fast form has no room for a window's pairs."""
         return self.live and self.bounded and self.horizon is None
 
+    def sums(self, live: bool) -> int:
+        """Two where what the chunk has put in is asked for apart."""
+        return 2 if self.horizon is not None or live else 1
+
+    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
+        """See ``InnerOptimiser``."""
+        *old, new = (rows(at.theta, s) for s in sums)
+        new = new + rows(at.write, g)
+        s = old[0] + new if old else new
+        return (*old, new), rows(at.apply, self.direction(s, at.orthogonalise(s, self.steps)))
+
+    def direction(self, s: Tensor, orthogonal: Tensor) -> Tensor:
+        """O(S) of S and NS(S), ``[..., rows, columns]``."""
+        return kept_length(s, orthogonal) * orthogonal if self.bounded else orthogonal
+
+    def turn(self, sums: Sums) -> Sums:
+        """S^old takes in S^new, or with a horizon its place."""
+        if len(sums) == 1:
+            return sums
+        old, new = sums
+        return new if self.horizon is not None else old + new, torch.zeros_like(new)
+
+    def written(self, sums: Sums, weights: Tensor, frozen: Tensor) -> Tensor:
+        """What waits in S for the next step."""
+        return -sums[-1]
+
+    def largest_step(self, every: int, chunk: int) -> float:
+        """Bare steps have the length eta each: those of a chunk then add up to at most about 1."""
+        return 1.0 if self.bounded else min(1.0, every / chunk)
+
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
         """As for the others. Bounded, eta weighs what goes into S; else it is the length of what comes out."""
         if size is None:
             return Rates(theta, torch.ones_like(eta), eta)
         share = every / chunk if self.sees else 1.0 / chunk
         return Rates(theta, _over(eta, size) * (1.0 - theta**every) * min(1.0, share), torch.ones_like(eta))
-
-    def step(self, s: Tensor) -> Tensor:
-        """O(S) for one matrix, ``[..., rows, columns]``."""
-        orthogonal = newton_schulz(s, self.steps)
-        return kept_length(s, orthogonal) * orthogonal if self.bounded else orthogonal
 
 
 def _over(eta: Tensor, size: Tensor | None) -> Tensor:

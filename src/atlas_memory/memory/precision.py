@@ -8,10 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .features import Exponential
 from .gates import Gates
-from .optimisers import Muon
-from .retention import NonLinearRetention
 from .rules import Params, Rule
 from .state import MemoryState
 
@@ -23,7 +20,7 @@ FAR = 1e25
 
 def working_dtype(rule: Rule, x: Tensor) -> torch.dtype:
     """The dtype in which ``rule`` is computed for inputs like ``x``: at least float32; see ``Muon.precise``."""
-    precise = isinstance(rule.optimiser, Muon) and rule.optimiser.precise
+    precise = rule.optimiser.precise
     return torch.float64 if precise or x.dtype == torch.float64 else torch.float32
 
 
@@ -123,10 +120,10 @@ def check_inputs(
     if got != expected:
         raise ValueError(f"params.initial must have shapes {expected} for this rule, heads and dim, got {got}")
     channels = gates.eta.dim() == 4 or (gates.alpha is not None and gates.alpha.dim() == 4)
-    if channels and isinstance(rule.optimiser, Muon):
+    if channels and rule.optimiser.whole:
         raise ValueError("Muon takes one eta and alpha a token and head; give gates of shape [batch, heads, time]")
     if state is not None:
-        by_key = [up and isinstance(rule.features, Exponential) for up in rule.network.lifted]
+        by_key = [up and rule.features.endless for up in rule.network.lifted]
         columns = [state.keys.shape[-2] if keyed else s[2] for s, keyed in zip(expected, by_key, strict=True)]
         expected = [[batch, *s[:2], n] for s, n in zip(expected, columns, strict=True)]
         got = [list(m.shape) for m in state.weights]
@@ -140,7 +137,7 @@ def check_inputs(
             )
         if len(state.momentum) != rule.accumulators * len(state.weights):
             raise ValueError(f"state is of a momentum with another horizon than that of {rule.optimiser}")
-        settles, target = isinstance(rule.retention, NonLinearRetention), dim + rule.bias.has_delta
+        settles, target = rule.retention.settles, dim + rule.bias.has_delta
         if bool(state.dual) != settles or state.v.shape[-1] != target:
             raise ValueError(f"state is of a rule with another retention or bias than {rule.retention}, {rule.bias}")
         if state.k.shape[-2] != rule.window.size - 1:

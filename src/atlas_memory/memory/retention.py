@@ -19,23 +19,66 @@ fade to what they began with instead: A_t = alpha_t A_{t-1} + (1 - alpha_t) A_0 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .newton_schulz import reciprocal_or_zero
+from .gates import pick, rows
+from .orthogonal import reciprocal_or_zero
 
 Weights = tuple[Tensor, ...]
 
 
-class LinearRetention:
-    """What linear retentions share: no accumulator."""
+class Old(NamedTuple):
+    """One matrix before a token, ``[..., rows, columns]`` each: W; W before the chunk; A, where there is one; the
+    learned M_0; and what W and A fade to, None for zero."""
 
+    weights: Tensor
+    frozen: Tensor
+    dual: Tensor | None
+    initial: Tensor
+    home: Tensor | None
+    dual_home: Tensor | None
+
+
+class Kept(NamedTuple):
+    """The matrix after it: W; where the next chunk's gradients are taken if this one ends; and A."""
+
+    weights: Tensor
+    settled: Tensor
+    dual: Tensor | None
+
+
+def faded(alpha: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:
+    """alpha W, or what is alpha of the way from ``home`` to W."""
+    return rows(alpha, matrix) if home is None else home + rows(alpha, matrix - home)
+
+
+class AnyRetention:
+    """What all retentions share."""
+
+    settles = False
+    """Whether there is an accumulator A, from which W is settled at a chunk's exact token."""
     lag = False
+    """Whether that token is the chunk's first; else it is the last."""
+
+    def start(self, noise: Tensor, variance: float) -> Tensor:
+        """A random M_0 of entries with this variance, from one with variance 1."""
+        return noise * variance**0.5
+
+
+class LinearRetention(AnyRetention):
+    """What linear retentions share: no accumulator."""
 
     def begin(self, initial: Weights) -> tuple[Weights, Weights]:
         """W_0 and A_0 from the learned M_0."""
         return initial, ()
+
+    def keep(self, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> Kept:
+        """What is kept of one matrix after a token: alpha W - step."""
+        new = faded(alpha, old.weights, old.home) - step
+        return Kept(new, new, None)
 
 
 @dataclass(frozen=True)
@@ -68,14 +111,12 @@ class Keep(LinearRetention):
         return None, None
 
 
-class NonLinearRetention:
+class NonLinearRetention(AnyRetention):
     """What the others share: M_0 is learned as an accumulator, W_0 = ``settle``(M_0)."""
 
-    lag = False
+    settles = True
     gated = True
     to_start = False
-    logits = False
-    """Whether M_0 is learned as logits, which start with variance 1."""
 
     def home(self, initial: Weights) -> tuple[Weights | None, Weights | None]:
         """What W and A fade to, given M_0; None for zero."""
@@ -86,6 +127,14 @@ class NonLinearRetention:
         settled = tuple(self.settle(a, a, a) for a in initial)
         return settled, tuple(map(self.restart, initial, settled))
 
+    def keep(self, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> Kept:
+        """What is kept of one matrix after a token; ``first``, ``last``: whether it is its chunk's."""
+        assert old.dual is not None
+        linear, a = faded(alpha, old.weights, old.home) - step, faded(alpha, old.dual, old.dual_home) - step
+        exact = self.settle(a, old.frozen, old.initial)
+        new = pick(first if self.lag else last, exact, linear)
+        return Kept(new, exact, pick(last, self.restart(a, exact), a))
+
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """The exact W from A, the chunk's first memory and the learned M_0; ``[..., rows, columns]`` each."""
         raise NotImplementedError
@@ -93,10 +142,6 @@ class NonLinearRetention:
     def restart(self, a: Tensor, settled: Tensor) -> Tensor:
         """The accumulator with which the next chunk begins. By default it goes on."""
         return a
-
-    def scaled(self, initial: Tensor) -> Tensor:
-        """A random M_0 at the scale at which the retention learns best. By default as it is."""
-        return initial
 
 
 @dataclass(frozen=True)
@@ -117,9 +162,9 @@ class LqNorm(NonLinearRetention):
         norm = unit.abs().pow(self.q).sum((-2, -1), keepdim=True).clamp_min(0.5).pow((2.0 - self.q) / self.q)
         return a * norm * size.clamp_min(1e-6).pow(2.0 - self.q)
 
-    def scaled(self, initial: Tensor) -> Tensor:
+    def start(self, noise: Tensor, variance: float) -> Tensor:
         """|A|_q = 1, where W = A: what is written into A is in W as it was written."""
-        return initial / initial.abs().pow(self.q).sum((-2, -1), keepdim=True).pow(1.0 / self.q)
+        return noise / noise.abs().pow(self.q).sum((-2, -1), keepdim=True).pow(1.0 / self.q)
 
 
 @dataclass(frozen=True)
@@ -136,11 +181,13 @@ class Softmax(NonLinearRetention):
     lag: bool = True
     to_start: bool = False
 
-    logits = True
-
     def __post_init__(self) -> None:
         if not self.scale > 0:
             raise ValueError(f"Softmax scale must be > 0, got {self.scale!r}")
+
+    def start(self, noise: Tensor, variance: float) -> Tensor:
+        """Logits of variance 1."""
+        return noise
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """See the class."""
@@ -154,11 +201,13 @@ class Sigmoid(NonLinearRetention):
     scale: float = 1.0
     to_start: bool = False
 
-    logits = True
-
     def __post_init__(self) -> None:
         if not self.scale > 0:
             raise ValueError(f"Sigmoid scale must be > 0, got {self.scale!r}")
+
+    def start(self, noise: Tensor, variance: float) -> Tensor:
+        """Logits of variance 1."""
+        return noise
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """See the class."""
@@ -201,11 +250,14 @@ class FDivergence(NonLinearRetention):
     scale: float = 1.0
 
     gated = False
-    logits = True
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
             raise ValueError(f"FDivergence scale must be > 0, got {self.scale!r}")
+
+    def start(self, noise: Tensor, variance: float) -> Tensor:
+        """Logits of variance 1."""
+        return noise
 
     def begin(self, initial: Weights) -> tuple[Weights, Weights]:
         """W_0 = scale * columns * softmax(M_0), A_0 = 0."""

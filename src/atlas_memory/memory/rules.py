@@ -24,7 +24,6 @@ from .retention import (
     FDivergence,
     Keep,
     LqNorm,
-    NonLinearRetention,
     Retention,
     RowNorm,
     Sigmoid,
@@ -65,18 +64,18 @@ class Rule:
 
     def __post_init__(self) -> None:
         optimiser, retention = self.optimiser, self.retention
-        settles = isinstance(retention, NonLinearRetention)
-        if isinstance(self.features, Exponential) and (isinstance(optimiser, Muon) or settles):
+        settles = retention.settles
+        if self.features.endless and (optimiser.whole or settles):
             raise ValueError(
                 "Exponential features have no matrix to orthogonalise or to settle: with them take GradientDescent, "
                 "DeltaGradientDescent or Momentum, and Decay or Keep; or take Polynomial features"
             )
-        if isinstance(optimiser, DeltaGradientDescent) and (self.window.size > 1 or settles):
+        if optimiser.erases and (self.window.size > 1 or settles):
             raise ValueError(
                 "DeltaGradientDescent is for a window of one token, with Decay or Keep as retention; got a window of "
                 f"{self.window.size} and {type(retention).__name__}: take another optimiser, or change these"
             )
-        if retention.lag and isinstance(optimiser, Muon):
+        if retention.lag and optimiser.waits:
             raise ValueError("a lag token is for gradient descent and momentum: with Muon take Softmax(lag=False)")
         if self.window.read != "after" and settles:
             raise ValueError(f"{type(retention).__name__} is read after its writes, got read={self.window.read!r}")
@@ -123,10 +122,8 @@ class Rule:
 
     @property
     def accumulators(self) -> int:
-        """How many sums a matrix's momentum is kept in: two where what the chunk has put in is asked for apart."""
-        optimiser = self.optimiser
-        apart = isinstance(optimiser, Muon) and (optimiser.horizon is not None or self.live)
-        return (1 + apart) * optimiser.has_momentum
+        """In how many sums a matrix's momentum is kept."""
+        return self.optimiser.sums(self.live)
 
     def shapes(self, dim: int) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of the memory's matrices for heads of ``dim``."""
@@ -159,9 +156,7 @@ class Rule:
 
         def draw(rows: int, columns: int, lifted: bool) -> Tensor:
             variance = self.network.hidden_variance(dim) / length if lifted else 1.0 / max(columns, 1)
-            if not isinstance(retention, NonLinearRetention):
-                return torch.randn(heads, rows, columns) * variance**0.5
-            return retention.scaled(torch.randn(heads, rows, columns) * (1.0 if retention.logits else variance**0.5))
+            return retention.start(torch.randn(heads, rows, columns), variance)
 
         shapes = zip(self.shapes(dim), self.network.lifted, strict=True)
         return tuple(draw(*shape, lifted) for shape, lifted in shapes)

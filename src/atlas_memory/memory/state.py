@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .features import Exponential
-
 if TYPE_CHECKING:
     from .rules import Rule
 
@@ -75,7 +73,7 @@ def initial_state(rule: Rule, initial: tuple[Tensor, ...], k: Tensor) -> MemoryS
     """
     batch, heads, _, dim = k.shape
     past = k.new_zeros(batch, heads, rule.window.size - 1, dim)
-    by_key = isinstance(rule.features, Exponential)
+    by_key = rule.features.endless
     keys = past if by_key else past[..., :0, :]
 
     def spread(matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

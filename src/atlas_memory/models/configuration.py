@@ -10,7 +10,7 @@ from transformers.utils import logging
 from ..layers.blocks import BLOCKS
 from ..layers.hierarchy import Hierarchy
 from ..layers.self_modifying import check_rule
-from ..memory import RULES, Exponential, Muon, Rule, resolve_rule
+from ..memory import RULES, Rule, resolve_rule
 from .presets import PRESETS
 
 logger = logging.get_logger(__name__)
@@ -171,7 +171,7 @@ class AtlasConfig(PreTrainedConfig):
         """Refuse rules that the block or `gate_rank` cannot have."""
         if not BLOCKS[self.block].memory:
             return
-        if self.block == "mac" and isinstance(rule.features, Exponential):
+        if self.block == "mac" and rule.features.endless:
             raise ValueError(
                 f"rule={self.rule!r} has Exponential features, of which block='mac' cannot keep a copy as each segment "
                 "began; take Polynomial features, or 'mag' or 'mal'"
@@ -180,7 +180,7 @@ class AtlasConfig(PreTrainedConfig):
             if self.gate_rank is not None:
                 raise ValueError(f"gate_rank={self.gate_rank} has no use in block='hope'; drop it")
             check_rule(self.rule, rule)
-        if self.gate_rank is not None and isinstance(rule.optimiser, Muon):
+        if self.gate_rank is not None and rule.optimiser.whole:
             raise ValueError(
                 f"gate_rank={self.gate_rank} makes gates channel-wise, but rule={self.rule!r} steps whole matrices by "
                 "Muon: drop it, or take another optimiser"

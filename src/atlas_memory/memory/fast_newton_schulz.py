@@ -1,10 +1,7 @@
-"""Newton-Schulz: drives the singular values of S towards 1 (Muon's step; ATLAS Eqs. 32 and 40).
+"""Newton-Schulz (orthogonal.py), fast: the same function with two faces.
 
-With X_0 = S / |S|_F and k times X <- a X + b (X X^T) X + c (X X^T)^2 X, NS(S) = X_k. There is no eps: NS(c S) = NS(S)
-for every c > 0 at any magnitude, and NS(0) = 0 with a zero gradient.
-
-The same function has two faces. ``newton_schulz`` works on S itself. ``gram_polynomial`` works on the Gram matrix
-G = S S^T and gives Q with NS(S) = Q S, so that S need never exist: G, S and Q S are all reachable through kernels.
+``newton_schulz`` works on S itself. ``gram_polynomial`` works on the Gram matrix G = S S^T and gives Q with
+NS(S) = Q S, so that S need never exist: G, S and Q S are all reachable through kernels.
 """
 
 from __future__ import annotations
@@ -17,9 +14,7 @@ import torch
 from torch import Tensor
 
 from .gram_eigenvalues import by_eigenvalues, eigenvalues_pay, gradient_by_eigenvalues
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c of the quintic used by Muon (Jordan et al. 2024)."""
+from .orthogonal import COEFFICIENTS, ratio, reciprocal_or_zero
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -71,24 +66,10 @@ def gram_polynomial(gram: Tensor, steps: int = 5, symmetric: bool = False) -> Te
     return scale * _in_blocks(function, unit).view(gram.shape)
 
 
-def kept_length(matrix: Tensor, orthogonal: Tensor) -> Tensor:
-    """c = <S, O> / <O, O> for O = NS(S): c O is the multiple of O nearest to S, whose singular values are all about the
-    mean of those of S. ``[..., rows, columns]`` twice ``-> [..., 1, 1]``; 0 where O is zero.
-
-    NS(S) itself has the slope 1 / |S|: where little is left to learn, its direction is chaos at full length. c NS(S)
-    grows with S, and has a bounded slope.
-    """
-    return _ratio((matrix * orthogonal).sum((-2, -1)), orthogonal.square().sum((-2, -1)))
-
-
 def kept_length_of_gram(gram: Tensor, q: Tensor) -> Tensor:
     """The same from ``gram`` and its ``gram_polynomial``, ``[..., m, m]`` twice: tr(Q G) / tr(Q Q G)."""
     moved = q @ gram
-    return _ratio(moved.diagonal(dim1=-2, dim2=-1).sum(-1), (moved * q.mT).sum((-2, -1)))
-
-
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    return (a / b.clamp_min(torch.finfo(b.dtype).tiny ** 0.5))[..., None, None]
+    return ratio(moved.diagonal(dim1=-2, dim2=-1).sum(-1), (moved * q.mT).sum((-2, -1)))
 
 
 CACHED = 2**18
@@ -274,9 +255,3 @@ def schulz_cost(rows: int, columns: int, steps: int) -> int:
 def gram_cost(m: int, steps: int) -> int:
     """Multiply-adds of ``gram_polynomial`` on one matrix."""
     return (4 * steps - 3) * m**3
-
-
-def reciprocal_or_zero(x: Tensor) -> Tensor:
-    """1 / x where x is a normal positive number, else 0. Any shape."""
-    tiny = torch.finfo(x.dtype).tiny  # the reciprocal of anything smaller would overflow
-    return torch.where(x > tiny, 1.0 / x.clamp_min(tiny), 0.0)
