@@ -17,6 +17,10 @@ The forms, equal to it:
     muon_steps.py      the primitive of Muon       horizon.py         S, a sum over few tokens
     fast_newton_schulz.py, gram_eigenvalues.py     O, by Gram matrices and by eigenvalues
     precision.py       float32 or float64          compiling.py       the options of torch.compile
+
+Letters (ATLAS's): alpha retention (1 keeps), eta step size, theta momentum decay, gamma window gates, c window,
+b chunk, M_0 initial memory, S momentum. Titans calls the momentum decay eta and the step
+theta, and its alpha is 1 - ours.
 """
 
 from .bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
