@@ -28,8 +28,6 @@ def measure(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
 
     def written(k: Tensor, v: Tensor, scale: float, state: MemoryState | None) -> MemoryState:
         gates = projection(k.new_zeros(BATCH, k.shape[2], dim * HEADS))
-        if k.shape[2] == 1 and rule.window.size > 1:  # the first token of a window of its own
-            gates = replace(gates)
         return memory(k, k, v, replace(gates, eta=scale * gates.eta), state)[1]
 
     def rest(state: MemoryState) -> MemoryState:

@@ -23,7 +23,8 @@ where r_t bounds how fast the error grows with the body: for L2 without a layer 
 biases and under a layer norm the bound of their curvature; 0 for the dot product, whose error is the value. The errors
 of a chunk then solve one triangular system (live.py), as those of the delta rule do. ``live=False`` is the frozen
 gradient. With chunk = 1 the two are one for every bias. Under Muon, whose steps are no sums of writes, what the errors
-see is what the chunk has put into S and what waits there for the next step: -S_t f_t in place of (W_{t-1} - W_f) f_t.
+see is what the chunk has put into S so far, where it waits for the next step: with S^new_{t-1} the part of S_{t-1} that
+stems from this chunk, -S^new_{t-1} f_t in place of (W_{t-1} - W_f) f_t.
 
 **Bounded steps.** A step is measured by what it changes. With lambda_l,t a bound on how far a unit step of matrix l
 moves the error at the token's own key, r_t (|J_l|^2 + FLOOR) (|f_l|^2 + FLOOR), matrix l makes the step
