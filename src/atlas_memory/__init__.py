@@ -1,21 +1,42 @@
 """atlas-memory: memories that learn while they read, after ATLAS (arXiv 2505.23735), as values, layers and models.
 
 ``NeuralMemory`` is the layer, ``OmegaMemory`` the bare memory over q, k, v, ``AtlasForCausalLM`` the language model;
-``RULES`` names what a memory may be. Importing the package registers the models with transformers' Auto classes.
+``RULES`` names what a memory may be. Each is imported when it is first asked for, so that ``atlas --help`` need not
+wait for torch, nor a layer for transformers. Importing the package is enough for transformers' Auto classes to know
+the models.
 """
 
-from .layers.memory import NeuralMemory as NeuralMemory
-from .layers.omega import OmegaMemory as OmegaMemory
-from .layers.omega import set_execution as set_execution
-from .memory import RULES as RULES
-from .memory import PolynomialFeatures as PolynomialFeatures
-from .memory import Rule as Rule
-from .memory import compile_options as compile_options
-from .models import AtlasConfig as AtlasConfig
-from .models import AtlasForCausalLM as AtlasForCausalLM
-from .models import AtlasModel as AtlasModel
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .registration import register_with_auto_classes
+
+if TYPE_CHECKING:
+    from .layers.memory import NeuralMemory as NeuralMemory
+    from .layers.omega import OmegaMemory as OmegaMemory
+    from .layers.omega import set_execution as set_execution
+    from .memory import RULES as RULES
+    from .memory import PolynomialFeatures as PolynomialFeatures
+    from .memory import Rule as Rule
+    from .memory import compile_options as compile_options
+    from .models import AtlasConfig as AtlasConfig
+    from .models import AtlasForCausalLM as AtlasForCausalLM
+    from .models import AtlasModel as AtlasModel
 
 __version__ = "0.1.0"
+
+_WHERE = {
+    "RULES": ".memory",
+    "AtlasConfig": ".models",
+    "AtlasForCausalLM": ".models",
+    "AtlasModel": ".models",
+    "NeuralMemory": ".layers.memory",
+    "OmegaMemory": ".layers.omega",
+    "PolynomialFeatures": ".memory",
+    "Rule": ".memory",
+    "compile_options": ".memory",
+    "set_execution": ".layers.omega",
+}
 __all__ = [
     "RULES",
     "AtlasConfig",
@@ -28,3 +49,24 @@ __all__ = [
     "compile_options",
     "set_execution",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(_WHERE[name], __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name == "transformers":
+            raise ModuleNotFoundError(
+                f"{name} needs transformers, which is not installed: pip install 'atlas-memory[train]'",
+                name="transformers",
+            ) from error
+        raise
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])
+
+
+register_with_auto_classes()

@@ -2,7 +2,17 @@
 
 import sys
 
-from atlas_memory.cli import main
+
+def main() -> int:
+    """Run the command, if what it needs is installed."""
+    try:
+        from atlas_memory.cli import main as command
+
+        return command()
+    except ModuleNotFoundError as error:
+        print(f"atlas: {error.name} is not installed: pip install 'atlas-memory[train,report]'", file=sys.stderr)
+        return 1
+
 
 if __name__ == "__main__":
     sys.exit(main())

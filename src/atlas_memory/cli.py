@@ -16,7 +16,6 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
-from transformers.utils import logging as transformers_logging
 
 # Training and pictures take a second to import: the commands import what they need, `--help` does not wait.
 
@@ -40,6 +39,8 @@ class Writes(str, Enum):
 
 def _quiet() -> None:
     """Silence what third parties say about themselves; errors and our own warnings stay."""
+    from transformers.utils import logging as transformers_logging
+
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -58,6 +59,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in output_dir.")] = False,
 ) -> None:
     """Train a model on text: your own, or the Python standard library's source."""
+    _quiet()
     from atlas_memory.training.config import load_config
     from atlas_memory.training.trainer import train as run
 
@@ -86,6 +88,7 @@ def generate(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Write text with a trained model."""
+    _quiet()
     from atlas_memory.evaluation.report import sample
     from atlas_memory.training.runs import load_run
 
@@ -102,6 +105,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Bits per byte of held-out text, overall and by position."""
+    _quiet()
     from atlas_memory.data.text import Corpus
     from atlas_memory.evaluation.perplexity import bits_per_byte
     from atlas_memory.evaluation.report import BEYOND
@@ -143,6 +147,7 @@ def evaluate(
 @app.command()
 def report(run: RunFolder) -> None:
     """Evaluate a run and write RUN/report/: a page, pictures and numbers."""
+    _quiet()
     from atlas_memory.evaluation.report import write_report
 
     numbers = write_report(run)
@@ -259,7 +264,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Ctrl-C.
     """
     usage_error = cast(type[Exception], typer.BadParameter.__base__)  # click's, wherever this typer keeps it
-    _quiet()
     try:
         return app(None if arguments is None else list(arguments), standalone_mode=False) or 0
     except usage_error as error:

@@ -1,19 +1,20 @@
 """Causal softmax attention: over a sliding window, the short-term memory of Titans, Sec. 4.2, and over everything."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..memory.state import State
 from ..memory.windows import overlapping, take
 from .padding import pack, unpack
 from .rotary import check_heads, rotary, rotate
+from .stateful import Stateful
 
 
-@dataclass(frozen=True)
-class AttentionState:
+@dataclass(frozen=True, repr=False)
+class AttentionState(State):
     """What attention keeps of the past.
 
     Attributes:
@@ -27,18 +28,14 @@ class AttentionState:
     values: Tensor
     seen: Tensor
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "AttentionState":
-        """The same state with fn applied to every tensor."""
-        return AttentionState(fn(self.keys), fn(self.values), fn(self.seen))
 
-
-class _Attention(nn.Module):
+class _Attention(Stateful):
     """What both attentions share: projections, padding and the check of a state."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         check_heads(dim, heads)
-        self.heads, self.head_dim = heads, dim // heads
+        self.dim, self.heads, self.head_dim = dim, heads, dim // heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
 
@@ -73,6 +70,8 @@ class FullAttention(_Attention):
     Raises:
         ValueError: A bad argument.
     """
+
+    grows = True
 
     def forward(
         self, x: Tensor, state: AttentionState | None = None, mask: Tensor | None = None

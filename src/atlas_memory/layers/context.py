@@ -1,6 +1,6 @@
 """Memory as a context of attention: MAC (Titans, Sec. 4.1)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,15 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..memory.state import State
 from ..memory.windows import shift_right, take
 from .memory import LayerState, NeuralMemory
 from .padding import pack, unpack
 from .persistent import PersistentTokens
 from .rotary import check_heads, rotary, rotate
+from .stateful import Stateful
 
 
-@dataclass(frozen=True)
-class ContextState:
+@dataclass(frozen=True, repr=False)
+class ContextState(State):
     """What `MemoryAsContext` carries; its size is constant.
 
     Attributes:
@@ -30,10 +32,6 @@ class ContextState:
     start: tuple[Tensor, ...]
     keys: Tensor
     values: Tensor
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "ContextState":
-        """The same state with fn applied to every tensor."""
-        return ContextState(self.memory.map(fn), tuple(map(fn, self.start)), fn(self.keys), fn(self.values))
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class _Piece:
     real: Tensor | None
 
 
-class MemoryAsContext(nn.Module):
+class MemoryAsContext(Stateful):
     """The mixer "mac": attention within segments over persistent tokens, memories and tokens (Titans, Eqs. 21-25).
 
     For each segment of tokens x, with M_0 the memory as it stood when the segment began,
@@ -88,7 +86,7 @@ class MemoryAsContext(nn.Module):
         check_heads(dim, heads)
         if attention_window < 1:
             raise ValueError(f"attention_window, the length of a segment, must be at least 1, got {attention_window}")
-        self.heads, self.segment = heads, attention_window
+        self.dim, self.heads, self.segment = dim, heads, attention_window
         self.persistent = PersistentTokens(persistent_tokens, dim) if persistent_tokens else None
         self.memory = NeuralMemory(dim, heads, eps=eps, **memory)
         if memory.get("hierarchy") is not None:

@@ -9,7 +9,7 @@ they are rows of one batch. P_t: projection.py. Any rule can be the inner step; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..memory import Gates, MemoryState, Rule, initial_state, resolve_rule
+from ..memory.state import State
 from ..memory.windows import take
 from .gates import GateProjection
 from .omega import OmegaMemory
 from .projection import project_since_chunk, project_since_start
+from .stateful import Stateful
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,8 @@ class Hierarchy:
         return (rule.vary(window={"chunk": self.global_chunk, "read": "frozen"}), *local)
 
 
-@dataclass(frozen=True)
-class HierarchicalState:
+@dataclass(frozen=True, repr=False)
+class HierarchicalState(State):
     """What ``HierarchicalMemory`` carries; its size is constant, and every tensor has the batch first.
 
     Attributes:
@@ -115,25 +117,10 @@ class HierarchicalState:
     memories: tuple[MemoryState, ...]
     projections: tuple[Tensor, ...]
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> HierarchicalState:
-        """The same state with ``fn`` applied to every tensor."""
-        return HierarchicalState(tuple(m.map(fn) for m in self.memories), tuple(map(fn, self.projections)))
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the state."""
-        for memory in self.memories:
-            yield from memory.tensors()
-        yield from self.projections
-
     @property
     def seen(self) -> Tensor:
         """``[batch]`` int64, tokens read so far."""
         return self.memories[0].seen
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
 
 
 class HierarchicalGates(nn.ModuleList):
@@ -155,7 +142,7 @@ class HierarchicalGates(nn.ModuleList):
         return Gates(torch.cat([g.eta for g in members], 1), *map(joined, ("alpha", "theta", "gamma", "delta")))
 
 
-class HierarchicalMemory(nn.Module):
+class HierarchicalMemory(Stateful):
     """A global and N local memories in place of one ``OmegaMemory``; each has an M_0 and gates of its own.
 
     >>> memory = HierarchicalMemory(dim=16, heads=2, rule="tnt", hierarchy=Hierarchy(64, (4, 8), shard=64))
@@ -187,9 +174,14 @@ class HierarchicalMemory(nn.Module):
         super().__init__()
         self.hierarchy, self.rule = Hierarchy.of(hierarchy), resolve_rule(rule)
         self.rules = self.hierarchy.rules(self.rule)
-        self.heads = heads
+        self.dim, self.heads = dim, heads
         self.members = nn.ModuleList(OmegaMemory(dim, heads, rule, gates=False) for rule in self.rules)
         self.gates = HierarchicalGates(dim * heads, heads, self.rules, gate_rank) if gates else None
+
+    def empty(self, batch: int) -> tuple[Any, ...]:
+        """See ``Stateful``."""
+        q = next(self.parameters()).new_zeros(batch, self.heads, 0, self.dim)
+        return q, q, q, Gates(q.new_zeros(batch, len(self.rules) * self.heads, 0))
 
     def _members(self) -> list[OmegaMemory]:
         return [cast(OmegaMemory, member) for member in self.members]

@@ -1,30 +1,27 @@
 """Memory beside attention and memory before attention: MAG and MAL (Titans, Secs. 4.2 and 4.3)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..memory.state import State
 from .attention import AttentionState, SlidingWindowAttention
 from .memory import LayerState, NeuralMemory
 from .persistent import PersistentTokens, WithPersistentTokens
+from .stateful import Stateful
 
 
-@dataclass(frozen=True)
-class HybridState:
+@dataclass(frozen=True, repr=False)
+class HybridState(State):
     """State of a memory and of the attention with it."""
 
     memory: LayerState
     attention: AttentionState
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "HybridState":
-        """The same state with fn applied to every tensor."""
-        return HybridState(self.memory.map(fn), self.attention.map(fn))
 
-
-class MemoryAsGate(nn.Module):
+class MemoryAsGate(Stateful):
     """The mixer "mag": sliding-window attention gated by the memory beside it (Titans, Eqs. 26-28).
 
     `y = norm(SW-Attn*(x)) * silu(norm(M([p || x])))`, the norms with learnable vectors: both branches read x; every
@@ -50,6 +47,7 @@ class MemoryAsGate(nn.Module):
         **memory: Any,
     ) -> None:
         super().__init__()
+        self.dim = dim
         self.memory: nn.Module = NeuralMemory(dim, heads, eps=eps, **memory)
         if persistent_tokens:
             self.memory = WithPersistentTokens(self.memory, PersistentTokens(persistent_tokens, dim))
@@ -68,7 +66,7 @@ class MemoryAsGate(nn.Module):
         return y, HybridState(memory_state, attention_state)
 
 
-class MemoryAsLayer(nn.Module):
+class MemoryAsLayer(Stateful):
     """The mixer "mal": `y = SW-Attn(M(x))` (Titans, Eqs. 29-31).
 
     Its persistent tokens are in front of the sequence (`WithPersistentTokens`), so what the memory makes of them slides
@@ -84,6 +82,7 @@ class MemoryAsLayer(nn.Module):
 
     def __init__(self, dim: int, heads: int, *, attention_window: int = 64, eps: float = 1e-6, **memory: Any) -> None:
         super().__init__()
+        self.dim = dim
         self.memory = NeuralMemory(dim, heads, eps=eps, **memory)
         self.attention = SlidingWindowAttention(dim, heads, attention_window)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,32 +15,25 @@ from torch.utils.checkpoint import checkpoint
 from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
 from ..memory.chunkwise import Reading, begin, end, read_on
 from ..memory.precision import kept_dtype
+from ..memory.state import State
 from .convolution import ShortConvolution
 from .gates import GateProjection
 from .hierarchy import HierarchicalGates, HierarchicalMemory, Hierarchy
 from .omega import OmegaMemory
 from .padding import pack, unpack
+from .stateful import Stateful
 
 
-@dataclass(frozen=True)
-class LayerState:
+@dataclass(frozen=True, repr=False)
+class LayerState(State):
     """What ``NeuralMemory`` carries: the memory's ``MemoryState``, with a hierarchy its ``HierarchicalState``; and the
     convolution's last inputs ``[batch, size - 1, 3 dim]``."""
 
     memory: Any
     past: Tensor
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> LayerState:
-        """The state with ``fn`` applied to every tensor; all have the batch as first dimension."""
-        return LayerState(self.memory.map(fn), fn(self.past))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.memory.nbytes + self.past.numel() * self.past.element_size()
-
-
-class NeuralMemory(nn.Module):
+class NeuralMemory(Stateful):
     """A layer that learns while it reads: ``y, state = memory(x)``, in place of an attention layer.
 
     Projections to q, k, v; a depthwise convolution and SiLU on each; unit-length q and k a head; the memory of ``rule``
@@ -88,7 +81,7 @@ class NeuralMemory(nn.Module):
         super().__init__()
         if heads < 1 or dim < 1 or dim % heads:
             raise ValueError(f"dim must be a positive multiple of heads, got dim={dim} and heads={heads}")
-        self.heads = heads
+        self.dim, self.heads = dim, heads
         self.memory: OmegaMemory | HierarchicalMemory
         self.gates: GateProjection | HierarchicalGates
         if hierarchy is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -17,11 +19,12 @@ from ..memory import (
     retrieve,
 )
 from .gates import GateProjection
+from .stateful import Stateful
 
 INCREMENTAL_TOKENS = 2  # from a state, up to so many tokens are cheaper one by one than as a chunk
 
 
-class OmegaMemory(nn.Module):
+class OmegaMemory(Stateful):
     """A memory over q, k, v: owns M_0, the feature coefficients and, unless told not to, gates that see the keys.
 
     >>> omega = OmegaMemory(dim=16, heads=2, rule="omeganet", window=4)
@@ -73,6 +76,11 @@ class OmegaMemory(nn.Module):
         self.reset_parameters()
         self.recompute: int | None = None
         self.compiled = False
+
+    @property
+    def grows(self) -> bool:  # type: ignore[override]
+        """Whether the state is longer the more has been read: with features that have no end."""
+        return self.rule.features.endless
 
     @property
     def params(self) -> Params:
@@ -127,6 +135,15 @@ class OmegaMemory(nn.Module):
             return incremental(self.rule, self.params, q, k, v, gates, state)
         args = self.rule, self.params, q, k, v, gates, state
         return chunkwise(*args, recompute=self.recompute, compiled=self.compiled)
+
+    def empty(self, batch: int) -> tuple[Any, ...]:
+        """See ``Stateful``."""
+        q = next(self.parameters()).new_zeros(batch, self.heads, 0, self.dim)
+        return q, q, q, Gates(q[..., 0])
+
+    def extra_repr(self) -> str:
+        """What ``print`` says of it."""
+        return f"dim={self.dim}, heads={self.heads}, {self.rule}"
 
     def reads_in_groups(self, x: Tensor) -> bool:
         """Whether a layer around this memory does well to bring q, k and v of x ``[batch, time, ...]`` by and by: where

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .stateful import Stateful
+
 
 class PersistentTokens(nn.Module):
     """Learned tokens `weight` `[count, dim]`; they start at the scale of the normed tokens before which they stand.
@@ -25,7 +27,7 @@ class PersistentTokens(nn.Module):
         nn.init.normal_(self.weight)
 
 
-class WithPersistentTokens(nn.Module):
+class WithPersistentTokens(Stateful):
     """A mixer over `[p_1 .. p_N || x]` whose outputs for p are dropped.
 
     A fresh state reads p first, in every row: rows that are still empty, or padded on the left, need no further care,
@@ -38,6 +40,7 @@ class WithPersistentTokens(nn.Module):
 
     def __init__(self, mixer: nn.Module, tokens: PersistentTokens) -> None:
         super().__init__()
+        self.dim = tokens.weight.shape[1]
         self.mixer = mixer
         self.tokens = tokens
 

@@ -46,6 +46,7 @@ from .gates import HALF_LIVES
 from .memory import LayerState
 from .omega import INCREMENTAL_TOKENS, OmegaMemory
 from .padding import pack, unpack
+from .stateful import Stateful
 
 MEMORIES = ("memory", "k", "v", "eta", "alpha")
 """What the five memories of a head are for, in the order in which they are stacked: all heads of one, then the next."""
@@ -97,7 +98,7 @@ class _Lesson(NamedTuple):
     alpha: Tensor
 
 
-class SelfModifyingMemory(nn.Module):
+class SelfModifyingMemory(Stateful):
     """A layer whose projections and gates learn while it reads too: ``y, state = memory(x)``, as ``NeuralMemory``.
 
     A depthwise convolution on x; the memories of a head see its share of the channels. Whatever a memory is asked has
@@ -142,7 +143,7 @@ class SelfModifyingMemory(nn.Module):
         super().__init__()
         if heads < 1 or dim < 1 or dim % heads:
             raise ValueError(f"dim must be a positive multiple of heads, got dim={dim} and heads={heads}")
-        self.heads = heads
+        self.dim, self.heads = dim, heads
         self.memory = OmegaMemory(dim // heads, len(MEMORIES) * heads, rule, None, chunk_size, gates=False)
         check_rule(rule if isinstance(rule, str) else "given", self.rule)
         self.gates = GateReadout(dim // heads, heads)

@@ -9,8 +9,6 @@ tests/memory/test_cost.py.
 
 from __future__ import annotations
 
-import torch
-
 from .chunk import takes_token_space
 from .fast_newton_schulz import gram_cost, schulz_cost
 from .features import Polynomial
@@ -18,7 +16,6 @@ from .muon_steps import cheapest_space, step_groups
 from .networks import POWER_STEPS, GatedMLP
 from .optimisers import Muon
 from .rules import Rule
-from .state import initial_state
 
 
 def state_bytes(rule: Rule, dim: int, heads: int) -> int | None:
@@ -26,15 +23,14 @@ def state_bytes(rule: Rule, dim: int, heads: int) -> int | None:
 
     None where it grows with what is read; with a horizon, the size that it reaches.
     """
-    k = torch.empty(1, heads, 0, dim, device="meta")  # shapes without numbers
-    size = initial_state(rule, tuple(k.new_empty(heads, *shape) for shape in rule.shapes(dim)), k).nbytes
-    if not rule.features.endless:
-        return size
-    if rule.features.horizon is None:
+    if rule.features.endless and rule.features.horizon is None:
         return None
-    copies = 3 if rule.optimiser.has_momentum else 2  # frozen and weights, momentum
-    rows = sum(m for (m, _), up in zip(rule.shapes(dim), rule.network.lifted, strict=True) if up)
-    return size + 4 * heads * (_columns(rule) - (rule.window.size - 1)) * (dim + copies * rows)
+    columns, past = _columns(rule) if rule.features.endless else 0, rule.window.size - 1
+    lifted = zip(rule.shapes(dim), rule.network.lifted, strict=True)
+    entries = sum(m * (columns if up and rule.features.endless else f) for (m, f), up in lifted)
+    copies = 2 + rule.accumulators + rule.retention.settles  # frozen, weights, momentum, dual
+    window = past * (2 * dim + rule.bias.has_delta)
+    return 4 * heads * (copies * entries + window + columns * dim) + 8  # and ``seen``
 
 
 def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:

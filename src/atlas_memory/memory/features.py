@@ -205,11 +205,15 @@ def _weights(dim: int, degree: int) -> Tensor:
         return torch.tensor(_multinomials(dim, degree), dtype=torch.float64, device="cpu").sqrt()
 
 
-@torch.compiler.assume_constant_result  # a compiler cannot trace itertools
 def _multinomials(dim: int, degree: int) -> list[float]:
     monomials = combinations_with_replacement(range(dim), degree)
     repeats = (math.prod(math.factorial(n) for n in Counter(m).values()) for m in monomials)
     return [math.factorial(degree) / n for n in repeats]
+
+
+# A compiler cannot trace itertools. This is all that torch.compiler.assume_constant_result does to a function; to call
+# it would import the compiler, which takes longer than all else here.
+_multinomials._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @_kept

@@ -6,8 +6,8 @@ Its size does not depend on what was read, but for ``Exponential`` features with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -16,8 +16,59 @@ if TYPE_CHECKING:
     from .rules import Rule
 
 
-@dataclass(frozen=True)
-class MemoryState:
+Tree = Any
+"""A tensor, a state, or a tuple of trees."""
+
+
+def _map(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    return tuple(_map(fn, part) for part in tree) if isinstance(tree, tuple) else tree.map(fn)
+
+
+def _named(name: str, tree: Tree) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, tuple):
+        for i, part in enumerate(tree):
+            yield from _named(f"{name}.{i}", part)
+    else:
+        yield from ((f"{name}.{inner}", t) for inner, t in tree.named_tensors())
+
+
+class State:
+    """What states share: dataclasses of tensors, of other states, and of tuples of these, the batch first in each
+    tensor, so that rows can be selected, repeated and reordered."""
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """The state with ``fn`` applied to every tensor, e.g. ``state.map(lambda x: x.to("cuda"))``."""
+        return replace(self, **{f.name: _map(fn, getattr(self, f.name)) for f in fields(self)})  # type: ignore[type-var,arg-type]
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor and where it stands, such as ``memory.weights.0``."""
+        for f in fields(self):  # type: ignore[arg-type]
+            yield from _named(f.name, getattr(self, f.name))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor."""
+        return (tensor for _, tensor in self.named_tensors())
+
+    def detach(self) -> Self:
+        """The state without the graph by which it was made: what training on from it should begin with."""
+        return self.map(Tensor.detach)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def __repr__(self) -> str:
+        parts = (f"{name}={list(t.shape)}" for name, t in self.named_tensors())
+        return f"{type(self).__name__}({', '.join(parts)}: {self.nbytes:,} bytes)"
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryState(State):
     """Every tensor has the batch as its first dimension, so that rows can be selected, repeated and reordered.
 
     Attributes:
@@ -41,28 +92,6 @@ class MemoryState:
     v: Tensor
     keys: Tensor
     seen: Tensor
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> MemoryState:
-        """The state with ``fn`` applied to every tensor, e.g. ``state.map(torch.Tensor.detach)``."""
-        return MemoryState(
-            tuple(map(fn, self.frozen)),
-            tuple(map(fn, self.weights)),
-            tuple(map(fn, self.momentum)),
-            tuple(map(fn, self.dual)),
-            fn(self.k),
-            fn(self.v),
-            fn(self.keys),
-            fn(self.seen),
-        )
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the state."""
-        yield from (*self.frozen, *self.weights, *self.momentum, *self.dual, self.k, self.v, self.keys, self.seen)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
 
 
 def initial_state(rule: Rule, initial: tuple[Tensor, ...], k: Tensor) -> MemoryState:

@@ -2,9 +2,10 @@
 
 from copy import deepcopy
 from dataclasses import asdict, fields
+from importlib import import_module
 from typing import Any, cast
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ..layers.blocks import BLOCKS
@@ -108,6 +109,7 @@ class AtlasConfig(PreTrainedConfig):
     use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
+        import_module(".modeling", __package__)  # a configuration by name may be followed by AutoModel
         self._check_unknown(kwargs)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "conv_size"):
             _positive(name, getattr(self, name))
@@ -289,3 +291,6 @@ class AtlasConfig(PreTrainedConfig):
 def _positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+AutoConfig.register(AtlasConfig.model_type, AtlasConfig)

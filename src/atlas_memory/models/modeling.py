@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -219,3 +219,7 @@ def _mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, time: int) -> 
     mask = mask[:, mask.shape[1] - time :].bool()
     # Most masks mask nothing; layers are faster without one. A compiled graph must not branch on data.
     return None if not torch.compiler.is_compiling() and mask.all() else mask
+
+
+AutoModel.register(AtlasConfig, AtlasModel)
+AutoModelForCausalLM.register(AtlasConfig, AtlasForCausalLM)

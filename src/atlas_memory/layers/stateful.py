@@ -1,0 +1,100 @@
+"""What every layer with a state offers besides reading: the state before the first token, and states in files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..memory.state import State
+
+FORMAT = "atlas-memory state, 1"
+
+
+class Stateful(nn.Module):
+    """A layer ``y, state = layer(x, state)``."""
+
+    dim: int
+    grows = False
+    """Whether the state is longer the more has been read."""
+
+    def empty(self, batch: int) -> tuple[Any, ...]:
+        """Inputs of no tokens for ``batch`` sequences, in the dtype and on the device of the layer's parameters."""
+        return (next(self.parameters()).new_zeros(batch, 0, self.dim),)
+
+    def initial_state(self, batch: int = 1) -> Any:
+        """The state of ``batch`` sequences before their first token. It is made from the learned M_0: a loss on what is
+        read from it trains M_0."""
+        return self(*self.empty(batch))[1]
+
+    def save_state(self, state: State, path: str | Path) -> None:
+        """Write a state to a safetensors file, whole or not at all; what it is of is written with it.
+
+        Raises:
+            ValueError: a state of another layer.
+        """
+        like = self.initial_state()
+        _check(self, dict(state.named_tensors()), like, "the state")
+        tensors = {name: t.detach().clone().contiguous() for name, t in state.named_tensors()}
+        path = Path(path)
+        partial = path.with_name(path.name + ".partial")
+        try:
+            save_file(tensors, partial, metadata={"format": FORMAT, "of": _what(self)})
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def load_state(self, path: str | Path) -> Any:
+        """Read a state that ``save_state`` wrote, onto the device of the layer's parameters.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: no such state, one that was cut short, or one of another kind of layer, another rule or width.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no state at {path}")
+        like = self.initial_state()
+        device = next(like.tensors()).device
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no state, or was cut short: {error}") from error
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{path} holds tensors, but no state of a memory: save_state writes them")
+        if metadata["of"] != _what(self):
+            raise ValueError(f"{path} holds a state of {metadata['of']}, and this is {_what(self)}")
+        _check(self, tensors, like, str(path))
+        names = iter([name for name, _ in like.named_tensors()])
+        return like.map(lambda _: tensors[next(names)])
+
+
+def _what(layer: nn.Module) -> str:
+    """A layer in words: its kind, and the rules of its memories."""
+    rules = sorted({repr(m.rule) for m in layer.modules() if hasattr(m, "rule")})
+    return f"{type(layer).__name__}({'; '.join(rules)})"
+
+
+def _check(layer: nn.Module, tensors: dict[str, Tensor], like: State, where: str) -> None:
+    """Whether names, kinds and shapes are those of ``like``, the batch and what grows apart."""
+    expected = dict(like.named_tensors())
+    if missing := [name for name in expected if name not in tensors]:
+        raise ValueError(f"{where} lacks {', '.join(missing)}: it is of another layer than this {type(layer).__name__}")
+    if extra := [name for name in tensors if name not in expected]:
+        raise ValueError(f"{where} has {', '.join(extra)}, which this {type(layer).__name__} has not")
+    grows = any(m.grows for m in layer.modules() if isinstance(m, Stateful))
+    for name, t in expected.items():
+        got = tensors[name]
+        same = got.dim() == t.dim() and got.dtype == t.dtype and (grows or got.shape[1:] == t.shape[1:])
+        if not same:
+            raise ValueError(
+                f"{where} has {name} {list(got.shape)} of {got.dtype}, and this layer's is [batch, "
+                f"{', '.join(map(str, t.shape[1:]))}] of {t.dtype}"
+            )
+    if len({t.shape[0] for t in tensors.values()}) > 1:
+        raise ValueError(f"{where} has tensors of different batches")

@@ -1,0 +1,53 @@
+"""The models in transformers' Auto classes, without importing transformers where it is not used.
+
+It takes seconds to import, and a layer does not need it. So ``AtlasConfig`` registers itself when there is an
+``AutoConfig``: at once if transformers has been imported, else right after the module of ``AutoConfig`` has been. The
+first ``AtlasConfig`` that is made then registers the models (configuration.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+AUTO = "transformers.models.auto.configuration_auto"
+"""The module of ``AutoConfig``."""
+
+
+def register_with_auto_classes() -> None:
+    """Now, or when there are any."""
+    if AUTO in sys.modules:
+        from .models import configuration  # noqa: F401
+    elif not any(isinstance(finder, _Afterwards) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Afterwards())
+
+
+class _Afterwards(MetaPathFinder):
+    """Finds ``AUTO`` as it would be found, with a loader that imports ours at the end."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != AUTO:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader)
+        return spec
+
+
+class _Then(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        from .models import configuration  # noqa: F401

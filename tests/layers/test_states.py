@@ -1,0 +1,90 @@
+"""States: what is printed of them, the one before the first token, and files."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from atlas_memory import NeuralMemory, OmegaMemory
+from atlas_memory.layers.blocks import BLOCKS
+from atlas_memory.layers.hierarchy import HierarchicalMemory, Hierarchy
+
+DIM, HEADS = 16, 2
+OPTIONS = {"rule": "titans", "chunk_size": 4}
+LAYERS = {
+    "lmm": ("lmm", OPTIONS),
+    "persistent": ("lmm", OPTIONS | {"persistent_tokens": 2}),
+    "dot": ("lmm", {"rule": "dot", "window": 2, "chunk_size": 4}),
+    "tnt": ("lmm", {"rule": "tnt", "hierarchy": {"global_chunk": 8, "local_chunks": [4], "shard": 8}}),
+    "mag": ("mag", OPTIONS | {"attention_window": 4}),
+    "mal": ("mal", OPTIONS | {"attention_window": 4}),
+    "mac": ("mac", OPTIONS | {"attention_window": 4}),
+    "hope": ("hope", {"rule": "hope", "chunk_size": 4}),
+    "swa": ("swa", {"attention_window": 4}),
+    "attention": ("attention", {}),
+}
+
+
+def layer(name):
+    torch.manual_seed(0)
+    block, options = LAYERS[name]
+    return BLOCKS[block].make(DIM, HEADS, **options).double()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_before_the_first_token(name):
+    memory, x = layer(name), torch.randn(3, 9, DIM, dtype=torch.float64)
+    y, end = memory(x)
+    y2, end2 = memory(x, memory.initial_state(3))
+    torch.testing.assert_close(y2, y, rtol=1e-9, atol=1e-9)
+    for a, b in zip(end2.tensors(), end.tensors(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_state_in_a_file(name, tmp_path):
+    memory, x = layer(name), torch.randn(3, 9, DIM, dtype=torch.float64)
+    _, state = memory(x)
+    memory.save_state(state, tmp_path / "state.safetensors")
+    again = memory.load_state(tmp_path / "state.safetensors")
+    assert type(again) is type(state)
+    for (n, a), (m, b) in zip(again.named_tensors(), state.named_tensors(), strict=True):
+        assert n == m and a.dtype == b.dtype and torch.equal(a, b)
+    assert torch.equal(memory(x, again)[0], memory(x, state)[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+def test_bare_memories():
+    for memory in (OmegaMemory(8, 2, "atlas-c1"), HierarchicalMemory(8, 2, "tnt", Hierarchy(8, (4,), shard=8))):
+        state = memory.initial_state(5)
+        assert state.seen.tolist() == [0] * 5
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    memory, path = NeuralMemory(DIM, HEADS, "titans"), tmp_path / "s"
+    _, state = memory(torch.randn(1, 5, DIM))
+    memory.save_state(state, path)
+    with pytest.raises(FileNotFoundError, match="there is no state at"):
+        memory.load_state(tmp_path / "t")
+    with pytest.raises(ValueError, match=r"a state of NeuralMemory.*and this is NeuralMemory"):
+        NeuralMemory(DIM, HEADS, "omeganet").load_state(path)
+    with pytest.raises(ValueError, match=r"memory\.frozen\.0 \[1, 2, 32, 8\]"):
+        NeuralMemory(2 * DIM, HEADS, "titans").load_state(path)
+    with pytest.raises(ValueError, match=r"lacks .*memory\.momentum\.0"):
+        memory.save_state(NeuralMemory(DIM, HEADS, "deltanet")(torch.randn(1, 5, DIM))[1], path)
+    whole = path.read_bytes()
+    for part in (b"", whole[:100], whole[:-10]):
+        path.write_bytes(part)
+        with pytest.raises(ValueError, match="is no state, or was cut short"):
+            memory.load_state(path)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="holds tensors, but no state"):
+        memory.load_state(path)
+
+
+def test_printed_and_detached():
+    memory = NeuralMemory(DIM, HEADS, "titans")
+    _, state = memory(torch.randn(1, 5, DIM))
+    assert "memory.weights.0=[1, 2, 32, 8]" in repr(state) and "bytes" in repr(state) and len(repr(state)) < 1000
+    assert any(t.requires_grad for t in state.tensors())
+    assert not any(t.requires_grad for t in state.detach().tensors())
+    assert "Momentum" in repr(memory) and "chunk=16" in repr(memory)
