@@ -169,11 +169,11 @@ def momentum(s, g, under, at):
 
 
 def muon(s, g, under, at):
-    """S as what is older than the chunk, and what the chunk has added."""
-    old, new = s if isinstance(s, list) else [0.0 * g, 0.0 * g]
-    old, new = at.theta * old, at.theta * new + at.into_momentum(g)
-    step = at.orthogonal_step(old + new)
-    return [old + new, 0.0 * g] if at.last else [old, new], step
+    """S, and what plain steps would have changed since the chunk began."""
+    momentum, changed = s if isinstance(s, list) else [0.0 * g, 0.0 * g]
+    momentum = at.theta * momentum + at.into_momentum(g)
+    changed = at.alpha * changed + at.plain * g
+    return [momentum, 0.0 * g if at.last else changed], at.orthogonal_step(momentum)
 
 
 def muon_of_two_chunks(s, g, under, at):
@@ -209,6 +209,7 @@ class At:
     gamma: torch.Tensor
     last: bool
     bounded: bool = False
+    plain: torch.Tensor | float = 0.0
 
     def eta_times(self, m):
         return spread(self.eta, m) * m
@@ -347,13 +348,13 @@ def run(hand, problem, b, h, bounded, live=True):
             total = sum(g * sizes(fixed, *x) for g, (_, *x) in zip(weights, window, strict=True))
             lasts = {momentum: 1, muon: 1, muon_of_two_chunks: 1, muon_at_the_end: chunk}.get(hand.optimiser)
             total = total / (1 - at.theta**lasts) if lasts else total
-            if hand.optimiser in MUON:  # steps of a chunk that do not see one another
-                total = total * (chunk / lasts if live and hand.optimiser is not muon_of_two_chunks else chunk)
+            if hand.optimiser in MUON and not (live and hand.optimiser is not muon_of_two_chunks):
+                total = total * chunk  # the steps of a chunk do not see one another
             etas = [at.eta / x for x in total]
         inputs = hand.body(frozen, hand.phi(k[t], a), (0.0, 0.0, 0.0))[1]
         before, steps = now, []
         for i, (w, g) in enumerate(zip(now, grads, strict=True)):
-            at.eta = etas[i]
+            at.eta, at.plain = etas[i], etas[i] / (1 - at.theta**lasts) if bounded and lasts else 0.0
             under = torch.outer(w @ inputs[i], inputs[i]).detach() if hand.optimiser in DELTA else None
             s[i], step = hand.optimiser(s[i], g, under, at)
             steps.append(step)

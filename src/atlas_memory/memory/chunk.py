@@ -233,12 +233,12 @@ def _live(
     if pairs is not None:
         base, kernel, rate = pairs.of(base), pairs.columns(pairs.of(kernel)), pairs.of(rate[..., None])[..., 0]
     w, s = memory.weights[i], memory.momentum[i] if memory.momentum else None
-    if rule.optimiser.waits:  # W stands as it was frozen; what has been written waits in S
-        mixing, held, waiting = plan.moving.all, trace.body, inputs.apply(memory.momentum[len(memory.weights) + i])
+    if rule.optimiser.waits:  # what plain steps would have changed since the memory was frozen
+        mixing, held, changed = plan.moving.plain, trace.body, inputs.apply(memory.momentum[len(memory.weights) + i])
         assert mixing is not None
-        held, waiting = (x if pairs is None else pairs.of(x) for x in (held, waiting))
-        carried = before_each_token(plan.moving.carried[..., None], 1.0, pairs)[..., 0]
-        errors = solve(base, rate[..., None, :], held - scale_rows(carried, waiting), kernel, mixing, pairs)
+        held, changed = (x if pairs is None else pairs.of(x) for x in (held, changed))
+        kept = before_each_token(plan.retained[..., None], 1.0, pairs)[..., 0]
+        errors = solve(base, rate[..., None, :], held - scale_rows(kept, changed), kernel, mixing, pairs)
         return errors, errors
     before = stood(inputs, w, s, home, plan, pairs)
     both = rate[..., None, :] + (_kept(rule, chunk) if rule.optimiser.erases else 0.0)
@@ -281,19 +281,24 @@ def _momentum(
     rule: Rule, memory: Memory, i: int, chunk: Chunk, tokens: Tokens, plan: Schedule, filled: Where
 ) -> tuple[Weights, Recent | None]:
     """The sums of matrix i's momentum after the chunk: in matrices, and as sums over tokens."""
-    *old, new = memory.momentum[i :: len(memory.weights)] or (None,)
-    if new is None:
+    if not rule.optimiser.has_momentum:
         return (), None
+    sums = memory.momentum[i :: len(memory.weights)]
     recent = memory.recent[i] if memory.recent else None
     if recent is not None:  # from here on, no matrices
         carried, inside = plan.moving.carried[..., 0, -1], chunk.inside.any(-1)[..., 0]
-        return (*old, new), recent.after(last_factors(tokens, plan), carried, filled, inside)
-    new = last_momentum(new, tokens, plan)
-    if not old:
-        return (new,), None
-    faded = scale(plan.moving.carried[..., -1], old[0])
-    forgets = isinstance(rule.optimiser, Muon) and rule.optimiser.horizon is not None
-    sums = _pick(filled, new if forgets else faded + new, faded), _pick(filled, torch.zeros_like(new), new)
+        return sums, recent.after(last_factors(tokens, plan), carried, filled, inside)
+    if len(sums) == 1:
+        return (last_momentum(sums[0], tokens, plan),), None
+    if plan.moving.plain is not None:  # the second is what plain steps would have changed
+        s = last_momentum(sums[0], tokens, plan)
+        if filled is True:
+            return (s, torch.zeros_like(s)), None
+        added = plan.moving.plain[..., 0, -1, :, None] * tokens.deltas
+        changed = tokens.write(scale(plan.retained[..., -1], sums[1]), tokens.fold(added))
+        return (s, _pick(filled, torch.zeros_like(s), changed)), None
+    new, older = last_momentum(sums[1], tokens, plan), scale(plan.moving.carried[..., -1], sums[0])
+    sums = _pick(filled, new, older), _pick(filled, torch.zeros_like(new), new)
     in_tokens = len(memory.recent) == 0 and takes_token_space(rule, *new.shape[-2:])
     if not in_tokens:
         return sums, None
@@ -316,7 +321,8 @@ def _steps(rule: Rule, memory: Memory, i: int, w: Tensor, tokens: Tokens, plan: 
     if isinstance(rule.optimiser, Muon):
         if recent is not None:
             return muon_steps_of_tokens(w, recent.old, tokens, plan, rule.optimiser)
-        return muon_steps(w, sums[0] + sums[1] if len(sums) == 2 else sums[0], tokens, plan, rule.optimiser)
+        horizon = rule.optimiser.horizon is not None
+        return muon_steps(w, sums[0] + sums[1] if horizon else sums[0], tokens, plan, rule.optimiser)
     return identity_steps(w, sums[0] if sums else None, tokens, plan)
 
 

@@ -31,13 +31,13 @@ from .windows import EVERYTHING
 
 class Inertia(NamedTuple):
     """What the momentum adds to a ``Schedule``: ``carried``, cT ``[..., b]``; ``at_steps``, cT at the tokens of steps
-    ``[..., J]``; ``last``, P at the chunk's last token ``[..., N]``; and, where errors see what waits in S, ``all``, P
-    at every token ``[..., b, P]``."""
+    ``[..., J]``; ``last``, P at the chunk's last token ``[..., N]``; and under Muon, where errors see what plain steps
+    would have changed, ``plain``, how much of each update that has in it after each token ``[..., b, P]``."""
 
     carried: Tensor
     at_steps: Tensor
     last: Tensor
-    all: Tensor | None = None
+    plain: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,8 @@ def _read_token(
         dual = state.dual[i] if state.dual else None
         old = Old(weights[i], frozen[i], dual, params.initial[i], *(home[i] for home in homes))
         kept = retention.keep(old, step, alpha, first, last)
-        turned = optimiser.turn(sums)
-        after = sums if turned is sums else tuple(pick(last, a, b) for a, b in zip(turned, sums, strict=True))
+        turned = optimiser.turn(sums) if optimiser.turns else ()
+        after = tuple(pick(last, a, b) for a, b in zip(turned, sums, strict=True)) if turned else sums
         all_sums.append(tuple(pick(exists, a, b) for a, b in zip(after, before, strict=True)))
         parts = [pick(exists, kept.weights, weights[i]), pick(ends, kept.settled, frozen[i])]
         if dual is not None and kept.dual is not None:

@@ -22,9 +22,11 @@ W_{t-1}, and sent back through the frozen memory. With f the last matrix's input
 where r_t bounds how fast the error grows with the body: for L2 without a layer norm it is 2, exactly; for the other
 biases and under a layer norm the bound of their curvature; 0 for the dot product, whose error is the value. The errors
 of a chunk then solve one triangular system (live.py), as those of the delta rule do. ``live=False`` is the frozen
-gradient. With chunk = 1 the two are one for every bias. Under Muon, whose steps are no sums of writes, what the errors
-see is what the chunk has put into S so far, where it waits for the next step: with S^new_{t-1} the part of S_{t-1} that
-stems from this chunk, -S^new_{t-1} f_t in place of (W_{t-1} - W_f) f_t.
+gradient. With chunk = 1 the two are one for every bias.
+
+The steps of Muon are no sums of writes. Under it the errors see what the chunk's gradients would have changed by plain
+steps, D_t = alpha_t D_{t-1} + s_t g_t from zero at the chunk's start: -D_{t-1} f_t in place of (W_{t-1} - W_f) f_t. For
+one key that is what Muon's steps come to, whenever they are taken.
 
 **Bounded steps.** A step is measured by what it changes. With lambda_l,t a bound on how far a unit step of matrix l
 moves the error at the token's own key, r_t (|J_l|^2 + FLOOR) (|f_l|^2 + FLOOR), matrix l makes the step
@@ -37,8 +39,7 @@ writes see one another, and so its errors shrink by 1 - 2 eta / 3 at each; their
 which the other matrices, which do not see theirs, make at most (eta / 3) 3 / (2 eta) = 1/2. (To first order in the
 earlier matrices, for L2 without a layer norm and without what the delta step takes out; what is left elsewhere was
 measured, docs/choices.md.) Momentum has (1 - theta) besides, which makes its sum over time one step. Muon has
-1 - theta^r, for a step every r tokens, and r / b, since its b / r steps in a chunk do not see one another; 1 / b with a
-horizon, where errors see nothing of the chunk.
+1 - theta^r, for a step every r tokens; and 1 / b with a horizon, where errors see nothing of the chunk.
 ``bounded=False`` is the printed s = eta.
 """
 
@@ -67,13 +68,15 @@ class Rates(NamedTuple):
     theta: Tensor
     write: Tensor
     apply: Tensor
+    plain: Tensor | None = None
+    """The step s_t of gradient descent, where the errors of the chunk see what that would have changed (``Muon``)."""
 
 
 class At(NamedTuple):
     """Token t, as one matrix of the memory meets it; leading dimensions, if there are any, are carried along.
 
     Attributes:
-        theta, write, apply: of ``Rates``, ``[...]`` or a channel ``[..., dim]``.
+        theta, write, apply, plain: of ``Rates``, ``[...]`` or a channel ``[..., dim]``.
         alpha: the retention gate, shaped as eta.
         gamma: the window gate of the token itself, ``[...]``.
         under: W -> W f_t f_t^T, what a matrix holds under the token's input.
@@ -83,6 +86,7 @@ class At(NamedTuple):
     theta: Tensor
     write: Tensor
     apply: Tensor
+    plain: Tensor | None
     alpha: Tensor
     gamma: Tensor
     under: Callable[[Tensor], Tensor]
@@ -106,6 +110,8 @@ class InnerOptimiser:
     """Whether a step takes out what stood under the key, besides the gradient."""
     waits = False
     """Whether what is written waits in S for the next step."""
+    turns = False
+    """Whether the sums are others after the last token of a chunk (``turn``)."""
     whole = False
     """Whether matrices are stepped whole, so that gates are one a head and what is orthogonalised has entries."""
     precise = False
@@ -244,6 +250,7 @@ class Muon(InnerOptimiser):
 
     has_momentum = True
     waits = True
+    turns = True
     whole = True
 
     def __post_init__(self) -> None:
@@ -260,29 +267,35 @@ class Muon(InnerOptimiser):
         return self.live and self.bounded and self.horizon is None
 
     def sums(self, live: bool) -> int:
-        """Two where what the chunk has put in is asked for apart."""
+        """With a horizon S is kept as S^old and S^new. Where errors are live the second is no part of S: it is what
+        the chunk's gradients would have changed by plain steps."""
         return 2 if self.horizon is not None or live else 1
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
         """See ``InnerOptimiser``."""
-        *old, new = (rows(at.theta, s) for s in sums)
-        new = new + rows(at.write, g)
-        s = old[0] + new if old else new
-        return (*old, new), rows(at.apply, self.direction(s, at.orthogonalise(s, self.steps)))
+        if self.horizon is not None:
+            old, new = rows(at.theta, sums[0]), rows(at.theta, sums[1]) + rows(at.write, g)
+            return (old, new), rows(at.apply, self._direction(old + new, at))
+        s = rows(at.theta, sums[0]) + rows(at.write, g)
+        changed = tuple(rows(at.alpha, d) + rows(at.plain, g) for d in sums[1:] if at.plain is not None)
+        return (s, *changed), rows(at.apply, self._direction(s, at))
+
+    def _direction(self, s: Tensor, at: At) -> Tensor:
+        return self.direction(s, at.orthogonalise(s, self.steps))
 
     def direction(self, s: Tensor, orthogonal: Tensor) -> Tensor:
         """O(S) of S and NS(S), ``[..., rows, columns]``."""
         return kept_length(s, orthogonal) * orthogonal if self.bounded else orthogonal
 
     def turn(self, sums: Sums) -> Sums:
-        """S^old takes in S^new, or with a horizon its place."""
+        """With a horizon S^new takes the place of S^old; and no chunk has changed anything yet."""
         if len(sums) == 1:
             return sums
-        old, new = sums
-        return new if self.horizon is not None else old + new, torch.zeros_like(new)
+        s, new = sums
+        return new if self.horizon is not None else s, torch.zeros_like(s)
 
     def written(self, sums: Sums, weights: Tensor, frozen: Tensor) -> Tensor:
-        """What waits in S for the next step."""
+        """What the chunk's gradients would have changed by plain steps."""
         return -sums[-1]
 
     def largest_step(self, every: int, chunk: int) -> float:
@@ -293,8 +306,8 @@ class Muon(InnerOptimiser):
         """As for the others. Bounded, eta weighs what goes into S; else it is the length of what comes out."""
         if size is None:
             return Rates(theta, torch.ones_like(eta), eta)
-        share = every / chunk if self.sees else 1.0 / chunk
-        return Rates(theta, _over(eta, size) * (1.0 - theta**every) * min(1.0, share), torch.ones_like(eta))
+        plain = _over(eta, size) if self.sees else _over(eta, size) / chunk
+        return Rates(theta, plain * (1.0 - theta**every), torch.ones_like(eta), plain)
 
 
 def _over(eta: Tensor, size: Tensor | None) -> Tensor:

@@ -63,26 +63,27 @@ def _schedule(rule: Rule, chunk: Chunk, first: Tensor, size: Tensor | None, pair
     live = rule.live
     if live and not rule.optimiser.waits:
         return _live_schedule(rule, chunk, pairs, retained, decay, theta, write)
-    every: Tensor | None = None  # P at every token
-    if live:
-        gamma = chunk.window if pairs is None else pairs.gates(chunk.window)
-        each = decay_matrix(theta) * write[..., None, :]
-        every = (each if pairs is None else pairs.each(each, -1)) * gamma[..., None, None, :]
     weights = write * chunk.window[..., None, :] if single else write[..., None] * chunk.window[..., None, :, :]
-    inertia = None
+    inertia, plain = None, None
     if rule.optimiser.has_momentum:
-        if every is None:
-            fading = decay_matrix(theta, rows=alike)
-            weights = fading * weights[..., None, :] if single else fading @ weights  # P
-            carried, last = _from_start(theta, fading), weights[..., -1, :]
+        fading = decay_matrix(theta, rows=alike)
+        if live and rates.plain is not None:  # of pairs
+            gamma = (chunk.window if pairs is None else pairs.gates(chunk.window))[..., None, None, :]
+
+            def of_pairs(x: Tensor) -> Tensor:
+                return (x if pairs is None else pairs.each(x, -1)) * gamma
+
+            weights = of_pairs(fading * write[..., None, :])
+            plain = of_pairs(decay_matrix(alpha) * by_channel(rates.plain)[..., None, :])
         else:
-            weights, last, carried = every[..., alike, :], every[..., -1, :], theta.cumprod(-1)
+            weights = fading * weights[..., None, :] if single else fading @ weights
+        carried, last = _from_start(theta, fading), weights[..., -1, :]  # weights are P now
         at_steps = carried[..., alike]
         if not isinstance(at, slice):  # steps fall on other tokens in every chunk; only Muon has such
             steps = rows_at(decay.mT, at)
             decay = (steps if valid is None else steps * valid[:, None, None, :, None]).mT
             weights, at_steps = rows_at(weights, at), rows_at(carried[..., None], at)[..., 0]
-        inertia = Inertia(carried, at_steps, last, every)
+        inertia = Inertia(carried, at_steps, last, plain)
     return Schedule(retained, decay, weights, rule.every, rule.window.read == "before", inertia)
 
 
