@@ -127,7 +127,7 @@ def _steps(
         queries, end = False, 0
     if optimiser.waits and solves:
         keys = True
-        total += updates**2 * m // 2 + n * apply  # the system; what waits in S
+        total += updates**2 * m // 2 + n * apply  # the system; what plain steps changed before
     if optimiser.has_momentum:
         total += n * write
     if settles:

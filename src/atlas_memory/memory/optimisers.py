@@ -263,7 +263,7 @@ class Muon(InnerOptimiser):
 
     @property
     def sees(self) -> bool:
-        """Whether errors see what waits in S: not with a horizon, whose fast form has no room for a window's pairs."""
+        """Whether errors see the chunk: not with a horizon, whose fast form has no room for a window's pairs."""
         return self.live and self.bounded and self.horizon is None
 
     def sums(self, live: bool) -> int:

@@ -74,8 +74,9 @@ class MemoryState(State):
     Attributes:
         frozen: the matrices before the current chunk, where gradients are taken; ``[batch, heads, rows, columns]``.
         weights: the matrices now, W_t.
-        momentum: S_t of each matrix; empty for an optimiser without momentum. Where errors see what waits in S, and
-            with ``Muon.horizon``, first S^old_t of each matrix, then S^new_t of each, which this chunk has put in.
+        momentum: S_t of each matrix; empty for an optimiser without momentum. Under Muon with live errors, first
+            S_t of each matrix, then what plain steps of this chunk would have changed of each; with ``Muon.horizon``
+            first S^old_t of each, then S^new_t.
         dual: the accumulators A_t of each matrix; empty for a linear retention.
         k, v: the last c - 1 keys and values, ``[batch, heads, c - 1, dim]``, zero where the sequence is younger. Values
             carry the gate delta as a last entry if the bias reads one.
