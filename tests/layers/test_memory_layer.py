@@ -148,6 +148,15 @@ def test_wrong_arguments_are_named():
         layer("atlas")(torch.randn(2, 5, 11))
     with pytest.raises(ValueError, match="mask"):
         layer("atlas")(torch.randn(2, 5, DIM), mask=torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"x must be floating point, got torch.int64: embed tokens first"):
+        layer("atlas")(torch.zeros(2, 5, DIM, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"x is torch.float64 and this NeuralMemory is torch.float32: bring one"):
+        layer("atlas")(torch.zeros(2, 5, DIM, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"state must be the LayerState .* got a tensor of shape \[2, 5\]"):
+        layer("atlas")(torch.zeros(2, 5, DIM), torch.zeros(2, 5))
+    q = torch.zeros(2, 5, 2, 8)
+    with pytest.raises(ValueError, match=r"q must be \[batch, heads=2, time, dim=8\], got .*: transpose\(1, 2\)"):
+        OmegaMemory(8, 2)(q, q, q)
     _, state = layer("atlas")(torch.randn(2, 5, DIM))
     with pytest.raises(ValueError, match="another batch or layer"):
         layer("atlas")(torch.randn(3, 5, DIM), state)

@@ -139,7 +139,8 @@ def test_rule_options_are_added_to_those_of_a_preset() -> None:
 def test_preset_overrides_and_unknown_names() -> None:
     config = AtlasConfig.preset("tiny", rule="omeganet", block="mag")
     assert (config.hidden_size, config.rule, config.attention_window) == (128, "omeganet", 64)
-    assert PRESETS["tiny"].config["rule"] == "titans", "an override leaves the table alone"
+    assert PRESETS["tiny"].config["rule"] == "gated-deltanet", "an override leaves the table alone"
+    assert AtlasConfig.preset("tiny", block="hope").rule == "hope"
     config = AtlasConfig.preset("tiny", block="attention")
     assert (config.hidden_size, config.rule_options, config.window, config.chunk_size) == (128, None, None, None)
     with pytest.raises(ValueError, match="window=4 has no use in block='attention'"):

@@ -112,8 +112,8 @@ class MemoryAsContext(Stateful):
         Raises:
             ValueError: x, state or mask of a shape that does not fit.
         """
-        if x.dim() != 3 or x.shape[-1] != self.q.in_features:
-            raise ValueError(f"x must be [batch, time, {self.q.in_features}], got {list(x.shape)}")
+        self.check_x(x, self.q.weight)
+        self.check_state(state, ContextState)
         if mask is None:
             return self._read(x, state, None)
         packed, length, order = pack(x, mask)

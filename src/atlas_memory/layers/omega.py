@@ -125,6 +125,14 @@ class OmegaMemory(Stateful):
         Raises:
             ValueError: shapes that do not fit, or neither ``gates`` given nor owned.
         """
+        self.check_state(state, MemoryState)
+        for name, z in (("q", q), ("k", k), ("v", v)):
+            if z.dim() != 4 or z.shape[1] != self.heads or z.shape[3] != self.dim:
+                turned = z.dim() == 4 and z.shape[2] == self.heads and z.shape[3] == self.dim
+                raise ValueError(
+                    f"{name} must be [batch, heads={self.heads}, time, dim={self.dim}], got {list(z.shape)}"
+                    + ("; heads come before time: transpose(1, 2)" if turned else "")
+                )
         if gates is None:
             if self.gates is None:
                 raise ValueError(

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,6 +26,25 @@ class Stateful(nn.Module):
     def empty(self, batch: int) -> tuple[Any, ...]:
         """Inputs of no tokens for ``batch`` sequences, in the dtype and on the device of the layer's parameters."""
         return (next(self.parameters()).new_zeros(batch, 0, self.dim),)
+
+    def check_x(self, x: Tensor, weight: Tensor) -> None:
+        """Raise ValueError unless x is ``[batch, time, dim]`` and can be multiplied by ``weight``."""
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be [batch, time, {self.dim}], got {list(x.shape)}")
+        if not x.is_floating_point():
+            raise ValueError(f"x must be floating point, got {x.dtype}: embed tokens first")
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"x is {x.dtype} and this {type(self).__name__} is {weight.dtype}: bring one to the dtype of the "
+                "other, x.to(...) or layer.to(...), or call it under torch.autocast"
+            )
+
+    def check_state(self, state: Any, kind: type[State]) -> None:
+        """Raise ValueError unless ``state`` is None or of its kind."""
+        if state is not None and not isinstance(state, kind):
+            raise ValueError(
+                f"state must be the {kind.__name__} that an earlier call returned, or None, got {_brief(state)}"
+            )
 
     def initial_state(self, batch: int = 1) -> Any:
         """The state of ``batch`` sequences before their first token. It is made from the learned M_0: a loss on what is
@@ -72,6 +92,12 @@ class Stateful(nn.Module):
         _check(self, tensors, like, str(path))
         names = iter([name for name, _ in like.named_tensors()])
         return like.map(lambda _: tensors[next(names)])
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def _what(layer: nn.Module) -> str:

@@ -102,7 +102,8 @@ class Ending:
         """
         if not self.norm:
             return torch.ones_like(trace.body[..., 0])
-        inverse = 1.0 / (trace.body.var(-1, correction=0) + NORM_EPS).clamp_max(1.0)
+        centred = trace.body - trace.body.mean(-1, keepdim=True)
+        inverse = 1.0 / (centred.square().mean(-1) + NORM_EPS).clamp_max(1.0)
         return inverse if norm is None else inverse * norm[0].square().amax(-1)[..., None]
 
     @property

@@ -239,8 +239,8 @@ class AtlasConfig(PreTrainedConfig):
 
         `rule_options` are added to the preset's, option by option. With another `rule`, the preset's options apply as
         far as that rule has such fields and `rule_options` put no other kind in place, its window as far as that rule
-        looks back, and its chunk unless the rule's is longer; with a `block` without memory,
-        the preset's options of a memory do not apply; with a `hierarchy`, its `chunk_size` does not.
+        looks back, and its chunk unless the rule's is longer; with a `block` without memory, the preset's options of a
+        memory do not apply; block "hope" takes the rule "hope"; with a `hierarchy`, its `chunk_size` does not.
 
         Raises:
             ValueError: No such preset, or a bad override.
@@ -251,7 +251,7 @@ class AtlasConfig(PreTrainedConfig):
         block = overrides.get("block")
         if isinstance(block, str) and block in BLOCKS and not BLOCKS[block].memory:
             return cls(**{k: v for k, v in base.items() if k not in _OF_MEMORY} | overrides)
-        values = base | overrides
+        values = base | ({"rule": "hope"} if block == "hope" else {}) | overrides
         if overrides.get("hierarchy") is not None and "chunk_size" not in overrides:
             values.pop("chunk_size", None)
         rule = RULES.get(values["rule"]) if isinstance(values.get("rule"), str) else None
