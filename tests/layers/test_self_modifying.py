@@ -50,14 +50,14 @@ def read(memory: Pair, x: Tensor) -> Tensor:
 
 
 def steps(memory: Pair, k: Tensor, eta: Tensor, delta: bool) -> tuple[Tensor, Tensor]:
-    """share_l eta / lambda_l, lambda_l = (2 (|d M(k) / d (W_l f_l)|^2 + 0.05) + delta) (|f_l|^2 + 0.05), shares 1/3 and
-    2/3."""
+    """share_l eta / lambda_l, lambda_l = (2 (|d M(k) / d (W_l f_l)|^2 + 0.05) + delta) (|f_l|^2 + 0.05), shares 0.1
+    and 0.9."""
     h = memory[0] @ k
     slope = torch.autograd.functional.jacobian(lambda z: F.gelu(z).sum(), h, create_graph=True)
     through = spectral(memory[1]) * slope.square().max()
     first = (2 * (through + 0.05) + delta) * (k.square().sum() + 0.05)
     last = (2.1 + delta) * (F.gelu(h).square().sum() + 0.05)
-    return eta / 3 / first, 2 * eta / 3 / last
+    return 0.1 * eta / first, 0.9 * eta / last
 
 
 def equations(layer: SelfModifyingMemory, x: Tensor) -> tuple[Tensor, list[list[Pair]]]:

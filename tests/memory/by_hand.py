@@ -304,7 +304,7 @@ def run(hand, problem, b, h, bounded, live=True):
         earlier = len(inputs) - 1
         slopes = [(j.diagonal() ** 2).max() for j in hidden[:earlier]]
         gains = [slope * spectral(weights[-1]) for slope in slopes] + [1.0]
-        shares = [1 / 3 / earlier] * earlier + [2 / 3] if earlier else [1.0]
+        shares = [0.1 / earlier] * earlier + [0.9] if earlier else [1.0]
         erased = 1.0 if hand.optimiser in DELTA else 0.0
         each = zip(gains, inputs, shares, strict=True)
         r = response(weights, x, v_x, delta)

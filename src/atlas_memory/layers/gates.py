@@ -6,7 +6,8 @@ measurement (docs/learning.md):
 * alpha: heads forget at different rates, with half-lives spread evenly in logarithm over ``HALF_LIVES`` tokens;
 * theta: ``START_THETA``; where a step is taken every r tokens its r-th root, so that from one step to the next as much
   is left;
-* eta: in (0, 1), starting at ``START_ETA``, a share of a full write. For the printed Muon (``bounded=False``) at most
+* eta: in (0, 1), starting at ``START_ETA``, a share of a full write; where steps are bare (``bounded=False``), at that
+  over the squared length of a lifted unit key. For the printed Muon (``bounded=False``) at most
   ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most about 1, starting at a quarter
   of that;
 * delta: a softplus, starting where the bias says;
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from ..memory import Gates, Rule
 
-START_ETA, START_THETA, SPREAD = 0.8, 0.2, 0.2
+START_ETA, START_THETA, SPREAD = 0.95, 0.2, 0.2
 HALF_LIVES = (32.0, 8192.0)
 
 
@@ -56,8 +57,9 @@ class GateProjection(nn.Module):
             )
         self.window = rule.window.size
         self.max_eta = rule.optimiser.largest_step(rule.every, rule.window.chunk)
-        bare = rule.optimiser.whole and not rule.optimiser.bounded
-        self.start_eta = 0.25 if bare else START_ETA
+        self.start_eta = (
+            START_ETA if rule.optimiser.bounded else 0.25 if rule.optimiser.whole else self._bare(rule, dim)
+        )
         self.start_theta = START_THETA ** (1.0 / rule.every)
         channels = ["eta"] + ["alpha"] * rule.retention.gated
         self.start_delta = rule.bias.start_delta(dim // heads)
@@ -71,6 +73,12 @@ class GateProjection(nn.Module):
         self.up = nn.Parameter(torch.empty(len(self.per_channel) * dim, rank)) if rank else None
         self.up_bias = nn.Parameter(torch.empty(len(self.per_channel) * dim)) if rank else None
         self.reset_parameters()
+
+    def _bare(self, rule: Rule, dim: int) -> float:
+        """Of a bare step, which writes |phi(k)|^2 times eta under a key."""
+        with torch.device("cpu"):
+            key = torch.full((dim // self.heads,), (dim // self.heads) ** -0.5)
+        return START_ETA / max(1.0, float(rule.features.squared_norm(key)))
 
     def _start(self, name: str) -> Tensor:
         """The starting logits ``[heads]``."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..kernels.dispatch import supports
+from ..kernels import dispatch
 from .chunk import Chunk, Columns, Memory, Weights, read_chunk, takes_token_space
 from .compiling import compiled_for_rule
 from .gates import CompleteGates, Gates
@@ -85,7 +85,7 @@ def _chunkwise(
     if q.shape[-2] == 0:
         return q.new_zeros(q.shape), initial_state(rule, params.initial, k) if state is None else state
     gate = gates.complete(q, rule.window.size)
-    by_kernel = gates.length is None and supports(rule, q.device.type, q.dtype, q.shape, gate)
+    by_kernel = gates.length is None and dispatch.supports(rule, q.device.type, q.dtype, q.shape, gate)
     if by_kernel and (state is None or not (state.seen % rule.window.chunk).any()):  # it begins where a chunk begins
         from ..kernels.chunk import chunk_recurrence
 

@@ -36,7 +36,7 @@ NORM_EPS = 1e-6
 POWER_STEPS = 4
 """Steps of power iteration for a spectral norm."""
 
-EARLIER_SHARE = 1.0 / 3.0
+EARLIER_SHARE = 0.1
 """What part of a step the matrices before the last one make together; see optimisers.py for why not more."""
 
 Activate = Callable[[str, Tensor], tuple[Tensor, Tensor | None]]

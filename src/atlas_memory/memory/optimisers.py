@@ -33,10 +33,10 @@ moves the error at the token's own key, r_t (|J_l|^2 + FLOOR) (|f_l|^2 + FLOOR),
 
     s_l,t = share_l eta_t / (lambda_l,t + sum over older window tokens of gamma_i^(t) lambda_l,i),
 
-so that the effect of a write goes to zero with eta, and eta = 1 moves the answer most of the way. The shares are 2/3
-for the last matrix and 1/3 for those before together. Equal keys then cannot diverge, at any chunk: the last matrix's
-writes see one another, and so its errors shrink by 1 - 2 eta / 3 at each; their sum is at most 3 / (2 eta) errors, of
-which the other matrices, which do not see theirs, make at most (eta / 3) 3 / (2 eta) = 1/2. (To first order in the
+so that the effect of a write goes to zero with eta, and eta = 1 moves the answer most of the way. The shares are 0.9
+for the last matrix and 0.1 for those before together. Equal keys then cannot diverge, at any chunk: the last matrix's
+writes see one another, and so its errors shrink by 1 - 0.9 eta at each; their sum is at most 1 / (0.9 eta) errors, of
+which the other matrices, which do not see theirs, make at most 0.1 eta / (0.9 eta) = 1/9. (To first order in the
 earlier matrices, for L2 without a layer norm and without what the delta step takes out; what is left elsewhere was
 measured, docs/choices.md.) Momentum has (1 - theta) besides, which makes its sum over time one step. Muon has
 1 - theta^r, for a step every r tokens; and 1 / b with a horizon, where errors see nothing of the chunk.
