@@ -232,13 +232,13 @@ def polynomial(gram: Tensor, steps: int) -> Tensor:
 
 def eager(rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, MemoryState]:
     """``chunkwise`` in PyTorch alone."""
-    with patch("atlas_memory.memory.chunkwise.supports", lambda *_: False):
+    with patch("atlas_memory.kernels.dispatch.supports", lambda *_: False):
         return chunkwise(rule, params, q, k, v, gates)
 
 
 def compiled(rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, MemoryState]:
     """``eager`` with each chunk compiled."""
-    with patch("atlas_memory.memory.chunkwise.supports", lambda *_: False):
+    with patch("atlas_memory.kernels.dispatch.supports", lambda *_: False):
         return chunkwise(rule, params, q, k, v, gates, compiled=True)
 
 
