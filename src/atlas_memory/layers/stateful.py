@@ -33,7 +33,8 @@ class Stateful(nn.Module):
             raise ValueError(f"x must be [batch, time, {self.dim}], got {list(x.shape)}")
         if not x.is_floating_point():
             raise ValueError(f"x must be floating point, got {x.dtype}: embed tokens first")
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        plain = weight.is_floating_point() and weight.itemsize > 1  # a quantised weight brings its own product
+        if plain and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
                 f"x is {x.dtype} and this {type(self).__name__} is {weight.dtype}: bring one to the dtype of the "
                 "other, x.to(...) or layer.to(...), or call it under torch.autocast"
