@@ -1,16 +1,17 @@
 """The written model: floating-point operations and bytes of one forward call. Backward counts twice as much.
 
 Operations are those of matrix products, a multiplication and an addition counted apart; element-wise work counts as
-bytes only. Those inside a memory are ``atlas_memory.memory.cost.multiply_adds``. Bytes are the traffic that no fusion
+bytes only. Those inside a memory are ``atlas_memory.forms.cost.multiply_adds``. Bytes are the traffic that no fusion
 within an operator saves: every linear map and convolution reads its input and writes its output, the memory reads q,
 k, v and writes y, and at every chunk reads and writes its state; parameters are read once. All float32.
 """
 
 from __future__ import annotations
 
+from atlas_memory.forms.cost import multiply_adds, state_bytes
+from atlas_memory.forms.spaces import Spaces
 from atlas_memory.layers.hierarchy import Hierarchy
 from atlas_memory.memory import Rule
-from atlas_memory.memory.cost import multiply_adds, state_bytes
 from benchmarks.registry import Cost, Shape
 
 FLOAT = 4
@@ -33,9 +34,9 @@ def attention(shape: Shape) -> Cost:
     return total(linear(tokens, width, 3 * width), inside, linear(tokens, width, width))
 
 
-def memory(rule: Rule, shape: Shape) -> Cost:
+def memory(rule: Rule, shape: Shape, spaces: Spaces | None = None) -> Cost:
     """The bare memory, q, k, v to y."""
-    work, state = multiply_adds(rule, shape.dim, shape.heads), state_bytes(rule, shape.dim, shape.heads)
+    work, state = multiply_adds(rule, shape.dim, shape.heads, spaces), state_bytes(rule, shape.dim, shape.heads)
     if work is None or state is None:
         raise ValueError(f"the state of {rule.features} grows with what is read: give its features a horizon")
     chunks = -(-shape.time // rule.window.chunk)

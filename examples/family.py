@@ -27,7 +27,7 @@ def options(rule: str) -> dict:
     if hasattr(RULES[rule].network, "expansion"):
         changes["network"] = {"expansion": 1}
     if isinstance(RULES[rule].optimiser, Muon):
-        changes["optimiser"] = {"every": None, "precise": False}
+        changes["optimiser"] = {"every": None}
     return {"rule": RULES[rule].vary(**changes), "eps": 1e-6}
 
 

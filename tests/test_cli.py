@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from atlas_memory.cli import main
+from atlas_memory.forms.cost import state_bytes
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
-from atlas_memory.memory.cost import state_bytes
 from atlas_memory.models.presets import PRESETS
 from tests.training.small import overrides
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from atlas_memory.forms.cost import multiply_adds, state_bytes
 from atlas_memory.memory import RULES
-from atlas_memory.memory.cost import multiply_adds, state_bytes
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])

@@ -52,7 +52,7 @@ def laptop(name: str, window: int = 4) -> Rule:
     if hasattr(rule.network, "expansion"):
         changes["network"] = {"expansion": 1}
     if isinstance(rule.optimiser, Muon):
-        changes["optimiser"] = {"every": None, "precise": False}
+        changes["optimiser"] = {"every": None}
     return rule.vary(**changes)
 
 

@@ -11,7 +11,7 @@ from benchmarks.registry import Benchmark, Candidate, Shape
 OMEGANET = replace(RULES["omeganet"], features=Identity())
 """OmegaNet on the keys themselves: window 8, an MLP memory of expansion 4."""
 GATED = Rule(Identity(), GatedMLP(expansion=1), optimiser=GradientDescent(), window=Window(size=1, chunk=64))
-LACT = RULES["lact"].vary(optimiser={"precise": False})
+LACT = RULES["lact"]
 
 OURS: tuple[Candidate, ...] = (
     *in_both(memory_layer, "omeganet, window 8, chunk 64", OMEGANET, chunk=64),

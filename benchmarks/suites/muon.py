@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from atlas_memory.forms.spaces import Spaces
 from atlas_memory.memory import (
     MLP,
     Linear,
@@ -19,13 +19,8 @@ from atlas_memory.memory import (
     Network,
     Rule,
     Window,
-    chunk,
     chunkwise,
-    cost,
-    gram_eigenvalues,
-    muon_steps,
 )
-from atlas_memory.memory.orthogonal import COEFFICIENTS
 from benchmarks.cost import memory
 from benchmarks.operations import bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Shape
@@ -42,58 +37,26 @@ RULES: dict[str, tuple[Network, str | None]] = {
 }
 
 
-@contextmanager
-def forced(space: str) -> Iterator[None]:
-    """Newton-Schulz in one space of every matrix, "features", "outputs" or "tokens", whatever is cheaper, and of all
-    steps of a chunk at once; in the cost model too. The one place that knows how the space is chosen."""
-    modules = muon_steps, cost, chunk
-    before = muon_steps.cheapest_space, muon_steps.newton_schulz, muon_steps.TOGETHER
+FEATURES = Spaces("features", together=sys.maxsize)
+"""Every momentum of a chunk is made, all at once, and orthogonalised as it is."""
 
-    def always(*sizes: int, **options: bool) -> str:
-        return space
-
-    for module in modules:
-        module.cheapest_space = always  # type: ignore[attr-defined]
-    muon_steps.newton_schulz = literal_newton_schulz  # type: ignore[assignment]
-    muon_steps.TOGETHER = sys.maxsize
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.cheapest_space = before[0]  # type: ignore[attr-defined]
-        muon_steps.newton_schulz, muon_steps.TOGETHER = before[1:]
-
-
-def literal_newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """The iteration as it is printed, on the matrices themselves (ours takes Gram matrices where they are long)."""
-    a, b, c = COEFFICIENTS
-    x = matrix / matrix.square().sum((-2, -1), keepdim=True).clamp_min(1e-30).sqrt()
-    x = x.mT if x.shape[-2] > x.shape[-1] else x
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if matrix.shape[-2] > matrix.shape[-1] else x
+PRODUCTS = Spaces(eigenvalues=False)
+"""As more threads than a few would have it."""
 
 
 def in_feature_space(*arguments: Any) -> tuple[Tensor, MemoryState]:
-    """``chunkwise`` with every momentum made, and orthogonalised as it is."""
-    with forced("features"):
-        return chunkwise(*arguments)
+    """``chunkwise`` with every momentum made."""
+    return chunkwise(*arguments, spaces=FEATURES)
 
 
 def materialised(rule: Rule, shape: Shape) -> Cost:
     """The written model of ``in_feature_space``."""
-    with forced("features"):
-        return memory(rule, shape)
+    return memory(rule, shape, spaces=FEATURES)
 
 
 def by_products(*arguments: Any) -> tuple[Tensor, MemoryState]:
-    """``chunkwise`` without eigenvalues, as more threads than a few would have it."""
-    before, gram_eigenvalues.MOST_THREADS = gram_eigenvalues.MOST_THREADS, 0
-    try:
-        return chunkwise(*arguments)
-    finally:
-        gram_eigenvalues.MOST_THREADS = before
+    """``chunkwise`` without eigenvalues."""
+    return chunkwise(*arguments, spaces=PRODUCTS)
 
 
 def _candidates(name: str, network: Network, horizon: str | None) -> tuple[Candidate, ...]:

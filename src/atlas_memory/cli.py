@@ -170,9 +170,9 @@ def rules(
     """The rules and what they cost, the blocks, the presets of model sizes; or one rule."""
     from dataclasses import asdict
 
+    from atlas_memory.forms.cost import multiply_adds, state_bytes
     from atlas_memory.layers.blocks import BLOCKS
     from atlas_memory.memory import RULES, Rule
-    from atlas_memory.memory.cost import multiply_adds, state_bytes
     from atlas_memory.models.presets import PRESETS
 
     if name is not None and name not in RULES:

@@ -55,7 +55,8 @@ def test_mistakes_are_one_line(arguments, message, capsys, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["titans", "omeganet", "atlas", "hope", "deltanet", "gated-deltanet"])
 def test_a_write_is_felt_and_eta_decides_how_much(name) -> None:
     found = writes.measure(name, 16, seed=0, quick=True)
-    assert found["own"] < 0.55 and found["small eta"] < 0.05
+    most = 0.85 if name == "atlas" else 0.55  # values of length 4, four times Muon's limit (docs/learning.md)
+    assert found["own"] < most and found["small eta"] < 0.05
 
 
 @pytest.mark.parametrize("name", writes.WRITES.cases)

@@ -1,7 +1,6 @@
 """The benchmarks are well formed, and their written model counts what PyTorch counts."""
 
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ from benchmarks import cost
 from benchmarks.operations import inputs, memory_layer, sdpa, seeded
 from benchmarks.registry import Benchmark, Candidate, Shape
 from benchmarks.results import COLUMNS
-from benchmarks.suites import BENCHMARKS, muon
+from benchmarks.suites import BENCHMARKS
 from benchmarks.suites.mixers import GATED, LACT, OMEGANET
-from benchmarks.suites.muon import forced
 from tests.counting import flop_counter, triangular
 
 
@@ -67,7 +65,6 @@ LAYERS = {name: memory_layer("a", rule, chunk=8) for name, rule in OF_LAYERS.ite
 @pytest.mark.parametrize("name", LAYERS)
 def test_model_counts_the_operations_of_a_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two more chunks of a call: the model leaves out nothing but spare places and counts nothing twice, to 2 %."""
-    monkeypatch.setattr(import_module("atlas_memory.memory.chunkwise"), "_spare", lambda chunk, size: 0)
     rule = OF_LAYERS[name].vary(window={"chunk": 8})
     assert counted(LAYERS[name], time=32, solved=triangular(rule, dim=16)) == pytest.approx(2.0, rel=0.02)
 
@@ -110,28 +107,6 @@ def test_backward_counts_twice() -> None:
         found = counter.get_flop_counts()["Global"]
         counts.append(sum(n for name, n in found.items() if "convolution" not in str(name)))
     assert counts[1] / counts[0] == pytest.approx(1.0 + cost.BACKWARD, rel=0.1)
-
-
-def test_a_space_is_forced_and_given_back() -> None:
-    from atlas_memory.memory import chunk, muon_steps
-    from atlas_memory.memory import cost as model
-
-    before = muon_steps.cheapest_space
-    for space in ("outputs", "features", "tokens"):
-        with forced(space):
-            for module in (muon_steps, model, chunk):
-                assert module.cheapest_space(64, 2145, 64, 71, 64, 5) == space
-    assert muon_steps.cheapest_space is model.cheapest_space is chunk.cheapest_space is before
-
-
-def test_eigenvalues_are_left_out_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from atlas_memory.memory import gram_eigenvalues
-
-    allowed = []
-    monkeypatch.setattr(muon, "chunkwise", lambda: allowed.append(gram_eigenvalues.MOST_THREADS))
-    before = gram_eigenvalues.MOST_THREADS
-    muon.by_products()
-    assert allowed == [0] and before == gram_eigenvalues.MOST_THREADS > 0
 
 
 def test_numbers_do_not_depend_on_what_was_made_before() -> None:

@@ -1,4 +1,4 @@
-"""The Gram kernel against memory/orthogonal.py."""
+"""The Gram kernel against mathematics/orthogonal.py."""
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
 
 
-def of_symmetric(gram: torch.Tensor, steps: int = 5) -> torch.Tensor:
+def of_symmetric(gram: torch.Tensor, steps: int = 5, floor: torch.Tensor | None = None) -> torch.Tensor:
     """The kernel makes its input symmetric."""
-    return gram_polynomial(0.5 * (gram + gram.mT), steps)
+    return gram_polynomial(0.5 * (gram + gram.mT), steps, floor=floor)
 
 
 def with_gradient(form, gram, weight, *options):
@@ -44,6 +44,18 @@ def test_equals_the_polynomial(size, columns, steps):
     for a, b in zip(got, expected, strict=True):
         for i in range(3):
             assert error(a[i], b[i]) < 1e-10
+
+
+@pytest.mark.parametrize("size", [16, 19])
+def test_equals_the_polynomial_with_a_floor(size):
+    g = torch.Generator().manual_seed(size)
+    s = torch.randn(3, 2, size, 40, generator=g, dtype=torch.float64)
+    s[0], s[1] = 0.0, 1e3 * s[1]
+    weight = torch.randn(3, 2, size, size, generator=g, dtype=torch.float64)
+    floor = torch.rand(3, 1, 1, 1, generator=g, dtype=torch.float64)
+    expected = with_gradient(of_symmetric, s @ s.mT, weight, 5, floor)
+    for a, b in zip(with_gradient(gram_newton_schulz, s @ s.mT, weight, 5, floor), expected, strict=True):
+        assert all(error(a[i], b[i]) < 1e-10 for i in range(3))
 
 
 def test_orthogonalises():

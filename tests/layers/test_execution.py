@@ -8,6 +8,7 @@ import torch
 from torch._dynamo import config as dynamo
 
 from atlas_memory import NeuralMemory, set_execution
+from atlas_memory.forms.compiling import compiled_for_rule
 from atlas_memory.layers.attention import FullAttention
 from atlas_memory.layers.hierarchy import Hierarchy
 from atlas_memory.layers.self_modifying import SelfModifyingMemory
@@ -157,6 +158,20 @@ def test_compiled_chunks(make):
     set_execution(memory, compiled=True)
     for a, b in zip(results(memory, x), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+def test_compiled_chunks_are_compiled_once_for_all_lengths(monkeypatch):
+    """Once for a call's first chunk, whose momentum is no function of anything, and once for all others."""
+    compiled = torch.compile  # the compiler's own code takes ten times as long
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, backend="aot_eager", dynamic=False))
+    compiled_for_rule.cache_clear()
+    memory = NeuralMemory(16, 2, rule="titans", chunk_size=4)
+    set_execution(memory, compiled=True)
+    memory(torch.randn(2, 12, 16))[0].sum().backward()
+    with dynamo.patch(error_on_recompile=True):
+        for time in (20, 8, 28):
+            memory(torch.randn(2, time, 16))[0].sum().backward()
+    compiled_for_rule.cache_clear()
 
 
 def test_a_state_keeps_nothing_else_alive():

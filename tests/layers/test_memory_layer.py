@@ -46,7 +46,7 @@ def test_the_memory_learns_in_every_mode(rule):
         for inference in (False, True):
             with torch.inference_mode(inference):
                 _, state = mode()(x)
-            started = memory.rule.retention.begin(memory.memory.params.initial)[0]
+            started = [memory.rule.retention.begin(m)[0] for m in memory.memory.params.initial]
             learned = zip(state.memory.weights, started, strict=True)
             assert any(not torch.equal(w[0], m) for w, m in learned)
 
@@ -113,7 +113,7 @@ def test_bfloat16_inputs_keep_a_float32_memory(rule):
     memory = layer(rule).to(torch.bfloat16)
     y, state = memory(torch.randn(1, 9, DIM, dtype=torch.bfloat16))
     assert y.dtype == torch.bfloat16 and state.past.dtype == torch.bfloat16
-    assert all(w.dtype == torch.float32 for w in (*state.memory.weights, *state.memory.momentum))
+    assert all(w.dtype == torch.float32 for m in state.memory.matrices for w in m.tensors())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, state = layer(rule)(torch.randn(1, 9, DIM))
     assert all(w.dtype == torch.float32 for w in state.memory.weights) and y.isfinite().all()
@@ -124,7 +124,7 @@ def test_writes_off_leaves_the_memory_as_learned(rule):
     memory = layer(rule)
     memory.writes = False
     _, state = memory(torch.randn(1, 9, DIM))
-    started = memory.rule.retention.begin(memory.memory.params.initial)[0]
+    started = [memory.rule.retention.begin(m)[0] for m in memory.memory.params.initial]
     for w, m in zip(state.memory.weights, started, strict=True):
         assert torch.equal(w[0], m) if m.numel() else not w.any()
     memory.writes = True

@@ -63,7 +63,7 @@ def steps(memory: Pair, k: Tensor, eta: Tensor, delta: bool) -> tuple[Tensor, Te
 def equations(layer: SelfModifyingMemory, x: Tensor) -> tuple[Tensor, list[list[Pair]]]:
     """Outputs ``[time, dim]`` for x ``[time, dim]``, and the last memories, ``[memory][head]``."""
     rule = layer.rule
-    chunk, delta = rule.window.chunk, hasattr(rule.optimiser, "after_decay")
+    chunk, delta = rule.window.chunk, rule.optimiser.erases
     past = F.pad(x, (0, 0, layer.convolution.size - 1, 0))
     x = sum(past[i : i + len(x)] * layer.convolution.weight[:, i] for i in range(layer.convolution.size))
     initial = [

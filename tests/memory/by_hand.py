@@ -7,7 +7,7 @@ biases as vectors of their own. ``Hand.basis`` takes the library's matrices ther
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,14 @@ def orthogonalise(s):
     for _ in range(5):
         x = 3.4445 * x - 4.7750 * x @ x.mT @ x + 2.0315 * x @ x.mT @ x @ x.mT @ x
     return x
+
+
+def saturate(s):
+    """(S S^T + 1)^(-1/2) S, by five steps on [S, 1]."""
+    x = torch.cat([s, torch.eye(len(s)).double()], 1) / ((s**2).sum() + 1).sqrt()
+    for _ in range(5):
+        x = (15 * x - 10 * x @ x.mT @ x + 3 * x @ x.mT @ x @ x.mT @ x) / 8
+    return x[:, : s.shape[1]]
 
 
 # Features: (phi, the library's first matrix in this basis)
@@ -185,9 +193,9 @@ def muon_of_two_chunks(s, g, under, at):
 
 
 def muon_at_the_end(s, g, under, at):
-    last = at.last
-    s, step = muon(s, g, under, at)
-    return s, step if last else 0.0 * step
+    """theta acts once a chunk, at its first token."""
+    s, step = muon(s, g, under, at if at.first else replace(at, theta=torch.ones(()).double()))
+    return s, step if at.last else 0.0 * step
 
 
 def delta_step(s, g, under, at):
@@ -201,12 +209,13 @@ def delta_step_after_decay(s, g, under, at):
 
 @dataclass
 class At:
-    """The gates at one token; ``last``: the chunk's last; ``bounded``: for Muon, whether eta is inside."""
+    """The gates at one token; ``first``, ``last``: of the chunk; ``bounded``: for Muon, whether eta is inside."""
 
     eta: torch.Tensor
     alpha: torch.Tensor
     theta: torch.Tensor
     gamma: torch.Tensor
+    first: bool
     last: bool
     bounded: bool = False
     plain: torch.Tensor | float = 0.0
@@ -218,9 +227,8 @@ class At:
         return self.eta * g if self.bounded else g
 
     def orthogonal_step(self, s):
-        """eta NS(S), or the multiple of NS(S) that is nearest to S."""
-        o = orthogonalise(s)
-        return (s * o).sum() / (o * o).sum() * o if self.bounded else self.eta * o
+        """eta NS(S), or what is S where S is small and orthogonal where it is large."""
+        return saturate(s) if self.bounded else self.eta * orthogonalise(s)
 
     def alpha_times(self, m):
         return spread(self.alpha, m) * m
@@ -239,7 +247,7 @@ class Exact:
     """A non-linear retention.
 
     ``token``: the paper's own recurrence, (A, W, step, at, M_0) -> (A, W); ``begin``: A and W of M_0. ``settle`` and
-    ``again``: what memory/retention.py says of chunks: W of (A, W_f, M_0); the A with which a chunk begins, of (A, W).
+    ``again``: what retention.py says of chunks: W of (A, W_f, M_0); the A with which a chunk begins, of (A, W).
     """
 
     begin: Callable
@@ -339,22 +347,23 @@ def run(hand, problem, b, h, bounded, live=True):
                 g * (moved(fixed, now, s, k_i, v_i, d) * body_of(frozen, k_i)).sum() for g, k_i, v_i, d in window
             )
         grads = torch.autograd.grad(loss, frozen)
-        at = At(gates.eta[t], gates.alpha[t], gates.theta[t], gates.gamma[t, 0], (t + 1) % chunk == 0, bounded)
+        ends = t % chunk == 0, (t + 1) % chunk == 0
+        at = At(gates.eta[t], gates.alpha[t], gates.theta[t], gates.gamma[t, 0], *ends, bounded)
         if exact and not hand.retention.gated:
             at.alpha = torch.ones(()).double()
         etas = [at.eta] * len(grads)
         if bounded:
             weights = [*(g for g, *_ in window[:-1]), 1.0]  # its own token at full weight
             total = sum(g * sizes(fixed, *x) for g, (_, *x) in zip(weights, window, strict=True))
-            lasts = {momentum: 1, muon: 1, muon_of_two_chunks: 1, muon_at_the_end: chunk}.get(hand.optimiser)
-            total = total / (1 - at.theta**lasts) if lasts else total
+            lasts = hand.optimiser in (momentum, *MUON)
+            total = total / (1 - at.theta) if lasts else total
             if hand.optimiser in MUON and not (live and hand.optimiser is not muon_of_two_chunks):
                 total = total * chunk  # the steps of a chunk do not see one another
             etas = [at.eta / x for x in total]
         inputs = hand.body(frozen, hand.phi(k[t], a), (0.0, 0.0, 0.0))[1]
         before, steps = now, []
         for i, (w, g) in enumerate(zip(now, grads, strict=True)):
-            at.eta, at.plain = etas[i], etas[i] / (1 - at.theta**lasts) if bounded and lasts else 0.0
+            at.eta, at.plain = etas[i], etas[i] / (1 - at.theta) if bounded and lasts else 0.0
             under = torch.outer(w @ inputs[i], inputs[i]).detach() if hand.optimiser in DELTA else None
             s[i], step = hand.optimiser(s[i], g, under, at)
             steps.append(step)
@@ -385,7 +394,10 @@ def run(hand, problem, b, h, bounded, live=True):
             now = settled if is_exact else linear
             if at.last:
                 state = [hand.retention.again(x, w) for x, w in zip(state, settled, strict=True)]
-        out.append(memory(before if hand.read == "before" else now, q[t]))
+        shown = before if hand.read == "before" else now
+        if problem.rule.optimiser.shows and not at.last:  # what waits for the chunk's end
+            shown = [w - (part[0] if isinstance(part, list) else part) for w, part in zip(shown, s, strict=True)]
+        out.append(memory(shown, q[t]))
     return torch.stack(out).detach(), [w.detach() for w in now]
 
 

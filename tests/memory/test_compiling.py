@@ -5,7 +5,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from atlas_memory import compile_options
-from atlas_memory.memory.compiler_passes import KeepActivations
+from atlas_memory.forms.compiler_passes import KeepActivations
 
 
 def test_activations_are_kept() -> None:

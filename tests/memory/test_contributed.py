@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from atlas_memory.mathematics.gates import rows
+from atlas_memory.mathematics.retention import Kept, LinearRetention, faded
+from atlas_memory.mathematics.step import InnerOptimiser
 from atlas_memory.memory import RULES, Momentum, chunkwise, incremental, recurrent
-from atlas_memory.memory.gates import rows
-from atlas_memory.memory.optimisers import InnerOptimiser
-from atlas_memory.memory.retention import Kept, LinearRetention, faded
 
 from .problems import error, everything, random_problem, resized, worst
 

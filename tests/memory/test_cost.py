@@ -1,19 +1,17 @@
 """What `atlas rules` says about state and cost, against real states and PyTorch's own count."""
 
-from importlib import import_module
-
 import pytest
 import torch
 
+from atlas_memory.forms.cost import multiply_adds, state_bytes
+from atlas_memory.forms.spaces import Spaces
 from atlas_memory.memory import (
     RULES,
     Exponential,
     Rule,
     chunkwise,
-    gram_eigenvalues,
     resolve_rule,
 )
-from atlas_memory.memory.cost import multiply_adds, state_bytes
 from tests.counting import flop_counter, triangular
 
 from .problems import Problem, random_problem
@@ -56,17 +54,15 @@ def test_state_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*RULES, *VARIANTS])
-def test_multiply_adds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiply_adds(name: str) -> None:
     """Within 1 % of a call's third chunk, triangular systems apart, which PyTorch does not count. Of Newton-Schulz, as
     the model has it, by products."""
-    monkeypatch.setattr(gram_eigenvalues, "MOST_THREADS", 0)
-    monkeypatch.setattr(import_module("atlas_memory.memory.chunkwise"), "_spare", lambda chunk, size: 0)
     rule = with_horizon(resolve_rule(VARIANTS.get(name, name)))
     b, counts = rule.window.chunk, []
     given = problem(rule, 3 * b, dim=8)
     for time in (2 * b, 3 * b):
         with torch.no_grad(), flop_counter() as counter:
-            chunkwise(*given.between(0, time).arguments())
+            chunkwise(*given.between(0, time).arguments(), spaces=Spaces(eigenvalues=False))
         counts.append(counter.get_total_flops() / 2)
     uncounted = 2 * triangular(rule, 8)
     ratio = (multiply_adds(rule, dim=8, heads=2) * b - uncounted) / (counts[1] - counts[0])

@@ -257,6 +257,14 @@ def test_every_rule_as_it_stands_fades_to_its_start(name, chunk):
     agree(RULES[name], replace(HAND[name], retention=retention), True, chunk)
 
 
+@pytest.mark.parametrize("name", ["lact", "atlas"])
+def test_what_waits_is_shown(name):
+    rule = as_printed(RULES[name]).vary(optimiser={"every": None, "shows": True})
+    agree(rule, replace(HAND[name], optimiser=muon_at_the_end), True, 4)
+    with pytest.raises(ValueError, match="shows=True is for bounded steps"):
+        rule.vary(optimiser={"bounded": False})
+
+
 @pytest.mark.parametrize("name", HAND)
 def test_frozen_gradients_are_the_papers(name):
     """ATLAS Eqs. 15-16: all gradients of a chunk at the memory frozen at its start."""

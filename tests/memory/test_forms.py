@@ -1,7 +1,5 @@
 """Three forms, one function: chunkwise and incremental against the recurrence, forward, state and every gradient."""
 
-import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from atlas_memory.forms.spaces import Spaces
+from atlas_memory.mathematics.retention import RowNorm
 from atlas_memory.memory import (
     KINDS,
     L2,
@@ -36,11 +36,9 @@ from atlas_memory.memory import (
     Softmax,
     Window,
     chunkwise,
-    gram_eigenvalues,
     incremental,
     recurrent,
 )
-from atlas_memory.memory.retention import RowNorm
 
 from .problems import Problem, error, everything, nudged, random_problem, resized, worst
 
@@ -80,7 +78,12 @@ axes = {
     "optimiser": st.one_of(
         st.sampled_from([GradientDescent(), Momentum(), DeltaGradientDescent(), DeltaGradientDescent(True, True)]),
         st.builds(
-            Muon, steps=st.integers(1, 5), every=st.integers(1, 7), horizon=st.sampled_from([None, None, "chunk"])
+            Muon,
+            steps=st.integers(1, 5),
+            every=st.integers(1, 7),
+            horizon=st.sampled_from([None, None, "chunk"]),
+            limit=st.sampled_from([1.0, 0.3]),
+            shows=st.booleans(),
         ),
     ),
     "window": st.one_of(
@@ -118,8 +121,8 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, 
     problem = random_problem(rule, seed, batch, heads, time, dim, channels=channels)
     oracle = everything(recurrent, problem)
     for name, form in FORMS.items():
-        with newton_schulz_by_eigenvalues(eigenvalues):
-            gap, where = worst(everything(form, problem), oracle)
+        given = partial(form, spaces=Spaces(eigenvalues=eigenvalues)) if form is chunkwise else form
+        gap, where = worst(everything(given, problem), oracle)
         # A memory on phi* is zero at first, and a layer norm of zero is so steep that one ulp of k moves the definition
         # itself by 1e-9.
         allowed = 1e-6 if rule.network.norm and isinstance(rule.features, Exponential) else 1e-8
@@ -129,13 +132,15 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, 
         assert gap < allowed, f"{name}: {where} is off by {gap:.1e}"
 
 
-@contextmanager
-def newton_schulz_by_eigenvalues(wanted: bool):
-    """Of Gram matrices of any size, or of none, however many threads there are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gram_eigenvalues, "LEAST_SIZE", 1)
-        patch.setattr(gram_eigenvalues, "MOST_THREADS", sys.maxsize if wanted else 0)
-        yield
+@pytest.mark.parametrize("every", [1, 3, None])
+@pytest.mark.parametrize("name", ["atlas", "atlas++", "atlas-linear", "lact"])
+def test_forms_agree_on_printed_muon(name, every):
+    rule = RULES[name].vary(optimiser={"every": every, "bounded": False}, window={"chunk": 4})
+    problem = random_problem(rule, 1, time=11)
+    oracle = everything(recurrent, problem)
+    for form in (chunkwise, incremental):
+        gap, where = worst(everything(form, problem), oracle)
+        assert gap < 1e-8, where
 
 
 SHAPES = [(1, 4, 3, 4), (3, 5, 6, 4), (19, 4, 2, 8), (23, 3, 9, 5), (12, 8, 1, 1)]  # time, dim, c, b
@@ -164,8 +169,8 @@ def test_muon_every_r_tokens(every, eigenvalues):
     """r that divides the chunk, that does not, and that exceeds it."""
     rule = RULES["atlas"].vary(optimiser={"every": every}, window={"size": 3, "chunk": 8})
     problem = random_problem(rule, 3, time=21)
-    with newton_schulz_by_eigenvalues(eigenvalues):
-        gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
+    form = partial(chunkwise, spaces=Spaces(eigenvalues=eigenvalues))
+    gap, where = worst(everything(form, problem), everything(recurrent, problem))
     assert gap < 1e-8, where
 
 

@@ -2,10 +2,14 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from atlas_memory.forms import muon_steps
+from atlas_memory.forms.muon_steps import takes_token_space
+from atlas_memory.forms.spaces import Spaces
 from atlas_memory.memory import (
     RULES,
     DotProduct,
@@ -15,12 +19,9 @@ from atlas_memory.memory import (
     chunkwise,
     gram_polynomial,
     incremental,
-    muon_steps,
     newton_schulz,
     recurrent,
 )
-from atlas_memory.memory import chunk as one_chunk
-from atlas_memory.memory.chunk import takes_token_space
 
 from .problems import Problem, error, everything, random_problem, worst
 
@@ -43,7 +44,7 @@ CASES = {
 
 def spaces(rule, dim: int) -> list[bool]:
     """Which of a rule's matrices are stepped in token space."""
-    return [takes_token_space(rule, *shape) for shape in rule.shapes(dim)]
+    return [takes_token_space(rule, *shape, Spaces()) for shape in rule.shapes(dim)]
 
 
 def test_the_cases_reach_every_combination():
@@ -94,7 +95,8 @@ def test_any_split_any_phase_and_padding_give_the_whole(name):
                 outputs[row].append(y[row, :, :n])
             start = start + length
         ys = [torch.cat(pieces, 1) for pieces in outputs]
-        total = sum(y.square().sum() for y in ys) + sum(m.square().sum() for m in (*state.weights, *state.momentum))
+        held = (x for m in state.matrices for x in (m.weights, *m.sums))
+        total = sum(x.square().sum() for x in (*ys, *held))
         grads = torch.autograd.grad(total, problem.leaves, allow_unused=True, materialize_grads=True)
         if form is recurrent:
             expected = [*ys, *state.tensors(), *grads]
@@ -154,18 +156,20 @@ def test_scale_invariance_in_float32(scale):
     problem = random_problem(rule, 0, time=10, dim=16, dtype=torch.float32)
     y, end = chunkwise(*problem.arguments())
     scaled, scaled_end = chunkwise(*replace(problem, v=scale * problem.v).arguments())
-    assert error(scaled, y) < 1e-5 and error(scaled_end.momentum[0] / scale, end.momentum[0]) < 1e-5
+    assert error(scaled, y) < 1e-5 and error(scaled_end.matrices[0].sums[0] / scale, end.matrices[0].sums[0]) < 1e-5
 
 
 def test_no_gradient_no_step_and_no_outer_gradient():
+    """Printed; a bounded step has a slope of one where S is zero."""
     rule = replace(CASES["mlp"], network=Linear(), bias=DotProduct()).vary(window={"size": 1, "chunk": 1})
     assert spaces(rule, 4) == [True]
-    problem = random_problem(rule, 0, time=7)
-    v = torch.zeros_like(problem.v).requires_grad_()
-    y, _ = chunkwise(*replace(problem, v=v, gates=Gates(problem.gates.eta)).arguments())
-    assert error(y, chunkwise(*replace(problem, gates=Gates(0 * problem.gates.eta)).arguments())[0]) < 1e-12
-    (grad,) = torch.autograd.grad(y.square().sum(), v)
-    assert grad.isfinite().all() and grad.count_nonzero() == 0
+    for bounded in (True, False):
+        problem = random_problem(rule.vary(optimiser={"bounded": bounded}), 0, time=7)
+        v = torch.zeros_like(problem.v).requires_grad_()
+        y, _ = chunkwise(*replace(problem, v=v, gates=Gates(problem.gates.eta)).arguments())
+        assert error(y, chunkwise(*replace(problem, gates=Gates(0 * problem.gates.eta)).arguments())[0]) < 1e-12
+        (grad,) = torch.autograd.grad(y.square().sum(), v)
+        assert grad.isfinite().all() and bool(grad.count_nonzero()) is bounded
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,7 @@ def test_every_space_is_taken_where_it_is_cheapest(dim, degree, expansion, horiz
 
     note(muon_steps, "_feature_space", "features")
     note(muon_steps, "_output_space", "outputs")
-    note(one_chunk, "muon_steps_of_tokens", "tokens")
+    note(muon_steps, "_token_space", "tokens")
     problem = random_problem(rule, 1, time=11, dim=dim)
     found = everything(chunkwise, problem)
     assert taken == expected
@@ -203,15 +207,13 @@ def test_every_space_is_taken_where_it_is_cheapest(dim, degree, expansion, horiz
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("space", ["features", "outputs", "tokens"])
-def test_more_steps_than_are_taken_together(space, every, read, monkeypatch):
+def test_more_steps_than_are_taken_together(space, every, read):
     """Every group sees as many tokens, and is read by as many queries, as it has to."""
     window, horizon = {"size": 3, "chunk": 20, "read": read}, "chunk" if space == "tokens" else None
     rule = RULES["atlas"].vary(window=window, optimiser={"every": every, "horizon": horizon}, network={"expansion": 2})
-    for module in (muon_steps, one_chunk):
-        monkeypatch.setattr(module, "cheapest_space", lambda *sizes, **options: space)
-    monkeypatch.setattr(muon_steps, "TOGETHER", 4)
     problem = random_problem(rule, 2, time=47, dim=3)
-    gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
+    form = partial(chunkwise, spaces=Spaces(space, together=4))
+    gap, where = worst(everything(form, problem), everything(recurrent, problem))
     assert gap < 1e-8, where
 
 
@@ -221,8 +223,8 @@ def test_newton_schulz_runs_as_often_as_the_rule_says(name, every, monkeypatch):
     since rows are at different phases."""
     rule = CASES[name].vary(optimiser={"every": every})
     time = 3 * rule.window.chunk
-    counts = {"newton_schulz": 0, "gram_polynomial": 0}
-    for module in (muon_steps, sys.modules["atlas_memory.memory.incremental"]):
+    counts = {"saturated": 0, "gram_polynomial": 0}
+    for module in (muon_steps, sys.modules["atlas_memory.forms.incremental"]):
         for face in counts:
             if (function := getattr(module, face, None)) is not None:
 
@@ -248,7 +250,7 @@ def test_other_horizons_are_refused(horizon):
 def test_a_state_with_another_horizon_is_refused():
     problem = random_problem(CASES["small"], 0)
     _, state = chunkwise(*problem.arguments())
-    assert len(state.momentum) == 2 * len(state.weights)
+    assert all(len(m.sums) == 2 for m in state.matrices)
     problem.rule = problem.rule.vary(optimiser={"horizon": None, "live": False})
     with pytest.raises(ValueError, match="state is of a momentum with another horizon than that of Muon"):
         chunkwise(*problem.arguments(), state)

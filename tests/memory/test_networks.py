@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.func import jacrev
 
+from atlas_memory.mathematics.networks import squared_spectral_norm
 from atlas_memory.memory import (
     L2,
     MLP,
@@ -17,7 +18,6 @@ from atlas_memory.memory import (
     RobustL2,
     Rule,
 )
-from atlas_memory.memory.networks import squared_spectral_norm
 
 from .problems import error
 

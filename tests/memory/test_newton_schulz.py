@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from atlas_memory.memory import gram_eigenvalues, gram_polynomial, newton_schulz
-from atlas_memory.memory.fast_newton_schulz import gram_cost, schulz_cost
-from atlas_memory.memory.gram_eigenvalues import eigenvalues_pay
-from atlas_memory.memory.orthogonal import COEFFICIENTS
+from atlas_memory.forms.fast_newton_schulz import gram_cost, saturated, schulz_cost
+from atlas_memory.forms.gram_eigenvalues import eigenvalues_pay
+from atlas_memory.mathematics.orthogonal import COEFFICIENTS, CONVERGENT, saturate
+from atlas_memory.memory import gram_polynomial, newton_schulz
 from tests.counting import flop_counter
 
 from .problems import error
@@ -100,14 +100,10 @@ def test_a_single_matrix():
     assert error(gram_polynomial(s @ s.mT) @ s, newton_schulz(s)) < 1e-3
 
 
-@pytest.fixture
-def eigenvalues(monkeypatch):
-    """Gram matrices of any size go by their eigenvalues, however many threads there are."""
-    monkeypatch.setattr(gram_eigenvalues, "LEAST_SIZE", 1)
-    monkeypatch.setattr(gram_eigenvalues, "MOST_THREADS", sys.maxsize)
+by_eigenvalues = partial(gram_polynomial, symmetric=True, eigenvalues=True)
 
 
-def test_eigenvalues_that_are_equal_close_or_zero(eigenvalues):
+def test_eigenvalues_that_are_equal_close_or_zero():
     """Divided differences have nothing to divide by: identities, low ranks, and pairs an ulp apart."""
     g = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(8, 8, generator=g, dtype=torch.float64))[0]
@@ -117,28 +113,26 @@ def test_eigenvalues_that_are_equal_close_or_zero(eigenvalues):
     values[3] = torch.logspace(0, -18, 8)
     values[4] = 0.0
     results = []
-    for most in (sys.maxsize, 0):
-        gram_eigenvalues.MOST_THREADS = most
+    for eigenvalues in (True, False):
         gram = ((basis * values[:, None]) @ basis.mT).requires_grad_()
-        q = gram_polynomial(gram, symmetric=True)
+        q = gram_polynomial(gram, symmetric=True, eigenvalues=eigenvalues)
         results.append((q.detach(), *torch.autograd.grad((q * basis).sum(), gram)))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, 0.5 * (expected + expected.mT), rtol=1e-9, atol=1e-9)
 
 
-def test_eigenvalues_of_nothing_of_nan_and_twice(eigenvalues):
+def test_eigenvalues_of_nothing_of_nan_and_twice():
     """A NaN stays in its own matrix, as with products, where LAPACK would raise. Second derivatives, vmap, none."""
     gram = torch.eye(3, dtype=torch.float64).repeat(2, 1, 1)
     gram[1, 0, 2] = torch.nan
-    q = gram_polynomial(gram, symmetric=True)
+    q = by_eigenvalues(gram)
     assert q[0].isfinite().all() and q[1].isnan().all()
-    assert gram_polynomial(torch.zeros(0, 3, 3, dtype=torch.float64), symmetric=True).shape == (0, 3, 3)
+    assert by_eigenvalues(torch.zeros(0, 3, 3, dtype=torch.float64)).shape == (0, 3, 3)
     s = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     loose = {"atol": 1e-5, "rtol": 1e-3}
-    assert gradcheck(lambda s: gram_polynomial(s @ s.mT, 3, symmetric=True) @ s, (s,), **loose)
-    assert gradgradcheck(lambda s: gram_polynomial(s @ s.mT, 2, symmetric=True) @ s, (s,), **loose)
-    mapped = torch.vmap(partial(gram_polynomial, symmetric=True))(s @ s.mT)
-    torch.testing.assert_close(mapped, gram_polynomial(s @ s.mT, symmetric=True))
+    assert gradcheck(lambda s: by_eigenvalues(s @ s.mT, 3) @ s, (s,), **loose)
+    assert gradgradcheck(lambda s: by_eigenvalues(s @ s.mT, 2) @ s, (s,), **loose)
+    torch.testing.assert_close(torch.vmap(by_eigenvalues)(s @ s.mT), by_eigenvalues(s @ s.mT))
 
 
 def test_when_eigenvalues_pay(monkeypatch):
@@ -154,13 +148,11 @@ def test_when_eigenvalues_pay(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("by_eigenvalues", [False, True])
+@pytest.mark.parametrize("eigenvalues", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize("many", [2, 9])
-def test_the_backward_passes_are_those_of_autograd(steps, many, by_eigenvalues, monkeypatch):
+def test_the_backward_passes_are_those_of_autograd(steps, many, eigenvalues, monkeypatch):
     """Of the iteration as printed, on wide, square and tall matrices, all at once and in blocks."""
-    monkeypatch.setattr(gram_eigenvalues, "LEAST_SIZE", 1)
-    monkeypatch.setattr(gram_eigenvalues, "MOST_THREADS", sys.maxsize if by_eigenvalues else 0)
     a, b, c = COEFFICIENTS
     module = sys.modules[newton_schulz.__module__]
     monkeypatch.setattr(module, "CACHED", 4 * 6 * 6 * 8)
@@ -172,7 +164,45 @@ def test_the_backward_passes_are_those_of_autograd(steps, many, by_eigenvalues, 
             gram = unit @ unit.mT
             unit = a * unit + (b * gram + c * gram @ gram) @ unit
         gram = x @ x.mT
-        for found in (newton_schulz(x, steps), gram_polynomial(gram, steps, symmetric=True) @ x):
+        for found in (newton_schulz(x, steps), gram_polynomial(gram, steps, True, None, eigenvalues) @ x):
             torch.testing.assert_close(found, unit, rtol=1e-9, atol=1e-11)
             gradients = [torch.autograd.grad(y, x, weights, retain_graph=True)[0] for y in (found, unit)]
             torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [1e-3, 1.0, 30.0])
+def test_saturating_equals_the_polynomial_of_the_singular_values(shape, size):
+    """All three ways; nothing is made larger, and what is not huge comes to sigma / sqrt(sigma^2 + 1)."""
+    s = size * torch.randn(2, 3, *shape, dtype=torch.float64)
+    a, b, c = CONVERGENT
+    u, sigma, v = torch.linalg.svd(s, full_matrices=False)
+    length = (sigma.square().sum(-1, keepdim=True) + 1).sqrt()
+    x = q = (sigma.square() + 1).sqrt() / length
+    for _ in range(5):
+        x = a * x + b * x**3 + c * x**5
+    moved = sigma / length * x / q
+    expected = u * moved[..., None, :] @ v
+    floor = torch.ones(1, 1, dtype=torch.float64)
+    for symmetric in (True, False):
+        by_gram = gram_polynomial(s @ s.mT, symmetric=symmetric, floor=floor) @ s
+        assert error(by_gram, expected) < 1e-10
+    assert error(saturate(s), expected) < 1e-11 and error(saturated(s), expected) < 1e-11
+    assert (moved <= sigma * (1 + 1e-12)).all() and (moved <= 1 + 1e-12).all()
+    if length.max() < 4:
+        assert error(moved, sigma / (sigma.square() + 1).sqrt()) < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3)])
+def test_saturating_is_differentiable_twice_and_everywhere(shape):
+    g = torch.Generator().manual_seed(0)
+    s = torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(saturated, s) and gradgradcheck(saturated, s)
+    for size in (0.0, 1e-30, 1e-3, 1e3, 1e18):
+        for dtype in (torch.float32, torch.float64):
+            x = (size * s.detach()).to(dtype).requires_grad_()
+            y = saturated(x)
+            (slope,) = torch.autograd.grad(y.sum(), x)
+            assert y.isfinite().all() and slope.isfinite().all() and y.abs().max() <= 1.0 + 1e-5
+            if size < 1e-2:
+                torch.testing.assert_close(y, x, rtol=1e-4, atol=0.0)

@@ -53,7 +53,7 @@ def test_softmax_solves_kullback_leibler_with_entropy(scale, seed):
 def test_f_divergence_solves_pearsons(scale, size):
     """eta <g, W> + sum W_prev f(W / W_prev), f(u) = (u - 1)^2 / 2, W >= 0; large steps push entries to zero."""
     retention = FDivergence(scale)
-    (previous,), (a,) = retention.begin((randn(0, ROWS, COLUMNS),))
+    previous, a = retention.begin(randn(0, ROWS, COLUMNS))
     assert a.count_nonzero() == 0
     step = size * randn(1, ROWS, COLUMNS)  # eta g
 
@@ -99,8 +99,8 @@ def test_elastic_net_forgets_what_falls_below_and_ftrl_does_not():
             a = retention.restart(a + write, settled)
         assert settled.item() == pytest.approx(end)
     initial = torch.tensor([[0.5, 2.0]])
-    assert ElasticNet(1.0).begin((initial,))[1][0].tolist() == [[0.0, 1.0]]  # it starts as it goes on, from W
-    assert ElasticNet(1.0, local=False).begin((initial,))[1][0] is initial
+    assert ElasticNet(1.0).begin(initial)[1].tolist() == [[0.0, 1.0]]  # it starts as it goes on, from W
+    assert ElasticNet(1.0, local=False).begin(initial)[1] is initial
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])

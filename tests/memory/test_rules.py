@@ -7,6 +7,11 @@ import pytest
 import torch
 
 from atlas_memory import RULES, Rule
+from atlas_memory.mathematics.bias import AttentionalBias
+from atlas_memory.mathematics.features import FeatureMap
+from atlas_memory.mathematics.networks import Network
+from atlas_memory.mathematics.optimisers import Optimiser
+from atlas_memory.mathematics.retention import NonLinearRetention, Retention
 from atlas_memory.memory import (
     KINDS,
     MLP,
@@ -35,11 +40,6 @@ from atlas_memory.memory import (
     recurrent,
     resolve_rule,
 )
-from atlas_memory.memory.bias import AttentionalBias
-from atlas_memory.memory.features import FeatureMap
-from atlas_memory.memory.networks import Network
-from atlas_memory.memory.optimisers import Optimiser
-from atlas_memory.memory.retention import NonLinearRetention, Retention
 
 from .problems import error, everything, random_problem, worst
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from atlas_memory.forms.bands import band, decay_matrix, overlapping, shift_right
+from atlas_memory.forms.fast_weight import step_tokens
 from atlas_memory.memory import Window
-from atlas_memory.memory.fast_weight import step_tokens
-from atlas_memory.memory.windows import band, decay_matrix, overlapping, shift_right
 
 
 @pytest.mark.parametrize("b,c", [(1, 1), (1, 4), (5, 1), (4, 3), (3, 7)])

@@ -126,7 +126,7 @@ def test_presets_have_the_size_of_their_name(name: str) -> None:
 def test_rule_options_are_added_to_those_of_a_preset() -> None:
     config = AtlasConfig.preset("tiny", rule="atlas", rule_options={"optimiser": {"every": 4}})
     rule = config.memory_rule()
-    assert (rule.optimiser.every, rule.optimiser.precise, rule.network.expansion) == (4, False, 1)
+    assert (rule.optimiser.every, rule.optimiser.shows, rule.network.expansion) == (4, True, 1)
     assert AtlasConfig.preset("tiny", rule="atlas").memory_rule().every == 16
     other = AtlasConfig.preset("tiny", rule="titans", rule_options={"network": {"expansion": 2}})
     assert other.rule_options == {"network": {"expansion": 2}, "retention": {"to_start": True}}

@@ -101,6 +101,20 @@ def test_a_conversation_continues_from_its_cache(model: AtlasForCausalLM) -> Non
     assert torch.equal(continued, expected)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_new_ids_alone_after_a_long_read(model: AtlasForCausalLM, masked: bool) -> None:
+    """Neither what was read nor a mask of its length is needed again; a mask of the new ids may have padding."""
+    first, second = prompt(2, 11), prompt(2, 5)
+    real = torch.ones_like(second)
+    if masked:
+        real[0, :2] = 0
+    mask = torch.cat([torch.ones_like(first), real], 1)
+    both = model.generate(torch.cat([first, second], 1), attention_mask=mask, **LONG)
+    cache = _copy(model, first)
+    alone = model.generate(second, past_key_values=cache, **({"attention_mask": real} if masked else {}), **LONG)
+    assert torch.equal(alone, both[:, 11:])
+
+
 def test_a_cache_of_the_users_is_filled_and_can_be_reset(model: AtlasForCausalLM) -> None:
     cache = AtlasCache(model.config.num_hidden_layers)
     first = model.generate(prompt(), past_key_values=cache, **LONG)

@@ -165,7 +165,7 @@ def test_a_bfloat16_model_keeps_its_memory_in_float32(make: Make, block: str, tm
     state = out.past_key_values.layers[0].state
     if BLOCKS[block].memory:
         memory = (state if block in ("lmm", "hope") else state.memory).memory
-        assert {w.dtype for w in (*memory.weights, *memory.momentum)} == {torch.float32}
+        assert {w.dtype for m in memory.matrices for w in m.tensors()} == {torch.float32}
     if block in ("mag", "mal"):
         state = state.attention
     if BLOCKS[block].attention:

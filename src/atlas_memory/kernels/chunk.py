@@ -1,24 +1,24 @@
 """The chunk recurrence of gradient descent over a whole sequence, in two kernels: forward, and its gradient.
 
-The same function as memory/chunkwise.py for the rules that ``dispatch.supports`` admits. The forward kernel leaves the
+The same function as forms/chunkwise.py for the rules that ``dispatch.supports`` admits. The forward kernel leaves the
 memory before every chunk behind, ``ceil(time / chunk)`` memories a head, from which the backward kernel recomputes each
 chunk; where no gradient is wanted only two are kept. The equations: chunk_parts.py and chunk_backward.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..memory.bias import L2
-from ..memory.gates import CompleteGates
-from ..memory.networks import MLP
-from ..memory.rules import Rule
-from ..memory.state import MemoryState
+from ..mathematics.bias import L2
+from ..mathematics.gates import CompleteGates
+from ..mathematics.networks import MLP
+from ..mathematics.rules import Rule
+from ..mathematics.state import Matrix, MemoryState
 from .chunk_backward import backward
 from .chunk_forward import forward
 
@@ -37,16 +37,16 @@ def chunk_recurrence(
         y ``[batch, heads, time, dim]`` in q's dtype and the state after the last token. Differentiable once.
     """
     time, past = q.shape[-2], rule.window.size - 1
-    deep = isinstance(rule.network, MLP)
+    deep = len(state.matrices) == 2
     past_k, past_v = torch.cat([state.k.to(k), k], -2), torch.cat([state.v.to(v), v], -2)
     alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.eta)
     inputs = (q, past_k, past_v, alpha, gate.eta, gate.gamma, state.weights[0] if deep else None, state.weights[-1])
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     y, *ends = _ChunkRecurrence.apply(rule, differentiable, *inputs)
-    frozen, weights = (tuple(m for m in pair if m is not None) for pair in (ends[:2], ends[2:]))
-    frozen = weights if time % rule.window.chunk == 0 else frozen
+    frozen, weights = ends[2:] if time % rule.window.chunk == 0 else ends[:2], ends[2:]
+    matrices = tuple(Matrix(w, f) for w, f in zip(weights, frozen, strict=True) if w is not None and f is not None)
     past_k, past_v = (x[..., past_k.shape[-2] - past :, :] for x in (past_k, past_v))
-    return y, MemoryState(frozen, weights, (), (), past_k, past_v, state.keys, state.seen + time)
+    return y, MemoryState(matrices, past_k, past_v, state.keys, state.seen + time)
 
 
 class _ChunkRecurrence(torch.autograd.Function):
@@ -107,24 +107,23 @@ def _grid(x: Tensor) -> tuple[int]:
 
 def _scale(rule: Rule) -> float:
     """kappa."""
-    return 2.0 * rule.bias.scale if isinstance(rule.bias, L2) else 1.0
+    return 1.0 if rule.bias.is_linear else 2.0 * cast(L2, rule.bias).scale
 
 
 def options(rule: Rule, dim: int) -> dict[str, Any]:
     """The compile-time values of both kernels for heads of ``dim``."""
-    network, chunk = rule.network, rule.window.chunk
-    hidden = network.expansion * dim if isinstance(network, MLP) else dim
+    deep, network, chunk = len(rule.network.lifted) == 2, cast(MLP, rule.network), rule.window.chunk
     return {
-        "HIDDEN": hidden,
+        "HIDDEN": network.expansion * dim if deep else dim,
         "DIM": dim,
-        "BLOCK": 16 if isinstance(network, MLP) else dim,
+        "BLOCK": 16 if deep else dim,
         "CHUNK": chunk,
         "WINDOW": rule.window.size,
         "PADDED": triton.next_power_of_2(chunk + rule.window.size - 1),
-        "DEEP": isinstance(network, MLP),
-        "ACTIVATION": network.activation if isinstance(network, MLP) else "",
+        "DEEP": deep,
+        "ACTIVATION": network.activation if deep else "",
         "RESIDUAL": network.residual,
-        "L2": isinstance(rule.bias, L2),
+        "L2": not rule.bias.is_linear,
         "PRECISION": "tf32x3",  # three products of TF32 parts, nearly float32; "ieee" takes no tensor cores
         "num_warps": 8,
         "num_stages": 1,

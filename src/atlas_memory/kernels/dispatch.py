@@ -11,16 +11,25 @@ from importlib.util import find_spec
 
 import torch
 
-from ..memory.bias import L2, DotProduct
-from ..memory.features import Identity
-from ..memory.gates import CompleteGates
-from ..memory.networks import MLP, Linear
-from ..memory.optimisers import GradientDescent
-from ..memory.retention import Decay, Keep
-from ..memory.rules import Rule
+from ..mathematics.bias import L2, DotProduct
+from ..mathematics.features import Identity
+from ..mathematics.gates import CompleteGates
+from ..mathematics.networks import MLP, Linear
+from ..mathematics.optimisers import GradientDescent
+from ..mathematics.retention import Decay, Keep
+from ..mathematics.rules import Rule
 
 SWITCH = "ATLAS_MEMORY_KERNELS"
 """The environment variable that lets kernels be taken."""
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "features": (Identity,),
+    "network": (Linear, MLP),
+    "bias": (L2, DotProduct),
+    "optimiser": (GradientDescent,),
+    "retention": (Decay, Keep),
+}
+"""The parts of a rule that the chunk kernels know."""
 
 WIDTHS = (16, 32, 64, 128)
 """Head widths of the chunk kernels."""
@@ -37,23 +46,21 @@ def supports(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gat
     ``[batch, heads, time, dim]``: an MLP of depth 2 or a matrix on plain keys, L2 or the dot product, gradient descent,
     bare steps at frozen gradients, linear retention to zero, gates one a head, float32 on CUDA, and widths that fit."""
     network, window = rule.network, rule.window
-    shallow = isinstance(network, Linear) or (isinstance(network, MLP) and network.depth == 2 and not network.bias)
     return (
         device == "cuda"
         and dtype == torch.float32
-        and isinstance(rule.features, Identity)
-        and shallow
+        and all(type(getattr(rule, part)) in kinds for part, kinds in KINDS.items())
+        and len(network.lifted) <= 2
+        and not network.bias
         and not network.norm
-        and isinstance(rule.bias, L2 | DotProduct)
-        and isinstance(rule.optimiser, GradientDescent)
         and not rule.optimiser.bounded
         and not rule.live
-        and (isinstance(rule.retention, Keep) or (isinstance(rule.retention, Decay) and not rule.retention.to_start))
+        and not rule.retention.to_start
         and window.read == "after"
         and window.chunk in CHUNKS
         and window.size <= window.chunk + 1
         and shape[-1] in WIDTHS
-        and _fits(isinstance(network, MLP), shape[-1], window.chunk + window.size - 1)
+        and _fits(len(network.lifted) == 2, shape[-1], window.chunk + window.size - 1)
         and shape[0] * shape[1] * shape[2] > 0
         and gate.eta.dim() == 3
         and gate.alpha.dim() == 3

@@ -1,17 +1,17 @@
 """Newton-Schulz on Gram matrices: Q with NS(S) = Q S from G = S S^T, forward and backward one kernel each.
 
-One program a matrix. It reads G once, runs every iteration on chip and writes Q once. With P the symmetric part of G
-over its trace, a, b, c the coefficients of memory/orthogonal.py and i = 1..k,
+One program a matrix. It reads G once, runs every iteration on chip and writes Q once. With f the floor (or 0), P the
+symmetric part of G + f I over t = tr G + f, a, b, c the coefficients of mathematics/orthogonal.py and i = 1..k,
 
-    z_i = a I + b P_i + c P_i^2,    Q_i = z_i Q_{i-1},    P_{i+1} = z_i P_i z_i,    Q = trace^(-1/2) Q_k.
+    z_i = a I + b P_i + c P_i^2,    Q_i = z_i Q_{i-1},    P_{i+1} = z_i P_i z_i,    Q = t^(-1/2) Q_k.
 
 All of these are polynomials in one symmetric matrix, so that they are symmetric and commute, and only the symmetric
 part of a gradient matters. With sym(X) = (X + X^T) / 2 and bars for gradients, from i = k down to 1:
 
-    z'_i     = sym(Q'_i Q_{i-1} + 2 P'_{i+1} z_i P_i)                  Q'_k = trace^(-1/2) sym(Q'),  P'_{k+1} = 0
+    z'_i     = sym(Q'_i Q_{i-1} + 2 P'_{i+1} z_i P_i)                  Q'_k = t^(-1/2) sym(Q'),  P'_{k+1} = 0
     P'_i     = sym(z_i P'_{i+1} z_i + b z'_i + 2 c z'_i P_i)
     Q'_{i-1} = sym(z_i Q'_i)
-    G'       = P'_1 / trace - I (<P'_1, P_1> + <Q', Q> / 2) / trace
+    G'       = P'_1 / t - I (<P'_1, P_1> + <Q', Q> / 2) / t
 
 The backward pass recomputes P_i and Q_{i-1} from P_1 for every i: for k = 5 a few dozen products of matrices that
 never leave the chip, where saving them would write ten times what the forward pass does. Sizes are padded to powers of
@@ -31,37 +31,40 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..memory.orthogonal import COEFFICIENTS
+from ..mathematics.orthogonal import COEFFICIENTS, CONVERGENT
 
 
-def gram_newton_schulz(gram: Tensor, steps: int = 5) -> Tensor:
-    """``gram_polynomial`` of memory/fast_newton_schulz.py, for ``gram`` ``[..., m, m]`` with m <= 128, float32 or (in
-    the interpreter) float64; same shape and dtype. Differentiable once."""
-    return _GramNewtonSchulz.apply(gram, steps)
+def gram_newton_schulz(gram: Tensor, steps: int = 5, floor: Tensor | None = None) -> Tensor:
+    """``gram_polynomial`` of forms/fast_newton_schulz.py, for ``gram`` ``[..., m, m]`` with m <= 128, float32 or (in
+    the interpreter) float64; same shape and dtype. Differentiable once, with respect to ``gram``."""
+    return _GramNewtonSchulz.apply(gram, floor, steps)
 
 
 class _GramNewtonSchulz(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gram: Tensor, steps: int) -> Tensor:
+    def forward(ctx: Any, gram: Tensor, floor: Tensor | None, steps: int) -> Tensor:
         flat = gram.reshape(-1, *gram.shape[-2:]).contiguous()
+        under = flat.new_zeros(len(flat))
+        if floor is not None:
+            under = floor.to(flat).expand(*gram.shape[:-2], 1, 1).reshape(-1).contiguous()
         out = torch.empty_like(flat)
-        ctx.save_for_backward(flat)
-        ctx.steps, ctx.shape = steps, gram.shape
-        _launch(_forward, flat, steps, flat, out)
+        ctx.save_for_backward(flat, under)
+        ctx.shape, ctx.options = gram.shape, options(gram.shape[-1], gram.dtype, steps, floor is not None)
+        _launch(_forward, ctx.options, flat, under, out)
         return out.view(gram.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (gram,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        gram, under = ctx.saved_tensors
         out = torch.empty_like(gram)
-        _launch(_backward, gram, ctx.steps, gram, grad.reshape(gram.shape).contiguous(), out)
-        return out.view(ctx.shape), None
+        _launch(_backward, ctx.options, gram, under, grad.reshape(gram.shape).contiguous(), out)
+        return out.view(ctx.shape), None, None
 
 
-def options(size: int, dtype: torch.dtype, steps: int) -> dict[str, Any]:
-    """The compile-time values for matrices of ``size`` x ``size``."""
-    a, b, c = COEFFICIENTS
+def options(size: int, dtype: torch.dtype, steps: int, floor: bool = False) -> dict[str, Any]:
+    """The compile-time values for matrices of ``size`` x ``size``, with a floor or without."""
+    a, b, c = CONVERGENT if floor else COEFFICIENTS
     padded = max(16, triton.next_power_of_2(size))
     return {
         "SIZE": size,
@@ -76,9 +79,9 @@ def options(size: int, dtype: torch.dtype, steps: int) -> dict[str, Any]:
     }
 
 
-def _launch(kernel: Any, gram: Tensor, steps: int, *tensors: Tensor) -> None:
+def _launch(kernel: Any, values: dict[str, Any], gram: Tensor, *tensors: Tensor) -> None:
     if gram.numel():
-        kernel[(gram.shape[0],)](*tensors, **options(gram.shape[-1], gram.dtype, steps))
+        kernel[(gram.shape[0],)](gram, *tensors, **values)
 
 
 @triton.jit
@@ -106,9 +109,11 @@ def _at(SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _start(gram, eye, TINY: tl.constexpr):
-    """P_1, the trace, and its reciprocal and inverse root, both 0 where it is no normal positive number."""
-    trace = tl.sum(tl.sum(tl.where(eye, gram, 0.0), 1), 0)
+def _start(gram, floor_at, exists, eye, TINY: tl.constexpr):
+    """P_1, and the reciprocal and inverse root of t, both 0 where it is no normal positive number."""
+    floor = tl.load(floor_at + tl.program_id(0))
+    trace = tl.sum(tl.sum(tl.where(eye, gram, 0.0), 1), 0) + floor
+    gram += tl.where(eye & exists, floor, 0.0)
     some = trace > TINY
     safe = tl.where(some, trace, 1.0)
     inverse, root = tl.where(some, 1.0 / safe, 0.0), tl.where(some, 1.0 / tl.sqrt(safe), 0.0)
@@ -124,6 +129,7 @@ def _polynomial(power, eye, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _forward(
     gram_at,
+    floor_at,
     out_at,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
@@ -134,7 +140,7 @@ def _forward(
     TINY: tl.constexpr,
 ):
     offsets, exists, eye = _at(SIZE, PADDED)
-    power, _, root = _start(tl.load(gram_at + offsets, mask=exists, other=0.0), eye, TINY)
+    power, _, root = _start(tl.load(gram_at + offsets, mask=exists, other=0.0), floor_at, exists, eye, TINY)
     q = _polynomial(power, eye, A, B, C)
     z = q
     for _ in range(STEPS - 1):
@@ -147,6 +153,7 @@ def _forward(
 @triton.jit
 def _backward(
     gram_at,
+    floor_at,
     grad_at,
     out_at,
     SIZE: tl.constexpr,
@@ -158,7 +165,7 @@ def _backward(
     TINY: tl.constexpr,
 ):
     offsets, exists, eye = _at(SIZE, PADDED)
-    first, inverse, root = _start(tl.load(gram_at + offsets, mask=exists, other=0.0), eye, TINY)
+    first, inverse, root = _start(tl.load(gram_at + offsets, mask=exists, other=0.0), floor_at, exists, eye, TINY)
     one = tl.where(eye, 1.0, 0.0).to(first.dtype)
     grad = _symmetric(tl.load(grad_at + offsets, mask=exists, other=0.0))
     grad_q = root * grad

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory.state import State
-from ..memory.windows import overlapping, take
+from ..forms.bands import overlapping, take
+from ..mathematics.state import State
 from .padding import pack, unpack
 from .rotary import check_heads, rotary, rotate
 from .stateful import Stateful

@@ -1,15 +1,15 @@
 """Memory as a context of attention: MAC (Titans, Sec. 4.1)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory.state import State
-from ..memory.windows import shift_right, take
+from ..forms.bands import shift_right, take
+from ..mathematics.state import State
 from .memory import LayerState, NeuralMemory
 from .padding import pack, unpack
 from .persistent import PersistentTokens
@@ -127,7 +127,7 @@ class MemoryAsContext(Stateful):
         if state is None:
             memory = self.memory(x[:, :0])[1]
             empty = x.new_zeros(x.shape[0], self.heads, 2, self.segment, x.shape[2] // self.heads)
-            state = ContextState(memory, memory.memory.weights, empty, empty)
+            state = ContextState(memory, memory.memory.shown(self.memory.rule), empty, empty)
         phase = state.memory.memory.seen % self.segment
         if phase.shape[0] != x.shape[0]:
             raise ValueError(f"x has batch size {x.shape[0]} but the state has {phase.shape[0]}; give the same rows")
@@ -170,13 +170,15 @@ class MemoryAsContext(Stateful):
         """The outputs `[batch, width, dim]` of a piece, and the state after it."""
         x, slot, real = piece.x, piece.slot, piece.real
         count = torch.full_like(slot, x.shape[1]) if real is None else real.sum(1)
-        asked = torch.stack([self.memory.retrieve(x, replace(state.memory.memory, weights=state.start)), x], 1)
+        asked = torch.stack([self.memory.retrieve(x, state.memory.memory.answering_with(state.start)), x], 1)
         k, v = self.kv(asked).unflatten(-1, (2, self.heads, -1)).permute(3, 0, 4, 1, 2, 5)
         keys, values = (self._place(new, old, slot, count) for new, old in ((k, state.keys), (v, state.values)))
         y = self._attend(x, slot, keys, values, persistent)
         read, memory = self.memory(y, state.memory, real)
         ended = (slot + count == self.segment)[:, None, None, None]
-        start = tuple(torch.where(ended, w, s) for w, s in zip(memory.memory.weights, state.start, strict=True))
+        start = tuple(
+            torch.where(ended, w, s) for w, s in zip(memory.memory.shown(self.memory.rule), state.start, strict=True)
+        )
         y = self.attention_norm(y) * F.silu(self.memory_norm(read))
         return y, ContextState(memory, start, keys, values)
 

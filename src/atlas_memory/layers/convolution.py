@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..memory.windows import take
+from ..forms.bands import take
 
 
 class ShortConvolution(nn.Module):

@@ -60,7 +60,6 @@ class GateProjection(nn.Module):
         self.start_eta = (
             START_ETA if rule.optimiser.bounded else 0.25 if rule.optimiser.whole else self._bare(rule, dim)
         )
-        self.start_theta = START_THETA ** (1.0 / rule.every)
         channels = ["eta"] + ["alpha"] * rule.retention.gated
         self.start_delta = rule.bias.start_delta(dim // heads)
         others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta
@@ -86,7 +85,7 @@ class GateProjection(nn.Module):
             half_life = torch.logspace(math.log10(HALF_LIVES[0]), math.log10(HALF_LIVES[1]), self.heads)
             return torch.logit(0.5 ** (1.0 / half_life))
         delta = math.log(math.expm1(self.start_delta))  # of a softplus
-        start = {"eta": _logit(self.start_eta), "theta": _logit(self.start_theta), "delta": delta}
+        start = {"eta": _logit(self.start_eta), "theta": _logit(START_THETA), "delta": delta}
         return torch.full((self.heads,), start[name])
 
     def reset_parameters(self) -> None:

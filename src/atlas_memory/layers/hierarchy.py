@@ -14,15 +14,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..mathematics.state import State
 from ..memory import Gates, MemoryState, Rule, initial_state, resolve_rule
-from ..memory.state import State
-from ..memory.windows import take
 from .gates import GateProjection
 from .omega import OmegaMemory
 from .projection import project_since_chunk, project_since_start
+from .shards import Shards
 from .stateful import Stateful
 
 
@@ -221,12 +220,12 @@ class HierarchicalMemory(Stateful):
         y, held = self.members[0](q, k, v, of_global, None if state is None else state.memories[0])
         if not q.shape[-2]:
             return y, self._fresh(q) if state is None else state
-        shards = _Shards(self.hierarchy.shard, q, None if state is None else state.seen, gates.length)
+        shards = Shards(self.hierarchy.shard, q, None if state is None else state.seen, gates.length)
         local, state = self._read_locals(shards, q, k, v, of_locals, state)
         return y + local, replace(state, memories=(held, *state.memories))
 
     def _read_locals(
-        self, shards: _Shards, q: Tensor, k: Tensor, v: Tensor, gates: list[Gates], state: HierarchicalState | None
+        self, shards: Shards, q: Tensor, k: Tensor, v: Tensor, gates: list[Gates], state: HierarchicalState | None
     ) -> tuple[Tensor, HierarchicalState]:
         """What the local memories answer in sum, and their state."""
         fresh = self._fresh(q)
@@ -254,7 +253,7 @@ class HierarchicalMemory(Stateful):
         return shards.unfold(total), _join(begin_where_ended, end, fresh)
 
     def _ask(
-        self, shards: _Shards, q: Tensor, k: Tensor, state: HierarchicalState | None
+        self, shards: Shards, q: Tensor, k: Tensor, state: HierarchicalState | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What each local memory is asked, from folded q and k, and P at the end of every row."""
         chunks = self.hierarchy.local_chunks
@@ -295,67 +294,6 @@ class HierarchicalMemory(Stateful):
         held = (None,) * len(self.members) if state is None else state.memories
         answers = [member.retrieve(q, own) for member, own in zip(self._members(), held, strict=True)]
         return torch.stack(answers).sum(0)
-
-
-class _Shards:
-    """The tokens of a call cut where shards end, which is at another place in every row.
-
-    Row ``j * batch + i`` of a folded tensor is row i's j-th shard of the call, right padded; the first may have begun
-    in an earlier call.
-
-    Args:
-        shard: tokens in a shard.
-        q: ``[batch, heads, time, dim]`` of the call, for its sizes and device.
-        seen: ``[batch]``, tokens that each row has read before; None: none.
-        length: ``[batch]``, real tokens of each row, the rest being right padding; None: all.
-
-    Attributes:
-        count: shards of a row.
-        lengths: ``[count * batch]``, real tokens of each folded row; None: all.
-        ended: ``[batch]``, whether the row stopped where a shard ends.
-    """
-
-    def __init__(self, shard: int, q: Tensor, seen: Tensor | None, length: Tensor | None) -> None:
-        batch, _, time, _ = q.shape
-        self._time, self._width = time, min(shard, time)
-        self.count = -(-(time if seen is None else time + shard - 1) // shard)
-        self._sliced = seen is None  # then shards are plain slices
-        phase = torch.zeros(batch, dtype=torch.int64, device=q.device) if seen is None else seen % shard
-        read = torch.full_like(phase, time) if length is None else length
-        border = torch.arange(self.count, device=q.device)[:, None] * shard - phase
-        starts = border.clamp(min=0)
-        lengths = (torch.minimum(border + shard, read) - starts).clamp(min=0)
-        whole = length is None and (self.count == 1 or (self._sliced and time % shard == 0))
-        self.lengths = None if whole else lengths.flatten()
-        self.ended = (phase + read) % shard == 0
-        row, token = torch.arange(batch, device=q.device), torch.arange(time, device=q.device)
-        self._last = ((phase + read) // shard).clamp(max=self.count - 1) * batch + row
-        # Where the tokens of the folded rows come from, and where those of the call go: [batch, n] each.
-        at = starts[..., None] + torch.arange(self._width, device=q.device)
-        self._source = at.clamp(max=time - 1).transpose(0, 1).flatten(1)
-        shard_of = (phase[:, None] + token) // shard
-        self._goal = shard_of * self._width + token - (shard_of * shard - phase[:, None]).clamp(min=0)
-
-    def fold(self, x: Tensor) -> Tensor:
-        """``[batch, heads, time, ...]`` to ``[count * batch, heads, width, ...]``."""
-        if self.count == 1:
-            return x
-        rows = x.flatten(3) if x.dim() > 3 else x[..., None]
-        total = self.count * self._width
-        rows = F.pad(rows, (0, 0, 0, total - self._time)) if self._sliced else take(rows, self._source)
-        rows = rows.unflatten(2, (self.count, self._width)).permute(2, 0, 1, 3, 4).flatten(0, 1)
-        return rows if x.dim() > 3 else rows[..., 0]
-
-    def unfold(self, y: Tensor) -> Tensor:
-        """``[count * batch, heads, width, dim]`` back to ``[batch, heads, time, dim]``."""
-        if self.count == 1:
-            return y
-        rows = y.unflatten(0, (self.count, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return rows[..., : self._time, :] if self._sliced else take(rows, self._goal)
-
-    def last(self, x: Tensor) -> Tensor:
-        """Of ``[count * batch, ...]``, what belongs to the shard in which each row stopped: ``[batch, ...]``."""
-        return x if self.count == 1 else x[self._last]
 
 
 def _split_heads(gates: Gates, members: int) -> list[Gates]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory.state import State
+from ..mathematics.state import State
 from .attention import AttentionState, SlidingWindowAttention
 from .memory import LayerState, NeuralMemory
 from .persistent import PersistentTokens, WithPersistentTokens

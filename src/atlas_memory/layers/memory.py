@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..forms.chunkwise import Reading, begin, end, read_on
+from ..mathematics.precision import kept_dtype
+from ..mathematics.state import State
 from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
-from ..memory.chunkwise import Reading, begin, end, read_on
-from ..memory.precision import kept_dtype
-from ..memory.state import State
 from .convolution import ShortConvolution
 from .gates import GateProjection
 from .hierarchy import HierarchicalGates, HierarchicalMemory, Hierarchy

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..forms.bands import take
+from ..forms.grid import Grid
 from ..memory import l2_normalise
-from ..memory.windows import shift_right, take
 
 
 def project_since_start(q: Tensor, k: Tensor, carried: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -47,24 +48,15 @@ def project_since_chunk(
         phase: ``[batch]``, how far in its chunk each row is; None: at the start. ``carried`` belongs to that chunk.
         chunk: tokens in a chunk. P is zero again after the last of them.
     """
-    time = q.shape[-2]
-    count = -(-(time if phase is None else time + chunk - 1) // chunk)
-    q, _ = shift_right(q, phase, count * chunk)
-    k, inside = shift_right(k, phase, count * chunk)
-    first: Tensor | int = 0 if phase is None else phase[:, None]
-    if length is not None:
-        inside = inside & (torch.arange(count * chunk, device=k.device) - first < length[:, None])
-    unit = _unit(k, inside)
-    blocks, asked = (x.unflatten(2, (count, chunk)) for x in (unit, q))
-    y = _causal(asked, blocks)
+    grid = Grid(chunk, q.shape[-2], phase, length)
+    asked = grid.chunks(q)
+    unit = _unit(grid.lay(k), grid.inside(k.device))
+    y = _causal(asked, unit.unflatten(2, (grid.count, chunk)))
     y = torch.cat([y[:, :, :1] + asked[:, :, :1] @ carried[:, :, None], y[:, :, 1:]], 2).flatten(2, 3)
-    token = torch.arange(time, device=q.device)
-    y = y[..., :time, :] if phase is None else take(y, phase[:, None] + token)
     # The chunk in which each row stopped: the one behind the grid, which is empty, where that is full.
-    stopped = (time if length is None else length[:, None]) + first
-    stopped = stopped // chunk if isinstance(stopped, Tensor) else unit.new_full((1, 1), stopped // chunk).long()
-    last = take(F.pad(unit, (0, 0, 0, chunk)), stopped.expand(len(q), 1) * chunk + torch.arange(chunk, device=q.device))
-    return y, last.mT @ last + torch.where((stopped == 0)[..., None, None], carried, 0.0)
+    stopped = (torch.zeros(len(q), dtype=torch.int64, device=q.device) + grid.end)[:, None] // chunk
+    last = take(F.pad(unit, (0, 0, 0, chunk)), stopped * chunk + torch.arange(chunk, device=q.device))
+    return grid.back(y), last.mT @ last + torch.where((stopped == 0)[..., None, None], carried, 0.0)
 
 
 def _causal(q: Tensor, k: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ memory itself does. A head has five: M_memory answers the query, the others make
 
 and by chunks (Eq. 90): k, v, eta, alpha, every v^ and every gradient are made by the memories as they stood before the
 chunk, so that the five are one call of the chunkwise form, five times as many heads wide. Errors see what the chunk has
-written to the last matrices, and what fades goes to M_0 (memory/optimisers.py, retention.py): both ours.
+written to the last matrices, and what fades goes to M_0 (mathematics/step.py, retention.py): both ours.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..forms.chunk import read_chunk
+from ..forms.compiling import compiled_for_rule, laid_out
+from ..forms.counterparts import has_chunks
+from ..forms.grid import Grid
+from ..forms.incremental import read_out
+from ..forms.parts import Chunk, Held
+from ..mathematics.precision import check_inputs
 from ..memory import (
-    Decay,
-    DeltaGradientDescent,
     Gates,
-    GradientDescent,
     MemoryState,
     Params,
     Rule,
     initial_state,
     l2_normalise,
-    retrieve,
 )
-from ..memory.chunk import Chunk, Memory, read_chunk
-from ..memory.compiling import compiled_for_rule
-from ..memory.precision import check_inputs
-from ..memory.windows import shift_right, take
 from .convolution import ShortConvolution
 from .gates import HALF_LIVES
 from .memory import LayerState
@@ -213,24 +212,21 @@ class SelfModifyingMemory(Stateful):
             return q, state
         params = self.memory.params.map(_to(u.dtype))
         phase = None if aligned else state.seen % chunk
-        count = -(-(time if phase is None else time + chunk - 1) // chunk)
-        start = 0 if phase is None else phase[:, None]
-        grids = [shift_right(z, phase, count * chunk)[0].unflatten(-2, (count, chunk)) for z in (q, u)]
-        slot = torch.arange(count * chunk, device=u.device) - start
-        inside = (slot >= 0) & (slot < (time if length is None else length[:, None]))
-        inside = inside.reshape(-1, 1, count, chunk)
+        grid = Grid(chunk, time, phase, length)
+        inside = grid.inside(u.device).unflatten(-1, (grid.count, chunk))[:, None]
         first = state.seen if phase is None else state.seen - phase
-        end = (time if length is None else length) + (0 if phase is None else phase)
         read = partial(_read_chunks, rule, self.memory.compiled, params)
         if self.memory.recompute is not None and torch.is_grad_enabled():
             read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
-        group, gate, outputs = self.memory.recompute or count, (self.gates.weight, self.gates.bias), []
-        for i, (q_i, u_i, real) in enumerate(zip(*(z.split(group, 2) for z in (*grids, inside)), strict=True)):
-            seen = first + i * group * chunk
-            y, state = read(gate, q_i, u_i, real, seen, end - i * group * chunk, state)
+        group, gate = self.memory.recompute or grid.count, (self.gates.weight, self.gates.bias)
+        memory, outputs = tuple(Held.of(m, aligned) for m in state.matrices), []
+        parts = zip(*(z.split(group, 2) for z in (grid.chunks(q), grid.chunks(u), inside)), strict=True)
+        for i, (q_i, u_i, real) in enumerate(parts):
+            begins = i * group * chunk
+            y, memory = read(gate, q_i, u_i, real, first + begins, grid.end - begins, memory)
             outputs.append(y)
-        y = torch.cat(outputs, -2)
-        y = y[..., :time, :] if phase is None else take(y, start + torch.arange(time, device=u.device))
+        state = replace(state, matrices=tuple(held.matrix() for held in memory))
+        y = grid.back(torch.cat(outputs, -2))
         return y, replace(state, seen=state.seen + (time if length is None else length))
 
     def _learn_by_token(
@@ -240,11 +236,14 @@ class SelfModifyingMemory(Stateful):
         outputs, gate = [q[..., :0, :]], (self.gates.weight, self.gates.bias)
         for t in range(u.shape[-2]):
             now = slice(t, t + 1)
-            k, target, eta, alpha = _lesson(self.rule, self.memory.params, gate, u[..., now, :], state)
+            k, target, eta, alpha = _lesson(self.rule, self.memory.params, gate, u[..., now, :], state.frozen)
             real = None if length is None else (length > t).long()
             y, state = self.memory(_for_all(q[..., now, :]), k, target, Gates(eta, alpha, length=real), state)
             outputs.append(_answer(y, self.heads))
         return torch.cat(outputs, -2), state
+
+
+Memory = tuple[Held, ...]
 
 
 def _read_chunks(
@@ -257,8 +256,8 @@ def _read_chunks(
     inside: Tensor,
     first: Tensor,
     end: Tensor | int,
-    state: MemoryState,
-) -> tuple[Tensor, MemoryState]:
+    memory: Memory,
+) -> tuple[Tensor, Memory]:
     """Read q and learn from u ``[batch, heads, chunks, b, dim]``; y ``[batch, heads, chunks * b, dim]``.
 
     Args:
@@ -271,9 +270,11 @@ def _read_chunks(
         filled = (j + 1) * chunk <= end
         own = compiled and filled is True and not torch.compiler.is_compiling()
         form = compiled_for_rule(_read_chunk, rule, q.device.type) if own else _read_chunk
-        y, state = form(rule, params, gate, q_j, u_j, real, first + j * chunk, filled, state)
+        if own:
+            q_j, u_j, real = laid_out(q_j), laid_out(u_j), laid_out(real)
+        y, memory = form(rule, params, gate, q_j, u_j, real, first + j * chunk, filled, memory)
         outputs.append(y)
-    return torch.cat(outputs, -2), state
+    return torch.cat(outputs, -2), memory
 
 
 def _read_chunk(
@@ -285,10 +286,10 @@ def _read_chunk(
     real: Tensor,
     first: Tensor,
     filled: Tensor | bool,
-    state: MemoryState,
-) -> tuple[Tensor, MemoryState]:
+    memory: Memory,
+) -> tuple[Tensor, Memory]:
     """One chunk: q and u ``[batch, heads, b, dim]``, ``real`` as ``inside`` above, the rest as for ``read_chunk``."""
-    lesson = _lesson(rule, params, gate, u, state)
+    lesson = _lesson(rule, params, gate, u, tuple(held.start for held in memory))
     tokens = Chunk(
         kq=torch.cat([lesson.k, _for_all(q)], -2),
         v=lesson.target,
@@ -298,17 +299,15 @@ def _read_chunk(
         eta=torch.where(real, lesson.eta, 0.0),
         inside=real,
     )
-    y, memory = read_chunk(rule, params, Memory(state.frozen, state.weights, (), ()), tokens, first, filled, None)
-    frozen = memory.weights if memory.frozen is None else memory.frozen
-    return _answer(y, q.shape[1]), replace(state, frozen=frozen, weights=memory.weights)
+    y, memory = read_chunk(rule, params, memory, tokens, first, filled)
+    return _answer(y, q.shape[1]), memory
 
 
-def _lesson(rule: Rule, params: Params, gate: tuple[Tensor, Tensor], u: Tensor, state: MemoryState) -> _Lesson:
-    """What the memories as they stood before the current chunk make of its tokens u."""
-    frozen = replace(state, weights=state.frozen)
-    asked = retrieve(rule, params, _for_all(u), frozen).unflatten(1, (len(MEMORIES), -1))
+def _lesson(rule: Rule, params: Params, gate: tuple[Tensor, Tensor], u: Tensor, frozen: tuple[Tensor, ...]) -> _Lesson:
+    """What the ``frozen`` memories, as they stood before the current chunk, make of its tokens u."""
+    asked = read_out(rule, params, _for_all(u), frozen).unflatten(1, (len(MEMORIES), -1))
     _, k, v, eta, alpha = asked.unbind(1)
-    target = retrieve(rule, params, _for_all(l2_normalise(v)), frozen)
+    target = read_out(rule, params, _for_all(l2_normalise(v)), frozen)
     eta, alpha = _gates(*gate, eta, alpha)
     return _Lesson(_for_all(l2_normalise(k)), target, _for_all(eta), _for_all(alpha))
 
@@ -322,8 +321,8 @@ def check_rule(name: str, rule: Rule) -> None:
     """Raise ValueError unless k, v, eta and alpha of the current token are all that the rule reads."""
     wrong = {
         "a window of more than one token": rule.window.size > 1,
-        type(rule.optimiser).__name__: type(rule.optimiser) not in (GradientDescent, DeltaGradientDescent),
-        type(rule.retention).__name__: type(rule.retention) is not Decay,
+        type(rule.optimiser).__name__: rule.optimiser.has_momentum or not has_chunks(rule),
+        type(rule.retention).__name__: rule.retention.settles or not rule.retention.gated,
         f"the delta of {type(rule.bias).__name__}": rule.bias.has_delta,
         "Exponential features": rule.features.endless,
     }

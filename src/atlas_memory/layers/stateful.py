@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..memory.state import State
+from ..mathematics.state import State
 
 FORMAT = "atlas-memory state, 1"
 

@@ -111,6 +111,19 @@ class AtlasConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         import_module(".modeling", __package__)  # a configuration by name may be followed by AutoModel
         self._check_unknown(kwargs)
+        self._check_sizes()
+        self._check_numbers()
+        if not isinstance(self.block, str) or self.block not in BLOCKS:
+            raise ValueError(f"block={self.block!r} is unknown; choose one of {', '.join(BLOCKS)}")
+        self._check_block()
+        if self.intermediate_size is None:
+            self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
+        rule = self.memory_rule()
+        self._check_hierarchy(rule)
+        self._check_rule(rule)
+        super().__post_init__(**kwargs)
+
+    def _check_sizes(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "conv_size"):
             _positive(name, getattr(self, name))
         for name in ("intermediate_size", "window", "chunk_size", "attention_window", "gate_rank"):
@@ -122,15 +135,17 @@ class AtlasConfig(PreTrainedConfig):
             self.continuum_periods = list(self.continuum_periods)
             for period in self.continuum_periods:
                 _positive("each of continuum_periods", period)
-        if isinstance(self.persistent_tokens, bool) or not isinstance(self.persistent_tokens, int):
-            raise ValueError(f"persistent_tokens must be a whole number, got {self.persistent_tokens!r}")
-        if self.persistent_tokens < 0:
-            raise ValueError(f"persistent_tokens must be at least 0, got {self.persistent_tokens}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} does not divide into num_attention_heads="
                 f"{self.num_attention_heads}; make it a multiple of it"
             )
+
+    def _check_numbers(self) -> None:
+        if isinstance(self.persistent_tokens, bool) or not isinstance(self.persistent_tokens, int):
+            raise ValueError(f"persistent_tokens must be a whole number, got {self.persistent_tokens!r}")
+        if self.persistent_tokens < 0:
+            raise ValueError(f"persistent_tokens must be at least 0, got {self.persistent_tokens}")
         for name in ("rms_norm_eps", "initializer_range"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -138,15 +153,6 @@ class AtlasConfig(PreTrainedConfig):
         for name in ("tie_word_embeddings", "use_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        if not isinstance(self.block, str) or self.block not in BLOCKS:
-            raise ValueError(f"block={self.block!r} is unknown; choose one of {', '.join(BLOCKS)}")
-        self._check_block()
-        if self.intermediate_size is None:
-            self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
-        rule = self.memory_rule()
-        self._check_hierarchy(rule)
-        self._check_rule(rule)
-        super().__post_init__(**kwargs)
 
     def _check_block(self) -> None:
         """Refuse options that the block does not read, and set the window of one that has a window."""

@@ -195,7 +195,9 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Give `generate` our cache where it would make one for keys and values."""
+        """Give `generate` our cache where it would make one for keys and values; and with a cache that has read more
+        than the mask covers, let it take the ids for new ones. Of a mask as long as the ids it would think that they
+        begin with what the cache has read; another length says otherwise, and the model reads the last ones only."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} is for keys and values; "
@@ -203,6 +205,12 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
             )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = AtlasCache(self.config.num_hidden_layers)
+        past, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        seen = 0 if past is None else past.get_seq_length()
+        if mask is not None and mask.shape[1] <= seen:
+            model_kwargs["attention_mask"] = nn.functional.pad(mask, (1, 0), value=1)
+        elif mask is None and getattr(generation_config, "_mask_length", -1) <= seen:  # it left out one of ones
+            generation_config._mask_length = -1
 
 
 def _mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, time: int) -> Tensor | None:

@@ -19,12 +19,13 @@ class Preset:
     about: str
 
 
-# What two cores can afford of any rule: a memory no wider than its head, one Newton-Schulz a chunk, in float32. Trained
-# on short windows, it must also read on past them: rules that fade to zero elsewhere fade to M_0 (`Decay.to_start`).
+# What two cores can afford of any rule: a memory no wider than its head, and one Newton-Schulz a chunk, until which
+# what waits for it is read too (0.1 bits a byte less: docs/learning.md). Trained on short windows, a memory must also
+# read on past them: rules that fade to zero elsewhere fade to M_0 (`Decay.to_start`).
 LAPTOP = {
     "network": {"expansion": 1},
     "retention": {"to_start": True},
-    "optimiser": {"every": None, "precise": False},
+    "optimiser": {"every": None, "shows": True},
 }
 
 

@@ -1,0 +1,14 @@
+"""How it is computed: forms that equal the definition (mathematics/definition.py), and what they cost.
+
+    chunkwise.py       chunk after chunk           incremental.py     token by token, for decoding
+    chunk.py           one chunk, matrix by matrix counterparts.py    which optimisers have a fast form, and theirs
+    parts.py           what a chunk is made of     grid.py            where tokens lie in chunks
+    lifting.py         phi of keys and queries     columns.py         matrices on phi*
+    errors.py, live.py errors that see the chunk   settling.py        retentions that settle
+    fast_weight.py     the primitive: one matrix over one chunk       schedules.py, bands.py   its scalars
+    muon_steps.py      the primitive of Muon       spaces.py          in which space;  horizon.py: S, a sum over tokens
+    fast_newton_schulz.py, gram_eigenvalues.py     O, by Gram matrices and by eigenvalues
+    compiling.py, compiler_passes.py               torch.compile      cost.py, work.py         bytes and multiply-adds
+
+The public names are in ``atlas_memory.memory``.
+"""

@@ -1,0 +1,132 @@
+"""Windows, decays and offsets as matrices and grids: what chunks are laid out with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EVERYTHING = slice(None)
+
+
+def band(gamma: Tensor, exists: Tensor | None = None) -> Tensor:
+    """Gamma[t, i] = gamma_i^(t): the gates as a banded matrix over the window tokens.
+
+    Args:
+        gamma: ``[..., b, c]``, entry j of row t weighs token t - j.
+        exists: ``[..., b + c - 1]`` bool, which window tokens there are (token i of column i + c - 1), or None for all.
+
+    Returns:
+        ``[..., b, b + c - 1]``; column t + c - 1 is token t itself.
+    """
+    b, c = gamma.shape[-2:]
+    oldest_first = gamma.flip(-1)
+    if exists is not None:
+        oldest_first = torch.where(exists.unfold(-1, c, 1), oldest_first, 0.0)
+    # Row t holds its c gates starting at column t: pad rows to b + c, and let reshaping skew them.
+    return F.pad(oldest_first, (0, b)).flatten(-2)[..., : b * (b + c - 1)].unflatten(-1, (b, b + c - 1))
+
+
+def decay_matrix(factor: Tensor, rows: slice = EVERYTHING, columns: slice = EVERYTHING) -> Tensor:
+    """D[t, n] = factor_{n+1} * ... * factor_t for n <= t, else 0: ``[..., b] -> [..., b, b]``; or some of its rows, or
+    some of its columns.
+
+    A running product along each: exact for any factor, zero included, where a ratio of cumulative products or a
+    logarithm is not; and so is its gradient.
+    """
+    b = factor.shape[-1]
+    return _Decay.apply(factor, rows.indices(b), columns.indices(b))
+
+
+Range = tuple[int, int, int]
+
+
+class _Decay(torch.autograd.Function):
+    """dD[t, n] / dfactor_m = D[t, m] D[m - 1, n]. PyTorch's own gradient of a running product looks for zeros: by
+    waiting for the numbers, or under a compiler by a dozen more passes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(factor: Tensor, rows: Range, columns: Range) -> Tensor:
+        return _running_products(factor, slice(*rows), slice(*columns))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Range, Range], output: Tensor) -> None:
+        factor, ctx.rows, ctx.columns = inputs
+        ctx.whole = output.shape[-2] == output.shape[-1]
+        ctx.save_for_backward(factor, output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        factor, output = ctx.saved_tensors
+        if ctx.columns[0] == factor.shape[-1] - 1:  # the last column has no factor in it
+            return torch.zeros_like(factor), None, None
+        d = output if ctx.whole else _running_products(factor, EVERYTHING, EVERYTHING)
+        through = g @ d[..., slice(*ctx.columns)].mT  # sum_n g[t, n] D[s, n]
+        return F.pad((d[..., slice(*ctx.rows), 1:] * through[..., :-1]).sum(-2), (1, 0)), None, None
+
+
+def _running_products(factor: Tensor, rows: slice, columns: slice) -> Tensor:
+    b = factor.shape[-1]
+    ones = torch.ones(b, b, dtype=torch.bool, device=factor.device)
+    if len(range(b)[rows]) < b:  # from the right along each
+        upto = ones.tril()[rows]
+        running = torch.where(upto, factor[..., None, :], 1.0).flip(-1).cumprod(-1).flip(-1)
+        return torch.where(upto, F.pad(running[..., 1:], (0, 1), value=1.0), 0.0)[..., columns]
+    running = torch.where(ones.tril(-1)[:, columns], factor[..., :, None], 1.0).cumprod(-2)
+    return running.tril() if running.shape[-1] == b else torch.where(ones.tril()[:, columns], running, 0.0)
+
+
+def overlapping(x: Tensor, width: int, step: int) -> Tensor:
+    """Stretches of ``width`` tokens that begin every ``step`` tokens: ``[..., time, dim] -> [..., n, width, dim]``,
+    with time = (n - 1) step + width."""
+    return _Overlapping.apply(x, width, step)
+
+
+class _Overlapping(torch.autograd.Function):
+    """PyTorch's own gradient of ``unfold`` goes number by number; this one adds one slice for each ``step`` in
+    ``width``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, width: int, step: int) -> Tensor:
+        return x.unfold(-2, width, step).mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
+        ctx.width, ctx.step = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        width, step, count = ctx.width, ctx.step, g.shape[-3]
+        shifts = -(-width // step)
+        total = g.new_zeros(*g.shape[:-3], count + shifts - 1, step, g.shape[-1])
+        for shift in range(shifts):
+            part = g[..., shift * step : (shift + 1) * step, :]
+            total[..., shift : shift + count, : part.shape[-2], :] += part
+        return total.flatten(-3, -2)[..., : (count - 1) * step + width, :], None, None
+
+
+def shift_right(x: Tensor, by: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    """Place each row of ``x`` ``[batch, ..., time, dim]`` at its offset ``by`` ``[batch]`` in a grid of ``length``.
+
+    Returns:
+        the grid ``[batch, ..., length, dim]`` and which slots come from ``x``, bool ``[batch or 1, length]``.
+    """
+    time = x.shape[-2]
+    slots = torch.arange(length, device=x.device)
+    if by is None:  # padding by nothing would copy
+        return x if length == time else F.pad(x, (0, 0, 0, length - time)), (slots < time)[None]
+    source = slots - by[:, None]
+    inside = (source >= 0) & (source < time)
+    return take(x, source.clamp(0, max(time - 1, 0))), inside
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Gather along time by indices a row ``[batch, n]``: ``[batch, ..., time, dim] -> [batch, ..., n, dim]``."""
+    shape = (index.shape[0],) + (1,) * (x.dim() - 3) + (index.shape[1], 1)
+    return x.gather(-2, index.view(shape).expand(*x.shape[:-2], -1, x.shape[-1]))

@@ -1,0 +1,261 @@
+"""The fast form: exact, chunk by chunk, with nothing materialised per token that a kernel can replace.
+
+Within a chunk all gradients are taken at the memory frozen at its start, but for what the errors see of the chunk's own
+writes to the last matrix (live.py), so every token's (f_i, delta_i) comes from one batched pass and one triangular
+system, and reading at every t is the primitive of fast_weight.py, matrix after matrix. Between chunks it is a
+recurrence. Computes the same function as definition.py (ATLAS sections 3.3 and 5.1) at any split of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..kernels import dispatch
+from ..mathematics.gates import CompleteGates, Gates
+from ..mathematics.precision import Broken, cast, check_inputs, compute, kept_dtype, working_dtype
+from ..mathematics.rules import Params, Rule
+from ..mathematics.state import MemoryState, initial_state
+from .bands import band, overlapping, take
+from .chunk import DEFAULT, read_chunk
+from .columns import OnKeys
+from .compiling import compiled_for_rule, laid_out
+from .counterparts import has_chunks
+from .grid import Grid, tokens_before
+from .horizon import Recent
+from .incremental import read_tokens
+from .muon_steps import takes_token_space
+from .parts import Chunk, Held
+from .spaces import Spaces
+
+GROUP = 64
+"""Chunks that are laid out at a time: what is as long as the sequence stays proportional to it, not to b times it."""
+
+
+def chunkwise(
+    rule: Rule,
+    params: Params,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState | None = None,
+    *,
+    recompute: int | None = None,
+    compiled: bool = False,
+    spaces: Spaces = DEFAULT,
+) -> tuple[Tensor, MemoryState]:
+    """The outputs y_t = M_t(phi(q_t)) and the state after the last token; arguments as for ``recurrent``, and three
+    that change how the same numbers are computed:
+
+    Args:
+        recompute: keep for the backward pass only the memory at the start of every so many chunks, and compute what
+            lies between a second time: a third more work, activations of one group of chunks at a time. None:
+            keep everything.
+        compiled: have ``torch.compile`` make one kernel sequence of a chunk; it needs a C++ compiler (on a GPU, Triton)
+            and half a minute at the first call. Inside a ``torch.compile`` of yours it changes nothing.
+        spaces: how Muon orthogonalises; by default as is cheapest.
+
+    Raises:
+        ValueError: as ``recurrent``; ``recompute`` below 1.
+
+    FLOPs a token and matrix (m x F), N = b + c - 1: about 8 m F for reads and writes at the chunk's ends and
+    4 N (m + d) inside for gradient descent and momentum; Muon adds about 40 m^3 / every in output space.
+    """
+    if recompute is not None and recompute < 1:
+        raise ValueError(f"recompute must be a number of chunks >= 1 or None, got {recompute!r}")
+    return compute(partial(_chunkwise, recompute, compiled, spaces), rule, params, q, k, v, gates, state)
+
+
+def _chunkwise(
+    recompute: int | None,
+    compiled: bool,
+    spaces: Spaces,
+    rule: Rule,
+    params: Params,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState | None,
+) -> tuple[Tensor, MemoryState]:
+    """Group of chunks after group of chunks."""
+    if q.shape[-2] == 0:
+        return q.new_zeros(q.shape), initial_state(rule, params.initial, k) if state is None else state
+    gate = gates.complete(q, rule.window.size)
+    by_kernel = gates.length is None and dispatch.supports(rule, q.device.type, q.dtype, q.shape, gate)
+    if by_kernel and (state is None or not (state.seen % rule.window.chunk).any()):  # it begins where a chunk begins
+        from ..kernels.chunk import chunk_recurrence
+
+        return chunk_recurrence(rule, q, k, v, gate, state or initial_state(rule, params.initial, k))
+    tokens, length = _tokens(rule, q, k, v, gates), gates.length
+    read = partial(_read_group, rule, compiled, spaces)
+    if recompute is not None and torch.is_grad_enabled():
+        read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
+    width = (recompute or GROUP) * rule.window.chunk
+    params, reading = begin(rule, params, q[:, :, :0], state, spaces)
+    outputs = []
+    for i, group in enumerate(zip(*(x.split(width, 2) for x in tokens), strict=True)):
+        left = None if length is None else (length - i * width).clamp(0, width)
+        y, reading = read(params, group, left, reading)
+        outputs.append(y)
+    return torch.cat(outputs, 2), end(reading, q)
+
+
+class Reading(NamedTuple):
+    """A memory between two groups of chunks of one call.
+
+    Attributes:
+        state: in the working precision; without the momentum that ``recent`` has.
+        recent: see ``Held``, one a matrix.
+        phase: ``[batch]``, how many tokens of its chunk each row had read when the call began; None: none. Groups being
+            whole chunks, it is the same before each.
+        together: whether all rows stand at the start of a chunk, where the frozen memory is the present one.
+    """
+
+    state: MemoryState
+    recent: tuple[Recent | None, ...]
+    phase: Tensor | None
+    together: bool
+
+
+def begin(
+    rule: Rule, params: Params, q: Tensor, state: MemoryState | None, spaces: Spaces = DEFAULT
+) -> tuple[Params, Reading]:
+    """Begin to read a sequence of which only a group of chunks is at hand at a time: what ``read_on`` goes on from.
+
+    Args:
+        q: ``[batch, heads, 0, dim]``, for its sizes, dtype and device; the rest as for ``chunkwise``.
+    """
+    check_inputs(rule, params, q, q, q, Gates(q[..., 0]), state)
+    up = cast(working_dtype(rule, q))
+    params = params.map(up)
+    if state is not None:
+        return params, Reading(state.map(up), (None,) * len(state.matrices), state.seen % rule.window.chunk, False)
+    recent = tuple(Recent() if takes_token_space(rule, *shape, spaces) else None for shape in rule.shapes(q.shape[-1]))
+    return params, Reading(initial_state(rule, params.initial, up(q)), recent, None, True)
+
+
+def read_on(
+    rule: Rule, compiled: bool, params: Params, reading: Reading, q: Tensor, k: Tensor, v: Tensor, gates: Gates
+) -> tuple[Tensor, Reading]:
+    """Read the next whole chunks, or the last tokens: y and what to go on from. ``params`` are those of ``begin``."""
+    up = cast(working_dtype(rule, q))
+    with torch.autocast(q.device.type, enabled=False):
+        broken = Broken.among(k, v, gates)
+        k, v, gates = broken.taken_out(k), broken.taken_out(v), gates.map(broken.taken_out)
+        tokens = _tokens(rule, up(q), up(k), up(v), gates.map(up))
+        y, reading = _read_group(rule, compiled, DEFAULT, params, tokens, gates.length, reading)
+    return broken.outputs(y).to(q.dtype), reading._replace(state=reading.state.map(broken.state))
+
+
+def end(reading: Reading, q: Tensor) -> MemoryState:
+    """The state after the last token, for inputs like ``q``."""
+    pairs = zip(reading.state.matrices, reading.recent, strict=True)
+    matrices = tuple(m if r is None else replace(m, sums=r.added_to(m.sums)) for m, r in pairs)
+    return replace(reading.state, matrices=matrices).map(cast(kept_dtype(q)))
+
+
+def _tokens(rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, ...]:
+    """q, k, v and the gates alpha, theta, eta, gamma."""
+    gate = gates.complete(q, rule.window.size)
+    v = torch.cat([v, gate.delta[..., None]], -1) if rule.bias.has_delta else v
+    return q, k, v, gate.alpha, gate.theta, gate.eta, gate.gamma
+
+
+def _read_group(
+    rule: Rule,
+    compiled: bool,
+    spaces: Spaces,
+    params: Params,
+    tokens: tuple[Tensor, ...],
+    length: Tensor | None,
+    reading: Reading,
+) -> tuple[Tensor, Reading]:
+    """The tokens of a few chunks, see ``_tokens``: y, and what to go on from."""
+    q, k, v, alpha, theta, eta, gamma = tokens
+    if not has_chunks(rule):
+        gate = CompleteGates(eta, alpha, theta, gamma, theta)  # v has the gate delta
+        y, state = read_tokens(rule, params, q, k, v, gate, length, reading.state)
+        return y, reading._replace(state=state)
+    state, phase, chunk = reading.state, reading.phase, rule.window.chunk
+    grid = Grid(chunk, q.shape[-2], phase, length)
+    keys = OnKeys.of(rule, state, k, grid) if rule.features.endless else None
+    held = zip(state.matrices, reading.recent, strict=True)
+    memory = tuple(Held.of(m, reading.together, recent) for m, recent in held)
+    memory = memory if keys is None else keys.widen(memory)
+    first = state.seen if phase is None else state.seen - phase
+    outputs = []
+    for j, inputs in enumerate(_chunks(rule, tokens, state, grid, first)):
+        filled, columns = grid.filled(j), None if keys is None else keys.columns(j)
+        own = compiled and filled is True and columns is None and not torch.compiler.is_compiling()
+        form = compiled_for_rule(read_chunk, rule, q.device.type) if own else read_chunk
+        inputs = Chunk(*map(laid_out, inputs)) if own else inputs
+        y, memory = form(rule, params, memory, inputs, first + j * chunk, filled, columns, spaces)
+        if keys is not None and columns is not None:
+            memory = keys.forget(memory, columns, filled)
+        if phase is not None and j < 2:
+            memory = tuple(h.as_tokens(filled, known=j == 1) for h in memory)
+        outputs.append(y)
+    read = torch.full_like(state.seen, grid.time) if length is None else length
+    in_matrices = phase is not None  # then the next group begins within a chunk
+    matrices = tuple(h.matrix(in_matrices) for h in memory)
+    end = MemoryState(matrices, *_past(rule, state, k, v, length), state.keys, state.seen + read)
+    recent = tuple(None if in_matrices else h.recent for h in memory)
+    # A memory that reads from its start stands at the start of a chunk in every group; one with rows that ended stays.
+    together = reading.together and length is None
+    end = end if keys is None else keys.narrow(end, read)
+    return grid.back(torch.cat(outputs, -2)), Reading(end, recent, phase, together)
+
+
+def _chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Grid, first: Tensor) -> Iterator[Chunk]:
+    """The tokens laid out, chunk by chunk."""
+    q, k, v, alpha, theta, eta, gamma = tokens
+    size, chunk, count, reach = rule.window.size, grid.chunk, grid.count, tokens_before(rule.window)
+    spare = reach - (size - 1)
+    past_k, past_v = (
+        torch.cat([past.new_zeros(*past.shape[:-2], spare, past.shape[-1]), past, new], -2)
+        for past, new in ((state.k, k), (state.v, v))
+    )
+    inside = grid.inside(q.device)
+
+    def on_grid(values: Tensor, neutral: float) -> Tensor:
+        laid, channels = grid.lay(values[..., None] if values.dim() == 3 else values), values.dim() == 4
+        laid = torch.where(inside[:, None, :, None], laid, neutral)
+        return (laid if channels else laid[..., 0]).unflatten(2, (count, chunk))
+
+    alpha = on_grid(alpha if rule.retention.gated else torch.ones_like(theta), 1.0)
+    theta, eta, gamma = on_grid(theta, 1.0), on_grid(eta, 0.0), on_grid(gamma, 0.0)
+    windows = gamma[..., 0]
+    if size > 1:  # tokens before the sequence's first are not in any window
+        exists = grid.inside(q.device, reach)
+        exists = exists & (first[:, None] + torch.arange(exists.shape[1], device=q.device) >= reach)
+        windows = band(F.pad(gamma, (0, spare)), exists.unfold(-1, chunk + reach, chunk)[:, None])
+    k_windows, v_windows = (overlapping(grid.lay(x, reach), chunk + reach, chunk) for x in (past_k, past_v))
+    # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
+    each = zip(
+        torch.cat([k_windows, grid.chunks(q)], -2).unbind(2),
+        v_windows.unbind(2),
+        *(x.unbind(2) for x in (windows, alpha, theta, eta)),
+        inside.unflatten(-1, (count, chunk))[:, None].unbind(2),
+        strict=True,
+    )
+    return (Chunk(*inputs) for inputs in each)
+
+
+def _past(rule: Rule, state: MemoryState, k: Tensor, v: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The last c - 1 keys and values."""
+    both = (torch.cat([past, new], -2) for past, new in ((state.k, k), (state.v, v)))
+    if length is None:
+        k, v = (x[..., k.shape[-2] :, :].clone() for x in both)
+    else:
+        last = length[:, None] + torch.arange(rule.window.size - 1, device=k.device)
+        k, v = (take(x, last) for x in both)
+    return k, v

@@ -1,0 +1,60 @@
+"""The one table of fast counterparts: how the steps that an inner optimiser makes over a chunk are read and what they
+leave. A rule whose optimiser is not in it, or whose retention keeps in a way of its own, goes token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..mathematics.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon
+from ..mathematics.retention import LinearRetention, NonLinearRetention
+from ..mathematics.rules import Rule
+from .fast_weight import Steps, Tokens, identity_steps, last_momentum
+from .horizon import Recent
+from .muon_steps import muon_steps, muon_sums
+from .parts import Part
+from .work import Count, Work, muon_work, plain_work
+
+Sums = tuple[Tensor, ...]
+
+
+class Counterpart(NamedTuple):
+    """Of one inner optimiser: its steps over a chunk, the sums after it, and what the steps take."""
+
+    steps: Callable[[Part, Tokens], Steps]
+    sums: Callable[[Part, Tokens], tuple[Sums, Recent | None]]
+    work: Callable[[Work], Count]
+
+
+def plain_steps(part: Part, tokens: Tokens) -> Steps:
+    """Of gradient descent, the delta step and momentum."""
+    sums = part.held.sums
+    return identity_steps(part.from_home, sums[0] if sums else None, tokens, part.plan)
+
+
+def plain_sums(part: Part, tokens: Tokens) -> tuple[Sums, None]:
+    """S, where there is one."""
+    return tuple(last_momentum(s, tokens, part.plan) for s in part.held.sums), None
+
+
+PLAIN = Counterpart(plain_steps, plain_sums, plain_work)
+
+COUNTERPARTS: dict[type, Counterpart] = {
+    GradientDescent: PLAIN,
+    DeltaGradientDescent: PLAIN,
+    Momentum: PLAIN,
+    Muon: Counterpart(muon_steps, muon_sums, muon_work),
+}
+
+
+def counterpart(rule: Rule) -> Counterpart:
+    """Of the optimiser of a rule that ``has_chunks``."""
+    return COUNTERPARTS[type(rule.optimiser)]
+
+
+def has_chunks(rule: Rule) -> bool:
+    """Whether a chunk can be read at once."""
+    keep = type(rule.retention).keep
+    return type(rule.optimiser) in COUNTERPARTS and keep in (LinearRetention.keep, NonLinearRetention.keep)

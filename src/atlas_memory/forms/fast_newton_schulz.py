@@ -1,0 +1,290 @@
+"""Newton-Schulz (orthogonal.py), fast: the same functions with two faces.
+
+``newton_schulz`` and ``saturated`` work on S itself. ``gram_polynomial`` works on the Gram matrix G = S S^T and gives Q
+with NS(S) = Q S, so that S need never exist: G, S and Q S are all reachable through kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mathematics.orthogonal import COEFFICIENTS, CONVERGENT, reciprocal_or_zero
+from .gram_eigenvalues import by_eigenvalues, eigenvalues_pay, gradient_by_eigenvalues
+
+Coefficients = tuple[float, float, float]
+
+
+def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
+    """Orthogonalise ``matrix`` ``[..., rows, columns]``; same shape and dtype. ``schulz_cost`` has its multiply-adds.
+
+    Where one side is more than twice the other, few of the products are with the long side: two steps on the Gram
+    matrix, then the product with X and, from it, a new Gram matrix, at most three steps from there, and so on.
+    """
+    scale = matrix.detach().abs().amax((-2, -1), keepdim=True)
+    x = matrix * reciprocal_or_zero(scale)
+    # After the scaling |x|_F >= 1 unless the matrix is zero; the clamp only keeps zero at zero.
+    x = x * x.square().sum((-2, -1), keepdim=True).clamp_min(0.25).rsqrt()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = _in_blocks(partial(_orthogonalise, steps=steps), x.reshape(-1, *x.shape[-2:]))
+    x = x.mT if tall else x
+    return x.reshape(matrix.shape)
+
+
+def saturated(matrix: Tensor, steps: int = 5) -> Tensor:
+    """``saturate`` of ``matrix`` ``[..., rows, columns]``, by the Gram matrix of its shorter side."""
+    size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(1.0)
+    x, tall = matrix / size, matrix.shape[-2] > matrix.shape[-1]
+    x = x.mT if tall else x
+    moved = gram_polynomial(x @ x.mT, steps, symmetric=True, floor=size.square().reciprocal()) @ x
+    return moved.mT if tall else moved
+
+
+def gram_polynomial(
+    gram: Tensor,
+    steps: int = 5,
+    symmetric: bool = False,
+    floor: Tensor | None = None,
+    eigenvalues: bool | None = None,
+) -> Tensor:
+    """Q with NS(S) = Q S, from ``gram`` = S S^T ``[..., m, m]``; same shape and dtype. (4 steps - 3) m^3 multiply-adds.
+
+    Q is a polynomial in the Gram matrix, and so of use wherever (S S^T)^j S can be written with the powers of a small
+    matrix, symmetric or not: S = A B^T over n tokens has (S S^T)^j S = A (B^T B A^T A)^j B^T, so that
+    ``gram_polynomial(B^T B A^T A)`` ``[..., n, n]`` is a Y with NS(S) = A Y B^T. The trace must be that of S S^T.
+
+    The caller scales S so that the trace of ``gram`` neither over- nor underflows. A Gram matrix squares the condition
+    number, and Newton-Schulz amplifies small directions: give it float64 where the result must hold to float32. A
+    restart, as ``newton_schulz`` makes one, mends nothing here. It recovers what rounding did to the Gram matrix when
+    there is an X, of the Gram matrix's root condition, to compute it from again; where S is never formed, Q G Q^T has
+    the errors of the G it began with.
+
+    ``symmetric``: promises that ``gram`` is. The backward pass then has three products for the general four; one or
+    two cores go by eigenvalues in float64 (gram_eigenvalues.py; ``eigenvalues``: always or never), and a GPU may take a
+    kernel (docs/kernels.md).
+
+    ``floor`` ``[..., 1, 1]``, f > 0: Q S is then (S S^T + f I)^(-1/2) S, as ``saturate`` has it for f = 1: what is
+    worked on is (G + f I) / (tr G + f), with ``CONVERGENT`` coefficients.
+    """
+    if symmetric and gram.is_cuda:
+        from ..kernels.dispatch import supports_gram
+
+        if supports_gram(gram.device.type, gram.dtype, gram.shape[-1]):
+            from ..kernels.gram_newton_schulz import gram_newton_schulz
+
+            return gram_newton_schulz(gram, steps, floor)
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    coefficients = COEFFICIENTS
+    if floor is not None:
+        trace, coefficients = trace + floor, CONVERGENT
+        gram = gram + floor * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    tiny = torch.finfo(gram.dtype).tiny
+    scale = torch.where(trace > tiny, trace.clamp_min(tiny).rsqrt(), 0.0)
+    unit = (gram * reciprocal_or_zero(trace)).reshape(-1, *gram.shape[-2:])
+    way = _symmetric_product if symmetric else _product
+    go = eigenvalues_pay(gram) if eigenvalues is None else eigenvalues
+    way = _by_eigenvalues if symmetric and go else way
+    function = partial(way, steps=steps, coefficients=coefficients)
+    return scale * _in_blocks(function, unit).view(gram.shape)
+
+
+CACHED = 2**18
+"""Bytes of matrices that are worked on together on a CPU: what comes between stays in cache."""
+
+
+def _in_blocks(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+    """``function`` of matrices ``[n, rows, columns]``, each for itself, a few at a time."""
+    size = max(1, CACHED // max(1, matrices[0].numel() * matrices.element_size())) if len(matrices) else 1
+    if len(matrices) <= size or matrices.device.type != "cpu" or torch.compiler.is_compiling():
+        return function(matrices)
+    return torch.cat([function(part) for part in matrices.split(size)])
+
+
+def _orthogonalise(x: Tensor, steps: int) -> Tensor:
+    """The iteration on X ``[n, short, long]`` of norm 1."""
+    for count in _between_restarts(x.shape[-2], x.shape[-1], steps):
+        x = _symmetric_product(x @ x.mT, count, COEFFICIENTS) @ x if count > 1 else _Step.apply(x)[0]
+    return x
+
+
+def _step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """a X + b G X + c G^2 X with G = X X^T; also G, and b G + c G^2."""
+    a, b, c = COEFFICIENTS
+    gram = x @ x.mT
+    z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    return torch.baddbmm(x, z, x, beta=a), gram, z
+
+
+class _Step(torch.autograd.Function):
+    """``_step``, with four products in the backward pass for autograd's six: Gram matrices are symmetric, and only the
+    symmetric part of their gradient counts."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _step(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.save_for_backward(inputs[0], *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, *none: None) -> Tensor | None:
+        if g is None:
+            return None
+        a, b, c = COEFFICIENTS
+        x, gram, z = ctx.saved_tensors
+        if _differentiable():
+            return torch.autograd.grad(_step(x)[0], x, g, create_graph=True)[0]
+        to_z = _twice_symmetric_part(g @ x.mT)
+        to_gram = torch.baddbmm(to_z, to_z, gram, beta=0.5 * b, alpha=c)
+        return torch.baddbmm(g, z, g, beta=a).baddbmm_(_twice_symmetric_part(to_gram), x)
+
+
+def _product(gram: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
+    """Q with X_steps = Q X_0, from X_0 X_0^T ``[n, m, m]``."""
+    return _products(gram, steps, coefficients)[0]
+
+
+def _products(gram: Tensor, steps: int, coefficients: Coefficients) -> tuple[Tensor, ...]:
+    """Q; and of every step the power X X^T, of every step the factor Z, and Q after each step between the first, where
+    it is Z, and the last."""
+    a, b, c = coefficients
+    diagonal = a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    powers = [gram]
+    factors: list[Tensor] = []
+    products: list[Tensor] = []
+    for step in range(steps):
+        power = powers[-1]
+        z = torch.add(diagonal, power, alpha=b).baddbmm_(power, power, alpha=c)
+        factors.append(z)
+        products.append(z @ products[-1] if products else z)
+        if step + 1 < steps:
+            powers.append(z @ power @ z)
+    return products[-1], *powers, *factors, *products[1:-1]
+
+
+def _symmetric_product(gram: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
+    if steps == 1:
+        return _product(gram, steps, coefficients)
+    return _SymmetricProduct.apply(gram, steps, coefficients)[0]
+
+
+class _SymmetricProduct(torch.autograd.Function):
+    """``_product`` of symmetric matrices. All powers, Z and Q are symmetric and commute, and only the symmetric part of
+    a gradient counts: six products a step in the backward pass for autograd's eight."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gram: Tensor, steps: int, coefficients: Coefficients) -> tuple[Tensor, ...]:
+        q, _, *others = _products(gram, steps, coefficients)
+        return q, *others
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, Coefficients], output: tuple[Tensor, ...]) -> None:
+        ctx.steps, ctx.coefficients = inputs[1:]
+        ctx.save_for_backward(inputs[0], *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, to_q: Tensor | None, *none: None) -> tuple[Tensor | None, None, None]:
+        if to_q is None:
+            return None, None, None
+        _, b, c = ctx.coefficients
+        steps, saved = ctx.steps, ctx.saved_tensors
+        if _differentiable():
+            again = _product(saved[0], steps, ctx.coefficients)
+            return torch.autograd.grad(again, saved[0], to_q, create_graph=True)[0], None, None
+        powers, factors = saved[:steps], saved[steps : 2 * steps]
+        products = factors[0], *saved[2 * steps :]
+        to_power = torch.zeros((), dtype=to_q.dtype, device=to_q.device)
+        for step in range(steps - 1, -1, -1):
+            power, z, last = powers[step], factors[step], step + 1 == steps
+            to_z = to_q @ products[step - 1] if step > 0 else to_q
+            to_q = z @ to_q if step > 0 else to_q
+            # power' = z power z. What goes to z and to powers is twice its symmetric part, and halved where it goes on.
+            through = to_power if last else to_power @ z
+            to_z = _twice_symmetric_part(to_z if last else torch.baddbmm(to_z, through, power))
+            to_power = torch.baddbmm(to_z, to_z, power, beta=0.5 * b, alpha=c)
+            to_power = _twice_symmetric_part(to_power if last else to_power.baddbmm_(z, through, alpha=0.5))
+        return 0.5 * to_power, None, None
+
+
+def _by_eigenvalues(gram: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
+    return _ByEigenvalues.apply(gram, steps, coefficients)[0]
+
+
+class _ByEigenvalues(torch.autograd.Function):
+    """``_product`` of symmetric matrices through their eigenvalues."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gram: Tensor, steps: int, coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
+        return by_eigenvalues(gram, steps, coefficients)
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, int, Coefficients], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        ctx.steps, ctx.coefficients = inputs[1:]
+        ctx.save_for_backward(inputs[0], *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, to_q: Tensor | None, *none: None) -> tuple[Tensor | None, None, None]:
+        if to_q is None:
+            return None, None, None
+        gram, vectors, values = ctx.saved_tensors
+        if _differentiable():
+            again = _product(gram, ctx.steps, ctx.coefficients)
+            return torch.autograd.grad(again, gram, to_q, create_graph=True)[0], None, None
+        return gradient_by_eigenvalues(to_q, vectors, values, ctx.steps, ctx.coefficients), None, None
+
+
+def _differentiable() -> bool:
+    """Whether a backward pass must be differentiable itself, for which what it saved lacks its history. No compiler
+    makes second derivatives."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _twice_symmetric_part(x: Tensor) -> Tensor:
+    return x + x.mT
+
+
+def _between_restarts(short: int, long: int, steps: int) -> list[int]:
+    """How many of ``steps`` to take on each Gram matrix of a short x long X."""
+    if long <= 2 * short:
+        return [1] * steps
+    counts = [min(2, steps)]
+    while sum(counts) < steps:
+        counts.append(min(3, steps - sum(counts)))
+    return counts
+
+
+def schulz_cost(rows: int, columns: int, steps: int) -> int:
+    """Multiply-adds of ``newton_schulz`` on one matrix."""
+    short, long = sorted((rows, columns))
+    return sum(2 * short**2 * long + gram_cost(short, count) for count in _between_restarts(short, long, steps))
+
+
+def saturated_cost(rows: int, columns: int, steps: int) -> int:
+    """Multiply-adds of ``saturated`` on one matrix."""
+    short, long = sorted((rows, columns))
+    return 2 * short**2 * long + gram_cost(short, steps)
+
+
+def gram_cost(m: int, steps: int) -> int:
+    """Multiply-adds of ``gram_polynomial`` on one matrix."""
+    return (4 * steps - 3) * m**3

@@ -1,0 +1,245 @@
+"""The decoder: the definition for one or a few tokens from a state, as fast as a token can be read alone.
+
+What differs from definition.py: gradients in closed form, sum_i gamma_i delta_i f_i^T for every matrix; rows at any
+phase and of any length together; the fast Newton-Schulz.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..mathematics.gates import CompleteGates, Gates, pick
+from ..mathematics.networks import Apply, Trace
+from ..mathematics.precision import compute
+from ..mathematics.retention import Old
+from ..mathematics.rules import Params, Rule
+from ..mathematics.state import Matrix, MemoryState, initial_state
+from ..mathematics.step import At
+from .fast_newton_schulz import newton_schulz, saturated
+
+
+def incremental(
+    rule: Rule,
+    params: Params,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState | None = None,
+) -> tuple[Tensor, MemoryState]:
+    """Arguments and result as for ``recurrent``. Its work a token depends on the window c but neither on the chunk b
+    nor on how much was read (``Exponential`` features apart)."""
+    return compute(_by_token, rule, params, q, k, v, gates, state)
+
+
+def retrieve(rule: Rule, params: Params, q: Tensor, state: MemoryState) -> Tensor:
+    """M(phi(q)) at the memory as it is now, without writing; q and the result ``[batch, heads, time, dim]``."""
+    return read_out(rule, params, q, state.shown(rule), state.keys)
+
+
+def read_out(rule: Rule, params: Params, q: Tensor, weights: tuple[Tensor, ...], keys: Tensor | None = None) -> Tensor:
+    """As ``retrieve``, at the memory with these ``weights``; ``keys`` of the columns on phi*."""
+    work = torch.promote_types(q.dtype, torch.float32)
+    params, keys = params.map(lambda t: t.to(work)), (q[..., :0, :] if keys is None else keys).to(work)
+    with torch.autocast(q.device.type, enabled=False):
+        apply = _applier(rule, params, tuple(w.to(work) for w in weights), keys)
+        return rule.network.forward(apply, q.to(work), params.norm).to(q.dtype)
+
+
+def _by_token(
+    rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None
+) -> tuple[Tensor, MemoryState]:
+    gate = gates.complete(q, rule.window.size)
+    v = torch.cat([v, gate.delta[..., None]], -1) if rule.bias.has_delta else v
+    state = initial_state(rule, params.initial, k) if state is None else state
+    return read_tokens(rule, params, q, k, v, gate, gates.length, state)
+
+
+def read_tokens(
+    rule: Rule,
+    params: Params,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: CompleteGates,
+    length: Tensor | None,
+    state: MemoryState,
+) -> tuple[Tensor, MemoryState]:
+    """Token after token, for inputs that have been checked and are in the working precision; v carries delta."""
+    outputs = [q[..., :0, :]]
+    for t in range(q.shape[-2]):
+        real = None if length is None else t < length
+        q_t, k_t, v_t = (x[..., t : t + 1, :] for x in (q, k, v))
+        y, state = _read_token(rule, params, q_t, k_t, v_t, gates.at(t), real, state)
+        outputs.append(y)
+    return torch.cat(outputs, -2), state
+
+
+def _read_token(
+    rule: Rule,
+    params: Params,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: CompleteGates,
+    real: Tensor | None,
+    state: MemoryState,
+) -> tuple[Tensor, MemoryState]:
+    """One token ``[batch, heads, 1, dim]``, which is there for the rows where ``real``, None for all."""
+    (first, follows), (last, due) = (
+        [(state.seen + n) % m == 0 for m in (rule.window.chunk, rule.every)] for n in (0, 1)
+    )
+    when = _When(first, last, follows, due, True if real is None else real, last if real is None else real & last)
+    if rule.features.endless:
+        state = _with_column(rule, real, k, state)
+    lesson = _lesson(rule, params, torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), gate, state)
+    written = [_written(rule, params, i, m, lesson, gate, when, state.keys) for i, m in enumerate(state.matrices)]
+    matrices, after = zip(*written, strict=True)
+    read = after if rule.window.read == "after" else state.frozen
+    read = state.shown(rule) if rule.window.read == "before" else read
+    y = rule.network.forward(_applier(rule, params, read, state.keys), q, params.norm)
+    past = (lesson.k[..., 1:, :], lesson.v[..., 1:, :])
+    past_k, past_v = (pick(when.exists, a, b) for a, b in zip(past, (state.k, state.v), strict=True))
+    end = MemoryState(matrices, past_k, past_v, state.keys, state.seen + (1 if real is None else real))
+    return y, _forget(rule, end, when.ends)
+
+
+class _When(NamedTuple):
+    """Of the token, ``[batch]`` each: whether it is its chunk's first or last, and whether it follows a step or one is
+    due after it; whether it is there, True for all; and whether it is there and ends its chunk."""
+
+    first: Tensor
+    last: Tensor
+    follows: Tensor
+    due: Tensor
+    exists: Tensor | bool
+    ends: Tensor
+
+
+class _Lesson(NamedTuple):
+    """What a token has the memory learn: keys and values of its window; the pass at M_f; the errors at what every
+    matrix puts out, times gamma, ``[batch, heads, c, rows]``; the sizes that bound its steps, ``[batch, heads]``, None
+    where they are not bounded; and gamma ``[batch, heads, c]``, the oldest first."""
+
+    k: Tensor
+    v: Tensor
+    at_frozen: Trace
+    deltas: tuple[Tensor, ...]
+    sizes: tuple[Tensor | None, ...]
+    gamma: Tensor
+
+
+def _lesson(rule: Rule, params: Params, k: Tensor, v: Tensor, gate: CompleteGates, state: MemoryState) -> _Lesson:
+    network, frozen = rule.network, state.frozen
+    age = torch.arange(rule.window.size - 1, -1, -1, device=k.device)  # of the window tokens, the oldest first
+    gamma = torch.where((age <= state.seen[:, None])[:, None], gate.gamma.flip(-1), 0.0)
+    at_frozen = network.trace(_applier(rule, params, frozen, state.keys), k, params.norm)
+    error = network.body_error(at_frozen, rule.bias.derivative(at_frozen.prediction, v), params.norm)
+    sizes: tuple[Tensor | None, ...] = (None,) * len(frozen)
+    if rule.live or rule.optimiser.bounded:
+        response = rule.response(at_frozen, v, params)
+        if rule.live:
+            error = error + response[..., None] * _moved(rule, params, at_frozen, state)
+        if rule.optimiser.bounded:
+            whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
+            sizes = tuple((whole * x).sum(-1) for x in rule.sizes(frozen, at_frozen, response, params))
+    return _Lesson(k, v, at_frozen, network.back(frozen, at_frozen, gamma[..., None] * error), sizes, gamma)
+
+
+def _written(
+    rule: Rule,
+    params: Params,
+    i: int,
+    old: Matrix,
+    lesson: _Lesson,
+    gate: CompleteGates,
+    when: _When,
+    keys: Tensor,
+) -> tuple[Matrix, Tensor]:
+    """Matrix i after the token, and what it answers with."""
+    optimiser, u = rule.optimiser, lesson.at_frozen.inputs[i]
+    rates = optimiser.rates(gate.theta, gate.eta, lesson.sizes[i], rule.every, rule.window.chunk)
+    alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
+
+    def under(w: Tensor) -> Tensor:
+        now = u[..., -1:, :]
+        return _outer(rule, params, i, _apply(rule, params, i, w, now, keys), now, w)
+
+    if rule.every > 1:
+        rates = rates._replace(theta=pick(when.follows, rates.theta, torch.ones_like(rates.theta)))
+    at = At(*rates, alpha, lesson.gamma[..., -1], under, newton_schulz, saturated)
+    g = _outer(rule, params, i, lesson.deltas[i], u, old.frozen)
+    sums, step = optimiser.step(old.sums, old.weights, g, at)
+    step = step if rule.every == 1 else pick(when.due, step, torch.zeros_like(step))
+    initial = params.initial[i]
+    before = Old(old.weights, old.frozen, old.dual, initial, *rule.home(i, initial))
+    kept = rule.retention.keep(before, step, alpha, when.first, when.last)
+    shown = optimiser.shown(sums, kept.weights, when.due)
+    if optimiser.turns:
+        sums = tuple(pick(when.last, a, b) for a, b in zip(optimiser.turn(sums), sums, strict=True))
+    after = Matrix(
+        weights=pick(when.exists, kept.weights, old.weights),
+        frozen=pick(when.ends, kept.settled, old.frozen),
+        sums=tuple(pick(when.exists, a, b) for a, b in zip(sums, old.sums, strict=True)),
+        dual=None if old.dual is None or kept.dual is None else pick(when.exists, kept.dual, old.dual),
+    )
+    return after, shown
+
+
+def _moved(rule: Rule, params: Params, at_frozen: Trace, state: MemoryState) -> Tensor:
+    """What the chunk has changed so far of what the last matrix answers to the window's keys."""
+    i, m = len(state.matrices) - 1, state.matrices[-1]
+    changed = rule.optimiser.written(m.sums, m.weights, m.frozen)
+    return _apply(rule, params, i, changed, at_frozen.inputs[i], state.keys)
+
+
+def _apply(rule: Rule, params: Params, i: int, w: Tensor, u: Tensor, keys: Tensor) -> Tensor:
+    """W phi(u), or W u where matrix i is not lifted."""
+    if not rule.network.lifted[i]:
+        return u @ w.mT
+    if rule.features.endless:
+        return rule.features.kernel(u, keys) @ w.mT
+    return rule.features.expand(u, params.sqrt_a) @ w.mT
+
+
+def _applier(rule: Rule, params: Params, weights: tuple[Tensor, ...], keys: Tensor) -> Apply:
+    return lambda i, u: _apply(rule, params, i, weights[i], u, keys)
+
+
+def _outer(rule: Rule, params: Params, i: int, deltas: Tensor, u: Tensor, like: Tensor) -> Tensor:
+    """sum over tokens of delta f^T, shaped as matrix i, ``like``; u are the last tokens read."""
+    if not rule.network.lifted[i]:
+        return deltas.mT @ u
+    if rule.features.endless:
+        return _as_columns(deltas, like)
+    return deltas.mT @ rule.features.expand(u, params.sqrt_a)
+
+
+def _as_columns(deltas: Tensor, like: Tensor) -> Tensor:
+    """``[..., n, rows]`` as the last n columns of a matrix of the shape of ``like``, the others zero."""
+    return F.pad(deltas.mT, (like.shape[-1] - deltas.shape[-2], 0))
+
+
+def _with_column(rule: Rule, real: Tensor | None, k: Tensor, state: MemoryState) -> MemoryState:
+    """A column for token k at the right of all matrices on phi*; rows without a token get an empty one at the left."""
+    at_right: Tensor | bool = True if real is None else real
+    keys = pick(at_right, torch.cat([state.keys, k], -2), torch.cat([torch.zeros_like(k), state.keys], -2))
+    return state.map_lifted(rule, lambda w: pick(at_right, F.pad(w, (0, 1)), F.pad(w, (1, 0))), keys)
+
+
+def _forget(rule: Rule, state: MemoryState, ends: Tensor) -> MemoryState:
+    """At a chunk's end, without the tokens that are older than phi*'s horizon, if it has one; and of all columns only
+    those that can be other than zero."""
+    if rule.features.horizon is None:
+        return state
+    have = state.keys.shape[-2]
+    held = min(have, rule.features.horizon + rule.window.chunk + rule.window.size - 2)
+    old = torch.arange(have, 0, -1, device=ends.device) > rule.features.horizon
+    gone = (old & ends[:, None])[:, None, None]
+    return state.map_lifted(
+        rule, lambda w: torch.where(gone, 0.0, w)[..., have - held :], state.keys[..., have - held :, :]
+    )

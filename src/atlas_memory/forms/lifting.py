@@ -1,0 +1,95 @@
+"""How the matrices of a memory meet the tokens of a chunk: lifted ones phi(k) and phi(q), the others hidden units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from ..mathematics.rules import Params, Rule
+from .columns import Columns
+from .fast_weight import Seen, add_product
+
+Write = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Lift:
+    """Of all lifted matrices.
+
+    Attributes:
+        keys, queries: how they see the window tokens and the queries; both: W phi of both, from one product.
+        write, product: see ``Tokens``.
+    """
+
+    keys: Seen
+    queries: Seen
+    both: Callable[[Tensor], tuple[Tensor, Tensor]]
+    write: Write
+    product: Callable[[Tensor, Tensor], Tensor]
+
+    @staticmethod
+    def of(rule: Rule, params: Params, kq: Tensor, k: Tensor, q: Tensor, columns: Columns | None) -> Lift:
+        """For the keys k ``[..., N, dim]`` and queries q ``[..., b, dim]`` of a chunk, which lie one after the other in
+        kq; ``columns`` for phi*."""
+        kernel = partial(rule.features.kernel, sqrt_a=params.sqrt_a)
+        to_keys, to_queries = once(partial(kernel, k, k)), once(partial(kernel, q, k))
+        sizes = [k.shape[-2], q.shape[-2]]
+        if columns is None:
+            f, cut, write = rule.features.expand(kq, params.sqrt_a), None, None
+        else:
+            f, cut, write = kernel(kq, columns.keys[..., : columns.filled, :]), columns.filled, _into(columns)
+
+        def apply(f: Tensor, w: Tensor) -> Tensor:
+            return times(f, w if cut is None else w[..., :cut])
+
+        def both(w: Tensor) -> tuple[Tensor, Tensor]:
+            of_keys, of_queries = apply(f, w).split(sizes, -2)
+            return of_keys, of_queries
+
+        f_k, f_q = f.split(sizes, -2)
+        keys, queries = (
+            Seen(u, partial(apply, f_u), f_u if columns is None else None, to)
+            for u, f_u, to in ((k, f_k, to_keys), (q, f_q, to_queries))
+        )
+        return Lift(keys, queries, both, partial(add, f_k) if write is None else write, kernel)
+
+    def at(self, w: Tensor) -> tuple[Seen, Seen]:
+        """``keys`` and ``queries`` of a matrix that is known to take the steps from w."""
+        of_keys, of_queries = self.both(w)
+        return replace(self.keys, known=of_keys), replace(self.queries, known=of_queries)
+
+
+def seen(u: Tensor, keys: Tensor) -> Seen:
+    """How a matrix that is not lifted sees u ``[..., n, width]``, and among the window tokens' ``keys``
+    ``[..., N, width]``."""
+    return Seen(u, partial(times, u), u, once(partial(times, u, keys)))
+
+
+def once(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """``compute``, called at most once."""
+    found: list[Tensor] = []
+
+    def kept() -> Tensor:
+        if not found:
+            found.append(compute())
+        return found[0]
+
+    return kept
+
+
+def times(f: Tensor, w: Tensor) -> Tensor:
+    """W f for each token, and f . f_i."""
+    return f @ w.mT
+
+
+def add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
+    """W + sum_i a_i f_i^T."""
+    return add_product(w, a.mT, f)
+
+
+def _into(columns: Columns) -> Write:
+    """A write is a sum into the window tokens' columns."""
+    return lambda w, a: w.scatter_add(-1, columns.window[:, None, None].expand(*w.shape[:-1], -1), a.mT)

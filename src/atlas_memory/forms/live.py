@@ -1,0 +1,100 @@
+"""Errors that see the chunk's earlier writes (``live``, step.py), and the delta step: one triangular system each.
+
+For one matrix over a chunk, with R[t, p] how much of update p is in W_t (``Schedule.mixing``), each error is linear in
+what the matrix answers just before its token is written,
+
+    u_p          = base_p + rate_p W_{t-1} f_p
+    W_{t-1} f_p  = (what stood there at the chunk's start, faded) - sum over p' of R[t-1, p'] (f_p . f_p') u_p'
+
+so that the updates u solve (I + diag(rate) (R * K)) u = base + rate (what stood), with R a row late: a unit lower
+triangular system, the WY form of DeltaNet. There rate = 1 and base = -v; a live error has the rate r_t of its bias.
+
+With a window of c > 1 tokens every token of the window has an error of its own at every t at which it is in the window.
+These are *pairs* (t, i), c for each of the b tokens of the chunk, in the order of t and then from the oldest i.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .bands import overlapping
+from .fast_weight import Schedule, Seen, join_channels, scale_rows, split_channels
+
+
+class Pairs(NamedTuple):
+    """The pairs of a chunk of ``chunk`` tokens with windows of ``size``; ``spare`` empty places come before the window
+    tokens."""
+
+    size: int
+    chunk: int
+    spare: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """Rows of pairs ``[..., b c, d]`` from rows of window tokens ``[..., N, d]``."""
+        return overlapping(x[..., self.spare :, :], self.size, 1).flatten(-3, -2)
+
+    def columns(self, x: Tensor) -> Tensor:
+        """``[..., n, N] -> [..., n, b c]``."""
+        return self.of(x.mT).mT
+
+    def gates(self, window: Tensor) -> Tensor:
+        """gamma of every pair ``[..., b c]``, from the band matrix Gamma ``[..., b, N]``."""
+        # The inverse of windows.band: row t begins t places later than the row before.
+        rows = F.pad(window[..., self.spare :].flatten(-2), (0, self.chunk))
+        return rows.unflatten(-1, (self.chunk, self.chunk + self.size))[..., : self.size].flatten(-2)
+
+    def each(self, x: Tensor, dim: int) -> Tensor:
+        """What is so for token t, for all of its pairs."""
+        return x.repeat_interleave(self.size, dim)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """Rows of pairs summed into the rows of their window tokens: ``[..., b c, d] -> [..., N, d]``."""
+        at, after = x.unflatten(-2, (self.chunk, self.size)), self.size - 1
+        parts = (F.pad(at[..., j, :], (0, 0, self.spare + j, after - j)) for j in range(self.size))
+        return torch.stack(list(parts)).sum(0)
+
+
+def before_each_token(rows: Tensor, at_start: float, pairs: Pairs | None) -> Tensor:
+    """Of rows ``[..., b, n]``, one for the memory after each token, that of the memory before it, for every pair."""
+    rows = F.pad(rows[..., :-1, :], (0, 0, 1, 0), value=at_start)
+    return rows if pairs is None else pairs.each(rows, -2)
+
+
+def stood(
+    inputs: Seen, w: Tensor, s: Tensor | None, home: Tensor | None, plan: Schedule, pairs: Pairs | None
+) -> Tensor:
+    """What W_{t-1} would answer to every pair without the chunk's writes, ``[..., P, m]``; W_0 is ``w``, and a memory
+    that fades to ``home`` is home plus one that fades to zero."""
+
+    def to_pairs(x: Tensor) -> Tensor:
+        return x if pairs is None else pairs.of(x)
+
+    held = to_pairs(inputs.held(w))
+    to_home = None if home is None else to_pairs(inputs.apply(home))
+    held = held if to_home is None else held - to_home
+    out = scale_rows(before_each_token(plan.retained[..., None], 1.0, pairs)[..., 0], held)
+    if s is not None:
+        old = plan.decay @ plan.moving.at_steps[..., None]
+        out = out - scale_rows(before_each_token(old, 0.0, pairs)[..., 0], to_pairs(inputs.apply(s)))
+    return out if to_home is None else out + to_home
+
+
+def solve(base: Tensor, rate: Tensor, stood: Tensor, kernel: Tensor, mixing: Tensor, pairs: Pairs | None) -> Tensor:
+    """The updates u ``[..., P, m]``.
+
+    Args:
+        mixing: how much of each update is in the memory after each token, ``[..., C, b, P]``.
+        base, stood: ``[..., P, m]``.
+        rate: ``[..., C or 1, P]``.
+        kernel: f_p . f_p' ``[..., P, P]``.
+    """
+    reach = before_each_token(mixing, 0.0, pairs)
+    channels = max(reach.shape[-3], rate.shape[-2])
+    system = rate[..., None] * reach * kernel[..., None, :, :]
+    right = split_channels(base, channels) + rate[..., None] * split_channels(stood, channels)
+    size = torch.eye(kernel.shape[-1], dtype=base.dtype, device=base.device)
+    return join_channels(torch.linalg.solve_triangular(size + system, right, upper=False, unitriangular=True))

@@ -1,0 +1,104 @@
+"""In which of its exact spaces the fast form does Newton-Schulz (muon_steps.py), by counting multiply-adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+from torch import Tensor
+
+from ..mathematics.optimisers import Muon
+from ..mathematics.rules import Rule
+from .fast_newton_schulz import gram_cost, saturated_cost, schulz_cost
+from .gram_eigenvalues import eigenvalues_cost, eigenvalues_pay
+
+SPACES = ("features", "outputs", "tokens")
+
+
+class StepGroup(NamedTuple):
+    """Some steps of a chunk, together: which; how many tokens, from the earliest on, they have seen; and the first
+    query that reads what they leave."""
+
+    steps: slice
+    seen: int
+    first: int
+
+    @property
+    def taken(self) -> int:
+        """How many steps."""
+        return self.steps.stop - self.steps.start
+
+
+@dataclass(frozen=True)
+class Spaces:
+    """How ``chunkwise`` orthogonalises; the numbers do not depend on it.
+
+    Attributes:
+        space: "features", "outputs" or, with ``Muon.horizon``, "tokens"; None: the one with the fewest multiply-adds.
+        together: steps that are taken at a time.
+        eigenvalues: whether symmetric matrices go by their eigenvalues; None: where that is faster.
+
+    Raises:
+        ValueError: a space that does not exist, or ``together`` below 1.
+    """
+
+    space: str | None = None
+    together: int = 8
+    eigenvalues: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.space not in (None, *SPACES):
+            raise ValueError(f"space must be None or one of {', '.join(SPACES)}, got {self.space!r}")
+        if self.together < 1:
+            raise ValueError(f"together must be a number of steps >= 1, got {self.together!r}")
+
+    def eigenvalues_pay(self, matrix: Tensor) -> bool:
+        """Whether symmetric matrices of ``matrix``'s rows, dtype and device go by their eigenvalues."""
+        return eigenvalues_pay(matrix) if self.eigenvalues is None else self.eigenvalues
+
+    def of(
+        self,
+        rule: Rule,
+        rows: int,
+        columns: int,
+        taken: int,
+        window: int,
+        tokens: bool = False,
+        eigenvalues: bool = False,
+    ) -> str:
+        """The space of a matrix of which a chunk with ``window`` window tokens takes so many steps; ``tokens``: whether
+        its momentum is a sum over tokens, and so over twice as many as the window has."""
+        if self.space is not None:
+            return self.space
+        m, f, n, b, t = rows, columns, window, rule.window.chunk, 2 * window
+        muon = muon_of(rule)
+        of_matrix = (saturated_cost if muon.bounded else schulz_cost)(m, f, muon.steps)
+        of_gram = min(gram_cost(m, muon.steps), eigenvalues_cost(m)) if eigenvalues else gram_cost(m, muon.steps)
+        costs = {"features": n * m * f, "outputs": 2 * m * m * f + (3 * n + b) * m * f}
+        for group in step_groups(taken, n, b, rule.every, self.together):
+            seen, left = group.seen, b - group.first
+            costs["features"] += group.taken * (seen * m * f + of_matrix + left * m * f)
+            each = m * (seen * seen + 2 * seen * m + left * seen + left * m) + of_gram
+            costs["outputs"] += group.taken * each
+        if tokens:
+            costs["tokens"] = 2 * t * t * m + t * m * f
+            for group in step_groups(taken, t, b, rule.every, self.together):
+                seen, left = group.seen, b - group.first
+                costs["tokens"] += group.taken * (seen * seen * (seen + left) + gram_cost(seen, muon.steps))
+                costs["tokens"] += left * seen * m
+        return min(costs, key=lambda space: costs[space])
+
+
+def muon_of(rule: Rule) -> Muon:
+    """The optimiser of a rule that has Muon."""
+    return cast(Muon, rule.optimiser)
+
+
+def step_groups(taken: int, tokens: int, chunk: int, every: int, together: int) -> list[StepGroup]:
+    """``taken`` steps, ``together`` at a time: an early step has seen few of the ``tokens`` up to the chunk's end, a
+    late one is read by few queries."""
+    groups = []
+    for start in range(0, taken, together):
+        stop = min(start + together, taken)
+        groups.append(StepGroup(slice(start, stop), tokens - max(chunk - every * stop, 0), every * start))
+    return groups

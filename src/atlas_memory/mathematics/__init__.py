@@ -1,0 +1,16 @@
+"""What is computed: a memory trained while the model reads. Plain PyTorch, one file an idea; nothing here is for speed.
+
+    min over M of   sum_{i=t-c+1..t} gamma_i^(t) bias(M(phi(k_i)), v_i)  +  retention(M, M_{t-1})
+
+    definition.py      the loop over tokens        rules.py           a rule = one choice on each axis; the table RULES
+    features.py        phi                         networks.py        M;  activations.py: sigma and its slope
+    bias.py            the inner loss              retention.py       what alpha keeps
+    step.py            the inner step, bounded     optimisers.py      its kinds;  orthogonal.py: O in Muon
+    windows.py         c and b                     gates.py           alpha, eta, theta, gamma
+    recurrent.py       the definition, any batch   state.py           what is carried between calls
+    precision.py       what every form checks, and in which precision it works
+
+Letters (ATLAS's): alpha retention (1 keeps), eta step size, theta momentum decay, gamma window gates, c window,
+b chunk, M_0 initial memory, S momentum. Titans calls the momentum decay eta and the step
+theta, and its alpha is 1 - ours. The public names are in ``atlas_memory.memory``.
+"""

@@ -1,0 +1,208 @@
+"""Attentional bias: the inner loss l(M; k, v) that the memory minimises while it reads (Miras's name for it).
+
+A bias is a function of the prediction M(phi(k)) and the value v alone. It gives its value (what the definition
+differentiates), its derivative with respect to the prediction (what the fast forms back-propagate), and a curvature: a
+bound on the Hessian with respect to the prediction, or where that does not exist on |derivative| / |error|, which is
+what bounds a step (step.py). The derivative of one that ``is_linear`` does not depend on the prediction. Biases
+with ``has_delta`` read one more number a token, the gate delta, which reaches them as one more entry of the value:
+``v`` is then ``[..., dim + 1]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SMOOTH = 1e-6
+"""Miras's epsilon: |x| is taken as sqrt(x^2 + SMOOTH), so that every bias has a gradient everywhere."""
+
+FAR = 1e9
+"""The largest error that ``Lp`` sees, whose powers are raised; the others see up to its square."""
+
+
+class Bias:
+    """What attentional biases share: they read no gate of their own, and their errors depend on what is answered."""
+
+    has_delta = False
+    is_linear = False
+
+    def start_delta(self, dim: int) -> float:
+        """Where the gate delta starts, for heads of ``dim``."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class L2(Bias):
+    """scale * |M(phi(k)) - v|^2, the regression of the Omega rule (ATLAS Eq. 9).
+
+    With ``scale=1`` the gradient has the factor 2 that the papers drop; DeltaNet's objective is ``scale=0.5``.
+    """
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"L2 scale must be > 0, got {self.scale!r}")
+
+    def value(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """``[..., dim], [..., dim] -> [...]``."""
+        return self.scale * (prediction - v).square().sum(-1)
+
+    def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """d value / d prediction: ``[..., dim]``."""
+        return (2.0 * self.scale) * (prediction - v)
+
+    def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """``[...]``: 2 scale."""
+        return torch.full_like(prediction[..., 0], 2.0 * self.scale)
+
+
+@dataclass(frozen=True)
+class DotProduct(Bias):
+    """-<M(phi(k)), v>: the Hebbian write +v k^T (ATLAS Eqs. 19-20, 25, with the sign that makes it a write: printed as
+    +<M, v> the same equations would erase).
+
+    It has no minimum: a deep memory that follows it grows without end. Its curvature is called 1, so that a bounded
+    step changes what is predicted for a key by at most about eta |v| a token, and the growth is at most linear.
+    """
+
+    is_linear = True
+
+    def value(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """``[..., dim], [..., dim] -> [...]``."""
+        return -(prediction * v).sum(-1)
+
+    def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """d value / d prediction: ``[..., dim]``."""
+        return -v.expand_as(prediction)
+
+    def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """``[...]``: 1, see above."""
+        return torch.ones_like(prediction[..., 0])
+
+
+@dataclass(frozen=True)
+class Lp(Bias):
+    """sum_j |M(phi(k)) - v|_j^p (Miras Eq. 11), p >= 1, with |x| smoothed. p = 1 only sees the sign of the error."""
+
+    p: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not self.p >= 1:
+            raise ValueError(f"Lp p must be >= 1, got {self.p!r}")
+
+    def value(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """``[..., dim], [..., dim] -> [...]``."""
+        return (self._error(prediction, v).square() + SMOOTH).pow(0.5 * self.p).sum(-1)
+
+    def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """d value / d prediction: ``[..., dim]``."""
+        e = self._error(prediction, v)
+        slope = self.p * e * (e.square() + SMOOTH).pow(0.5 * self.p - 1.0)
+        return torch.where((prediction - v).abs() <= FAR, slope, 0.0)
+
+    def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """``[...]``: the largest second derivative over the coordinates, bounded from above."""
+        weight = (self._error(prediction, v).square() + SMOOTH).pow(0.5 * self.p - 1.0)
+        return self.p * max(1.0, self.p - 1.0) * weight.amax(-1)
+
+    def _error(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """Errors beyond ``FAR`` are as large as that and teach nothing: their powers would overflow."""
+        return (prediction - v).clamp(-FAR, FAR)
+
+
+@dataclass(frozen=True)
+class Huber(Bias):
+    """Quadratic for errors up to delta_t, linear beyond, delta_t a gate of the token. ``over`` says of what:
+
+    * "coordinates": each coordinate of the error (Miras Eqs. 13-14);
+    * "norm": the length of the error (Eq. 15);
+    * "mixture": 1/2 |e|_2^2 where |e|_2 <= delta_t, else delta_t |e|_1 (Eq. 16, Yaad's; not continuous, as printed).
+    """
+
+    over: str = "norm"
+
+    has_delta = True
+
+    def __post_init__(self) -> None:
+        if self.over not in ("coordinates", "norm", "mixture"):
+            raise ValueError(f"Huber over must be 'coordinates', 'norm' or 'mixture', got {self.over!r}")
+
+    def start_delta(self, dim: int) -> float:
+        """About twice the usual error of a head of ``dim``: outliers alone should meet the linear part. In the mixture,
+        through whose absolute values hardly any outer gradient flows, four times that."""
+        usual = 1.0 if self.over == "coordinates" else dim**0.5
+        return (8.0 if self.over == "mixture" else 2.0) * usual
+
+    def value(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """``[..., dim], [..., dim + 1] -> [...]``."""
+        e, delta = _error(prediction, v)
+        size = _smooth(e)
+        if self.over == "coordinates":
+            return torch.where(e.abs() <= delta, 0.5 * e.square(), delta * (size - 0.5 * delta)).sum(-1)
+        inside, delta = e.norm(dim=-1) <= delta[..., 0], delta[..., 0]
+        length = _smooth_norm(e)[..., 0] - 0.5 * delta
+        far = delta * (length if self.over == "norm" else size.sum(-1))
+        return torch.where(inside, 0.5 * e.square().sum(-1), far)
+
+    def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """d value / d prediction: ``[..., dim]``."""
+        e, delta = _error(prediction, v)
+        if self.over == "coordinates":
+            return torch.where(e.abs() <= delta, e, delta * e / _smooth(e))
+        far = delta * e / (_smooth_norm(e) if self.over == "norm" else _smooth(e))
+        return torch.where(e.norm(dim=-1, keepdim=True) <= delta, e, far)
+
+    def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """``[...]``: 1; far out in the mixture, whose slope jumps, |derivative| / |error|."""
+        if self.over != "mixture":
+            return torch.ones_like(prediction[..., 0])
+        e, delta = _error(prediction, v)
+        length = e.norm(dim=-1)
+        far = delta[..., 0] * e.shape[-1] ** 0.5 / length.clamp_min(SMOOTH)
+        return torch.where(length <= delta[..., 0], 1.0, far)
+
+
+@dataclass(frozen=True)
+class RobustL2(Bias):
+    """max over |dv| <= delta_t of 1/2 |M(phi(k)) - (v + dv)|^2 = 1/2 (|e| + delta_t)^2: regression against the worst
+    shift of the value (Miras, section 5.1)."""
+
+    has_delta = True
+
+    def start_delta(self, dim: int) -> float:
+        """A tenth of the usual length of a value of ``dim``."""
+        return 0.1 * dim**0.5
+
+    def value(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """``[..., dim], [..., dim + 1] -> [...]``."""
+        e, delta = _error(prediction, v)
+        return (0.5 * e.square().sum(-1, keepdim=True) + delta * (_smooth_norm(e) + 0.5 * delta))[..., 0]
+
+    def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """d value / d prediction: ``[..., dim]``."""
+        e, delta = _error(prediction, v)
+        return e * (1.0 + delta / _smooth_norm(e))
+
+    def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """``[...]``: 1 + delta / |e|."""
+        e, delta = _error(prediction, v)
+        return (1.0 + delta / _smooth_norm(e))[..., 0]
+
+
+AttentionalBias = L2 | DotProduct | Lp | Huber | RobustL2
+
+
+def _error(prediction: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    # The square of anything larger overflows in float32, and would reach back as 0 x infinity.
+    return (prediction - v[..., :-1]).clamp(-FAR * FAR, FAR * FAR), v[..., -1:]
+
+
+def _smooth(e: Tensor) -> Tensor:
+    return (e.square() + SMOOTH).sqrt()
+
+
+def _smooth_norm(e: Tensor) -> Tensor:
+    return (e.square().sum(-1, keepdim=True) + SMOOTH).sqrt()

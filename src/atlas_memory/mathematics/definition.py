@@ -1,0 +1,135 @@
+"""The definition of every model: one sequence, one head, token after token. Nothing here is for speed.
+
+With c the window, b the chunk, M_t the memory after token t and M_f the memory before t's chunk (the frozen memory),
+
+    l_t(M) = sum_{i = t-c+1..t} gamma_i^(t) bias(M(phi(k_i)), v_i)                  (ATLAS Eq. 9)
+    g_t    = grad l_t at M_f, errors at what the last matrix answers now            (ATLAS Eqs. 15-16; step.py)
+    S_t    = theta_t S_{t-1} + a_t g_t                                              (ATLAS Eqs. 33 and 57)
+    M_t    = alpha_t M_{t-1} - e_t O(S_t)                                           (ATLAS Eqs. 32 and 58)
+    y_t    = M_t(phi(q_t))                                                          (or as Window.read says)
+
+How S_t becomes a step is said by the optimiser's ``step``, how the old memory and the step make the new one by the
+retention's ``keep``. Read it as one sequence and one head: the dimensions ``[batch, heads]`` that come before those of
+a token or a matrix are carried along. ``recurrent`` (recurrent.py) takes any batch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .gates import CompleteGates
+from .networks import Apply, Trace
+from .retention import Old
+from .rules import Params, Rule
+from .state import Matrix
+from .step import At
+
+
+def definition(
+    rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: CompleteGates, memory: list[Matrix], seen: int
+) -> tuple[Tensor, list[Matrix]]:
+    """Read q ``[time, dim]``, learning from k and v; ``memory`` is what ``seen`` tokens have left, a ``Matrix`` of
+    ``[rows, columns]`` each. On phi* it has a column for every key that there will be, zero until it is written.
+
+    Args:
+        k, v: ``[past + time, dim]``, preceded by those of at least c - 1 tokens before; on phi* by every column's.
+        gates: ``[time]``, gamma ``[time, c]``; eta and alpha may be channel-wise, ``[time, dim]``.
+
+    Returns:
+        y ``[time, dim]`` and the memory after the last token.
+    """
+    c, b, optimiser, model, y = rule.window.size, rule.window.chunk, rule.optimiser, Model(rule, params, k, v), []
+    for t in range(q.shape[-2]):
+        first, last = (seen + t) % b == 0, (seen + t + 1) % b == 0  # of its chunk
+        follows, due = (seen + t) % rule.every == 0, (seen + t + 1) % rule.every == 0  # a step
+        now, older, gate = k.shape[-2] - q.shape[-2] + t, min(c - 1, seen + t), gates.at(t)
+        window, gamma = slice(now - older, now + 1), gate.gamma[..., : older + 1].flip(-1)  # the oldest first
+        frozen, before = [m.frozen for m in memory], [optimiser.shown(m.sums, m.weights, follows) for m in memory]
+        after = []
+        at_frozen = rule.network.trace(model.apply(frozen), k[..., window, :], params.norm)  # M_f of the window's keys
+        response = rule.response(at_frozen, v[..., window, :], params)
+        g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # Eqs. 9 and 16
+        sizes = rule.sizes(frozen, at_frozen, response, params)
+        whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # the token itself in full
+        alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
+        for i, m in enumerate(memory):
+            size = (whole * sizes[i]).sum(-1) if optimiser.bounded else None
+            rates = optimiser.rates(gate.theta, gate.eta, size, rule.every, b)
+            rates = rates if follows else rates._replace(theta=torch.ones_like(gate.theta))
+            at = At(*rates, alpha, gamma[..., -1], model.under(i, at_frozen, now))
+            sums, step = optimiser.step(m.sums, m.weights, g[i], at)  # Eqs. 33 and 57
+            step = step if due else torch.zeros_like(step)
+            kept = rule.retention.keep(model.old(i, m), step, alpha, first, last)  # Eqs. 32 and 58
+            after.append(optimiser.shown(sums, kept.weights, due))
+            settled, sums = (kept.settled, optimiser.turn(sums)) if last else (m.frozen, sums)
+            memory = [*memory[:i], Matrix(kept.weights, settled, sums, kept.dual), *memory[i + 1 :]]
+        memory = model.forget(memory, now) if last else memory
+        read = model.apply({"after": after, "before": before, "frozen": frozen}[rule.window.read])
+        y.append(rule.network.forward(read, q[..., t, None, :], params.norm))
+    return torch.cat(y, -2) if y else q, memory
+
+
+class Model(NamedTuple):
+    """M(phi(x)) and its gradient; k and v are those of ``definition``."""
+
+    rule: Rule
+    params: Params
+    k: Tensor
+    v: Tensor
+
+    def features(self, i: int, u: Tensor) -> Tensor:
+        """What matrix i multiplies: phi(u), its products with the keys of all columns on phi*, or u itself."""
+        if not self.rule.network.lifted[i]:
+            return u
+        phi = self.rule.features
+        return phi.kernel(u, self.k) if phi.endless else phi.expand(u, self.params.sqrt_a)
+
+    def written(self, i: int, u: Tensor, window: slice) -> Tensor:
+        """What a write to matrix i multiplies: the same, or on phi* the columns of the window's own keys."""
+        return torch.eye(self.k.shape[-2]).to(u)[window] if self.rule.by_key(i) else self.features(i, u)
+
+    def apply(self, weights: list[Tensor]) -> Apply:
+        """``(i, u)``: W_i phi(u), or W_i u."""
+        return lambda i, u: self.features(i, u) @ weights[i].mT
+
+    def moved(self, memory: list[Matrix], at_frozen: Trace, response: Tensor) -> Tensor | float:
+        """By how much the window's errors differ from those at M_f: r_t (W_{t-1} - W_f) f_t (step.py)."""
+        if not self.rule.live:
+            return 0.0
+        i, m = len(memory) - 1, memory[-1]
+        changed = self.rule.optimiser.written(m.sums, m.weights, m.frozen)
+        return response[..., None] * (self.features(i, at_frozen.inputs[i]) @ changed.mT)
+
+    def gradient(
+        self, frozen: list[Tensor], at_frozen: Trace, window: slice, gamma: Tensor, moved: Tensor | float
+    ) -> list[Tensor]:
+        """Of sum_i gamma_i (bias(M(phi(k_i)), v_i) + <moved_i, body of M(phi(k_i))>) at M_f: by autograd down to what a
+        matrix puts out, z_i = W f_i, and then dl/dW = sum_i (dl/dz_i) f_i^T, since on phi* there is no W as such."""
+        network, k, held = self.rule.network, self.k[..., window, :], self.apply(frozen)
+        with torch.enable_grad():
+            by = [w.new_zeros(*k.shape[:-1], w.shape[-2]).requires_grad_() for w in frozen]
+            body = network.body(lambda i, u: held(i, u) + by[i], k)
+            prediction = network.end(k, body, self.params.norm)
+            losses = self.rule.bias.value(prediction, self.v[..., window, :]) + (moved * body).sum(-1)
+            to = torch.autograd.grad((gamma * losses).sum(), by, create_graph=True, allow_unused=True)
+        f = (self.written(i, u, window) for i, u in enumerate(at_frozen.inputs))
+        return [0.0 * w if d is None else d.mT @ x for d, x, w in zip(to, f, frozen, strict=True)]
+
+    def under(self, i: int, at_frozen: Trace, now: int) -> Callable[[Tensor], Tensor]:
+        """W -> W f_t f_t^T, for f_t the input of matrix i at M_f."""
+        u = at_frozen.inputs[i][..., -1:, :]
+        return lambda w: (self.features(i, u) @ w.mT).mT @ self.written(i, u, slice(now, now + 1))
+
+    def forget(self, memory: list[Matrix], now: int) -> list[Matrix]:
+        """Clear the columns of tokens that are older than phi*'s horizon, if it has one."""
+        kept = torch.arange(self.k.shape[-2]).to(self.k) > now - (self.rule.features.horizon or now + 1)
+        return [m.map(lambda w: w * kept) if self.rule.by_key(i) else m for i, m in enumerate(memory)]
+
+    def old(self, i: int, m: Matrix) -> Old:
+        """Matrix i for its retention."""
+        initial = self.params.initial[i]
+        return Old(m.weights, m.frozen, m.dual, initial, *self.rule.home(i, initial))

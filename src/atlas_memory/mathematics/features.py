@@ -1,0 +1,273 @@
+"""Feature maps phi: what the memory's first matrices see instead of the raw key or query.
+
+ATLAS, section 3.1 and Eq. 5. A feature map is a value with two faces that agree by construction:
+``expand(x)`` gives phi(x) explicitly, ``kernel(x, y)`` gives phi(x) . phi(y) without forming phi. The chunkwise form
+uses the kernel inside a chunk, so its cost there does not depend on the feature dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations_with_replacement
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(|x|^2 + eps^2) along the last axis, of any shape; zero stays zero, with a finite gradient."""
+    return _Normalise.apply(x, eps)[0]
+
+
+class _Normalise(torch.autograd.Function):
+    """``l2_normalise`` and its gradient, (g - y (y . g)) / sqrt(|x|^2 + eps^2), in few passes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        scale = x.abs().amax(-1, keepdim=True).clamp_min(eps)  # squares of huge entries must not overflow
+        unit = x / scale
+        inverse = torch.rsqrt(unit.square().sum(-1, keepdim=True) + (eps / scale) ** 2)
+        return unit * inverse, inverse / scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, to_inverse: Tensor | None) -> tuple[Tensor, None]:
+        y, inverse = ctx.saved_tensors
+        along = 0.0 if g is None else (y * g).sum(-1, keepdim=True)
+        along = along if to_inverse is None else along + to_inverse * inverse  # only in second derivatives
+        return (-along * y if g is None else g - along * y) * inverse, None
+
+
+class WithEntries:
+    """What feature maps share whose phi(x) is a vector of known length."""
+
+    endless = False
+    """Whether phi is known by its kernel only; a matrix on it then has a column for each key."""
+    horizon: int | None = None
+    """For an endless one, after how many tokens a key is forgotten; None: never."""
+
+    def expansion_cost(self, dim: int) -> int:
+        """Multiply-adds of phi(x) that are matrix products, for x of length ``dim``."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Identity(WithEntries):
+    """phi(x) = x."""
+
+    def size(self, dim: int) -> int:
+        """Length of phi(x) for x of length ``dim``."""
+        return dim
+
+    def initial_sqrt_a(self) -> Tensor | None:
+        """The learnable degree coefficients; none here."""
+        return None
+
+    def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """phi(x): ``[..., dim] -> [..., size(dim)]``."""
+        return x
+
+    def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """phi(x_i) . phi(y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``."""
+        return x @ y.mT
+
+    def squared_norm(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """|phi(x)|^2: ``[..., dim] -> [...]``."""
+        return x.square().sum(-1)
+
+
+@dataclass(frozen=True)
+class Polynomial(WithEntries):
+    """All monomials of degree <= ``degree``, weighted so that phi(x).phi(y) = sum_j a_j (x.y)^j  (ATLAS Eq. 5).
+
+    Each distinct monomial of degree j carries sqrt(multinomial coefficient) and sqrt(a_j); the bare monomials the paper
+    prints would not give that kernel. The learnable numbers are ``sqrt_a`` (one a degree, 0..degree), so that
+    a_j = sqrt_a_j^2 >= 0; they start at a_j = 1/j!, the Taylor series of exp: the learnable Taylor kernel, cut off at
+    ``degree``, with a state of constant size.
+    """
+
+    degree: int = 2
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.degree, int) or self.degree < 1:
+            raise ValueError(f"Polynomial degree must be an integer >= 1, got {self.degree!r}")
+
+    def size(self, dim: int) -> int:
+        """Number of monomials, C(dim + degree, degree)."""
+        return math.comb(dim + self.degree, self.degree)
+
+    def expansion_cost(self, dim: int) -> int:
+        """The two factors of the monomials of degree 2."""
+        return dim**2 * (dim + 1) if self.degree > 1 else 0
+
+    def initial_sqrt_a(self) -> Tensor:
+        """sqrt(1/j!) for j = 0..degree: ``[degree + 1]`` float64."""
+        return torch.tensor([math.factorial(j) ** -0.5 for j in range(self.degree + 1)], dtype=torch.float64)
+
+    def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """phi(x): ``[..., dim] -> [..., C(dim + degree, degree)]``, ordered by degree."""
+        a = self._coefficients(x, sqrt_a)
+        dim = x.shape[-1]
+        blocks = [a[0] * torch.ones_like(x[..., :1]), a[1] * x]
+        block = x
+        for j in range(2, self.degree + 1):
+            if j == 2:
+                # Products of 0/1 matrices pick the factors: unlike indexing, they have a fast backward pass.
+                block = (x @ _selection(dim, 0).to(x)) * (x @ _selection(dim, 1).to(x))
+            else:
+                # Lexicographic order: x_i times the monomials of degree j - 1 in x_i, x_{i+1}, ..., which are a suffix.
+                starts = (block.shape[-1] - math.comb(dim - i + j - 2, j - 1) for i in range(dim))
+                block = torch.cat([x[..., i, None] * block[..., s:] for i, s in enumerate(starts)], -1)
+            blocks.append(block * (a[j] * _weights(dim, j).to(x)))
+        return torch.cat(blocks, -1)
+
+    def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """sum_j a_j (x_i . y_j)^j: ``[..., n, dim], [..., m, dim] -> [..., n, m]``; never forms phi."""
+        return self._series(x @ y.mT, sqrt_a)
+
+    def squared_norm(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """|phi(x)|^2 = kernel(x, x): ``[..., dim] -> [...]``."""
+        return self._series(x.square().sum(-1), sqrt_a)
+
+    def _series(self, product: Tensor, sqrt_a: Tensor | None) -> Tensor:
+        a = self._coefficients(product, sqrt_a).square()
+        total = a[-1] * torch.ones_like(product)
+        for j in range(self.degree - 1, -1, -1):  # Horner
+            total = total * product + a[j]
+        return total
+
+    def _coefficients(self, like: Tensor, sqrt_a: Tensor | None) -> Tensor:
+        if sqrt_a is None:
+            sqrt_a = self.initial_sqrt_a()
+        if sqrt_a.shape != (self.degree + 1,):
+            raise ValueError(
+                f"sqrt_a must have shape [{self.degree + 1}] (degrees 0..{self.degree}), got {list(sqrt_a.shape)}"
+            )
+        return sqrt_a.to(like)
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """phi(x).phi(y) = exp(x.y): phi* of ATLAS Eqs. 22-23, all monomials of all degrees, each weighted as in Polynomial.
+
+    It has infinitely many entries and exists as a kernel only. A matrix W that multiplies phi*(x) is held as attention
+    holds its cache: the keys x_j, and a column of coefficients for each, W phi*(x) = sum_j column_j exp(x_j . x). The
+    learned M_0 of such a matrix is zero. The state grows with the tokens read, unless ``horizon`` bounds it: then, at
+    the end of each chunk, tokens that are ``horizon`` or more tokens old leave the memory.
+    """
+
+    horizon: int | None = None
+
+    endless = True
+
+    def __post_init__(self) -> None:
+        if self.horizon is not None and (not isinstance(self.horizon, int) or self.horizon < 1):
+            raise ValueError(f"Exponential horizon must be an integer >= 1 or None, got {self.horizon!r}")
+
+    def size(self, dim: int) -> int:
+        """Columns before the first token: none."""
+        return 0
+
+    def expansion_cost(self, dim: int) -> int:
+        """There is no phi(x) to make."""
+        return 0
+
+    def initial_sqrt_a(self) -> Tensor | None:
+        """The learnable degree coefficients; none here."""
+        return None
+
+    def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """Refused: there is no end to it."""
+        raise TypeError("Exponential features are infinitely many: they have a kernel, and no phi(x)")
+
+    def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """exp(x_i . y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``."""
+        return (x @ y.mT).exp()
+
+    def squared_norm(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """exp(|x|^2): ``[..., dim] -> [...]``."""
+        return x.square().sum(-1).exp()
+
+
+FeatureMap = Identity | Polynomial | Exponential
+
+
+def _kept(make: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
+    """``make`` with a cache, which a compiler, that makes constants of its own, does not see."""
+    known = lru_cache(maxsize=64)(make)
+    return lambda dim, i: make(dim, i) if torch.compiler.is_compiling() else known(dim, i)
+
+
+@_kept
+def _weights(dim: int, degree: int) -> Tensor:
+    """sqrt of the multinomial coefficient of every monomial of one degree, in lexicographic order: float64."""
+    with torch.inference_mode(False):  # a cached inference tensor could never be trained through
+        return torch.tensor(_multinomials(dim, degree), dtype=torch.float64, device="cpu").sqrt()
+
+
+def _multinomials(dim: int, degree: int) -> list[float]:
+    monomials = combinations_with_replacement(range(dim), degree)
+    repeats = (math.prod(math.factorial(n) for n in Counter(m).values()) for m in monomials)
+    return [math.factorial(degree) / n for n in repeats]
+
+
+# A compiler cannot trace itertools. This is all that torch.compiler.assume_constant_result does to a function; to call
+# it would import the compiler, which takes longer than all else here.
+_multinomials._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@_kept
+def _selection(dim: int, factor: int) -> Tensor:
+    """0/1 matrix ``[dim, dim (dim + 1) / 2]`` picking the first (0) or second (1) factor of every pair i <= j."""
+    with torch.inference_mode(False):
+        return F.one_hot(torch.triu_indices(dim, dim, device="cpu")[factor], dim).mT.float()
+
+
+class PolynomialFeatures(nn.Module):
+    """Polynomial features with learnable degree coefficients, for models of your own (ATLAS Eq. 5).
+
+    >>> phi = PolynomialFeatures(dim=4, degree=2)
+    >>> x, y = torch.randn(7, 4), torch.randn(5, 4)
+    >>> torch.allclose(phi(x) @ phi(y).mT, phi.kernel(x, y), atol=1e-5)
+    True
+
+    Args:
+        dim: length of the inputs.
+        degree: highest degree of the monomials, >= 1.
+
+    Raises:
+        ValueError: a ``dim`` or ``degree`` below 1.
+    """
+
+    def __init__(self, dim: int, degree: int = 2) -> None:
+        super().__init__()
+        if dim < 1:
+            raise ValueError(f"dim must be >= 1, got {dim}")
+        self.dim = dim
+        self.map = Polynomial(degree)
+        self.sqrt_a = nn.Parameter(self.map.initial_sqrt_a().to(torch.get_default_dtype()))
+
+    @property
+    def size(self) -> int:
+        """Number of features, C(dim + degree, degree)."""
+        return self.map.size(self.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """phi(x): ``[..., dim] -> [..., size]``."""
+        return self.map.expand(x, self.sqrt_a)
+
+    def kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        """phi(x_i) . phi(y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``."""
+        return self.map.kernel(x, y, self.sqrt_a)

@@ -1,0 +1,342 @@
+"""The memory network M(W, x): explicit weights per sequence and head, with closed-form inner gradients.
+
+A network is described by its matrices, in the order in which they act. A *lifted* matrix multiplies phi(x); the others
+multiply hidden activations. Every loss gradient is an outer product a token, dl/dW_l = delta_l f_l^T, with f_l the
+matrix's input and delta_l the error at its output. Each network therefore says
+
+* ``sees``: what its l-th matrix multiplies, given what the matrices before it put out. A forward pass is a loop over
+  matrices; the chunkwise form writes that loop itself, since its weights differ at every token;
+* ``body_error`` and ``back``: the back-propagation that yields delta_l, first through the ending, then to the matrices;
+* ``gains``: per token and matrix a bound on the squared spectral norm of d body / d (W_l f_l), and ``ending_gain`` on
+  that of d prediction / d body;
+* ``shares``: what part of a step each matrix may make (step.py).
+
+All end in the same way: M(x) = x + LN(body(x)), the residual x and the layer norm LN (Miras section 5.3, TTT; its gain
+and shift are outer parameters) each if asked for. The body is what the last matrix puts out: linear in that matrix.
+Where keys are lifted, the residual is the un-lifted key, so that dimensions match. The memories of ATLAS have no biases
+(Eqs. 42-43); TTT's have: a first layer's is the constant in phi of ``Polynomial(1)``, a hidden layer's is ``MLP.bias``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .activations import ACTIVATIONS, with_slope
+
+Apply = Callable[[int, Tensor], Tensor]
+"""``(l, u)``: W_l phi(u) where matrix l is lifted, else W_l u."""
+Norm = tuple[Tensor, Tensor]
+NORM_EPS = 1e-6
+
+POWER_STEPS = 4
+"""Steps of power iteration for a spectral norm."""
+
+EARLIER_SHARE = 0.1
+"""What part of a step the matrices before the last one make together; see step.py for why not more."""
+
+Sight = tuple[Tensor, tuple[Tensor, ...]]
+"""What a matrix sees of every token ``[..., time, width]``, and what ``back`` needs of it where gradients follow."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One pass at fixed weights. ``inputs[l]``: what matrix l multiplies (un-lifted where it is lifted); ``hidden``:
+    what ``back`` needs of the hidden units, as the network says; ``body``: before norm and residual; all
+    ``[..., time, width]``; ``prediction`` ``[..., time, dim]``."""
+
+    prediction: Tensor
+    inputs: tuple[Tensor, ...]
+    hidden: tuple[Tensor, ...]
+    body: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What all networks share: x + LN(body(x))."""
+
+    residual: bool = True
+    norm: bool = False
+
+    def forward(self, apply: Apply, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """Prediction ``[..., time, dim]`` for x ``[..., time, dim]``; ``norm``: gain and shift ``[heads, dim]``."""
+        return self.end(x, self.body(apply, x), norm)
+
+    def body(self, apply: Apply, x: Tensor) -> Tensor:
+        """What the last matrix puts out, ``[..., time, dim]``: before norm and residual."""
+        outputs: list[Tensor] = []
+        for i in range(len(self.lifted)):
+            outputs.append(apply(i, self.sees(i, x, outputs)[0]))
+        return outputs[-1]
+
+    def trace(self, apply: Apply, x: Tensor, norm: Norm | None = None) -> Trace:
+        """As ``forward``, keeping what the gradients need."""
+        outputs: list[Tensor] = []
+        seen: list[Sight] = []
+        for i in range(len(self.lifted)):
+            seen.append(self.sees(i, x, outputs, slopes=True))
+            outputs.append(apply(i, seen[-1][0]))
+        return self.traced(x, seen, outputs[-1], norm)
+
+    def traced(self, x: Tensor, seen: Sequence[Sight], body: Tensor, norm: Norm | None) -> Trace:
+        """A ``Trace`` of what every matrix saw, and what the last one put out."""
+        hidden = tuple(part for _, parts in seen for part in parts)
+        return Trace(self.end(x, body, norm), tuple(u for u, _ in seen), hidden, body)
+
+    def end(self, x: Tensor, body: Tensor, norm: Norm | None) -> Tensor:
+        """The prediction x + LN(body), each part if asked for."""
+        out = _layer_norm(body, norm) if self.norm else body
+        return x + out if self.residual else out
+
+    def body_error(self, trace: Trace, error: Tensor, norm: Norm | None = None) -> Tensor:
+        """dl / d body from ``error`` = dl / d prediction, both ``[..., time, dim]``."""
+        return _layer_norm_vjp(trace.body, norm, error) if self.norm else error
+
+    def deltas(
+        self, weights: Sequence[Tensor], trace: Trace, error: Tensor, norm: Norm | None = None
+    ) -> tuple[Tensor, ...]:
+        """dl / d (W_l f_l) for every matrix, from ``error`` = dl / d prediction ``[..., time, dim]``."""
+        return self.back(weights, trace, self.body_error(trace, error, norm))
+
+    def ending_gain(self, trace: Trace, norm: Norm | None = None) -> Tensor:
+        """A bound on |d prediction / d body|^2 ``[..., time]``: that of a layer norm is (gain / std)^2.
+
+        A body longer than its gain counts as if it were as long: a memory that ends in a layer norm cannot get shorter
+        by learning, and steps that grew with it would let it grow without end.
+        """
+        if not self.norm:
+            return torch.ones_like(trace.body[..., 0])
+        centred = trace.body - trace.body.mean(-1, keepdim=True)
+        inverse = 1.0 / (centred.square().mean(-1) + NORM_EPS).clamp_max(1.0)
+        return inverse if norm is None else inverse * norm[0].square().amax(-1)[..., None]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What part of a step each matrix may make; they sum to 1."""
+        earlier = len(self.lifted) - 1
+        return (EARLIER_SHARE / earlier,) * earlier + (1.0 - EARLIER_SHARE,) if earlier else (1.0,)
+
+    def hidden_variance(self, dim: int) -> float:
+        """The variance with which the outputs of a lifted matrix start, for a unit key: 1 / dim, where an activation is
+        nearly linear. Wider starts learned recall more slowly (docs/diary.md)."""
+        return 1.0 / dim
+
+    bias = False
+    """Whether the inputs of the matrices after the first end in a constant 1."""
+
+    @property
+    def through(self) -> tuple[int, ...]:
+        """The matrices whose spectral norms ``gains`` asks for."""
+        return tuple(range(1, len(self.lifted)))
+
+    @property
+    def starts_at_zero(self) -> bool:
+        """Whether M_0 is zero."""
+        return False
+
+    @property
+    def lifted(self) -> tuple[bool, ...]:
+        """Which matrices multiply phi(x)."""
+        raise NotImplementedError
+
+    def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
+        """What matrix i multiplies (x itself where it is lifted), given x ``[..., time, dim]`` and what the matrices
+        before it put out; with ``slopes``, also its part of ``Trace.hidden``."""
+        raise NotImplementedError
+
+    def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
+        """``deltas`` from the error at the body."""
+        raise NotImplementedError
+
+    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
+        """Bounds on |d body / d (W_l f_l)|^2, each ``[..., time]``; 1 for the last matrix."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Linear(Ending):
+    """M(x) = W phi(x), a matrix memory."""
+
+    residual: bool = False
+
+    @property
+    def starts_at_zero(self) -> bool:
+        """There its first write is the plain outer product; under a layer norm zero has no direction."""
+        return not self.norm
+
+    @property
+    def lifted(self) -> tuple[bool, ...]:
+        """Which matrices multiply phi(x)."""
+        return (True,)
+
+    def shapes(self, features: int, dim: int) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
+        return ((dim, features),)
+
+    def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
+        """x."""
+        return x, ()
+
+    def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
+        """See ``Ending``."""
+        return (error,)
+
+    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
+        """See ``Ending``."""
+        return (torch.ones_like(trace.body[..., 0]),)
+
+
+@dataclass(frozen=True)
+class MLP(Ending):
+    """M(x) = x + W_L sigma(... sigma(W_1 phi(x))): ``depth`` matrices of width ``expansion * dim``.
+
+    ATLAS Eq. 42 is depth 2, with our W_1 and W_2 called W_2 and W_1. ``bias``: the hidden layers' outputs are followed
+    by a constant 1, so that the matrices after the first carry a bias as their last column.
+    """
+
+    depth: int = 2
+    expansion: int = 4
+    bias: bool = False
+    activation: str = "gelu"
+
+    def __post_init__(self) -> None:
+        _check(self, "depth", "expansion")
+
+    @property
+    def lifted(self) -> tuple[bool, ...]:
+        """Which matrices multiply phi(x): the first."""
+        return (True,) + (False,) * (self.depth - 1)
+
+    def shapes(self, features: int, dim: int) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
+        width = self.expansion * dim
+        rows = [width] * (self.depth - 1) + [dim]
+        columns = [features] + [width + self.bias] * (self.depth - 1)
+        return tuple(zip(rows, columns, strict=True))
+
+    def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
+        """x, then the activated outputs of the layer before; the slopes of every hidden layer."""
+        if i == 0:
+            return x, ()
+        u, kept = _activate(self.activation, outputs[-1], slopes)
+        return F.pad(u, (0, 1), value=1.0) if self.bias else u, kept
+
+    def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
+        """See ``Ending``."""
+        out = [error]
+        for layer in range(self.depth - 1, 0, -1):
+            slope = trace.hidden[layer - 1]
+            out.append((out[-1] @ weights[layer][..., : slope.shape[-1]]) * slope)
+        return tuple(reversed(out))
+
+    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
+        """|J_l|^2 <= |W_{l+1}|^2 max slope_l^2 |J_{l+1}|^2, J_l = d body / d (W_l f_l), spectral norms."""
+        out = [torch.ones_like(trace.body[..., 0])]
+        for layer in range(self.depth - 1, 0, -1):
+            slope = trace.hidden[layer - 1]
+            through = squared_spectral_norm(weights[layer][..., : slope.shape[-1]])
+            out.append(out[-1] * slope.square().amax(-1) * through[..., None])
+        return tuple(reversed(out))
+
+
+@dataclass(frozen=True)
+class GatedMLP(Ending):
+    """M(x) = x + W_2 (sigma(W_0 phi(x)) * (W_1 phi(x))), hidden width ``expansion * dim`` (ATLAS++, Eq. 43,
+    where W_0, W_1, W_2 are called W_2, W_3, W_1; LaCT's SwiGLU memory with SiLU and no residual)."""
+
+    expansion: int = 4
+    activation: str = "gelu"
+
+    def __post_init__(self) -> None:
+        _check(self, "expansion")
+
+    @property
+    def lifted(self) -> tuple[bool, ...]:
+        """Which matrices multiply phi(x): both of the hidden layer."""
+        return (True, True, False)
+
+    @property
+    def through(self) -> tuple[int, ...]:
+        """The last."""
+        return (2,)
+
+    def shapes(self, features: int, dim: int) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
+        width = self.expansion * dim
+        return ((width, features), (width, features), (dim, width))
+
+    def hidden_variance(self, dim: int) -> float:
+        """1: a product of two small numbers is too small to be written with."""
+        return 1.0
+
+    def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
+        """x twice, then gated values; slope * value, and the activated gate."""
+        if i < 2:
+            return x, ()
+        gate, value = outputs
+        opened, slope = _activate(self.activation, gate, slopes)
+        return opened * value, (slope[0] * value, opened) if slope else ()
+
+    def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
+        """See ``Ending``."""
+        to_gate, to_value = trace.hidden
+        inner = error @ weights[2]
+        return inner * to_gate, inner * to_value, error
+
+    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
+        """See ``Ending``."""
+        through = squared_spectral_norm(weights[2])[..., None]
+        to_gate, to_value = (x.square().amax(-1) * through for x in trace.hidden)
+        return to_gate, to_value, torch.ones_like(through.expand(to_gate.shape))
+
+
+Network = Linear | MLP | GatedMLP
+
+
+def _activate(activation: str, h: Tensor, slopes: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    if not slopes:
+        return ACTIVATIONS[activation](h), ()
+    u, slope = with_slope(activation, h)
+    return u, (slope,)
+
+
+def squared_spectral_norm(matrix: Tensor) -> Tensor:
+    """The square of the largest singular value of ``[..., rows, columns]``: ``[...]``, by power iteration from a fixed
+    start; an estimate from below, by at most a third for random matrices (tests/memory/test_networks.py)."""
+    rows = matrix.shape[-2]
+    start = torch.arange(1, rows + 1, dtype=matrix.dtype, device=matrix.device).square().mul(0.7).cos()
+    size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+    unit = matrix / size  # squares of huge entries must not overflow
+    u, fixed = (start / start.norm()).expand(*matrix.shape[:-2], 1, rows), unit.detach()
+    for _ in range(POWER_STEPS):  # of the singular value's gradient the direction has no part
+        u = (u @ fixed) @ fixed.mT
+        u = u / u.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+    return ((u @ unit).square().sum(-1) * size[..., 0].square())[..., 0]
+
+
+def _layer_norm(x: Tensor, norm: Norm | None) -> Tensor:
+    out = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
+    return out if norm is None else out * norm[0][..., None, :] + norm[1][..., None, :]
+
+
+def _layer_norm_vjp(x: Tensor, norm: Norm | None, error: Tensor) -> Tensor:
+    """The error at the input of a layer norm from that at its output."""
+    error = error if norm is None else error * norm[0][..., None, :]
+    centred = x - x.mean(-1, keepdim=True)
+    inverse = (centred.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+    unit = centred * inverse
+    return inverse * (error - error.mean(-1, keepdim=True) - unit * (error * unit).mean(-1, keepdim=True))
+
+
+def _check(network: MLP | GatedMLP, *sizes: str) -> None:
+    for name in sizes:
+        value = getattr(network, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{type(network).__name__} {name} must be an integer >= 1, got {value!r}")
+    if network.activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"{type(network).__name__} activation must be one of {known}, got {network.activation!r}")

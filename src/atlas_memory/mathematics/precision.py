@@ -1,0 +1,151 @@
+"""In which precision the inner problem is computed, and the checks every form makes of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .gates import Gates
+from .rules import Params, Rule
+from .state import MemoryState
+
+Form = Callable[..., tuple[Tensor, MemoryState]]
+
+FAR = 1e25
+"""The largest entry of a key or value that a memory sees: what comes of larger ones overflows in float32."""
+
+
+def working_dtype(rule: Rule, x: Tensor) -> torch.dtype:
+    """The dtype in which ``rule`` is computed for inputs like ``x``: at least float32; see ``Muon.precise``."""
+    return torch.float64 if rule.optimiser.in_float64 or x.dtype == torch.float64 else torch.float32
+
+
+def compute(
+    form: Form,
+    rule: Rule,
+    params: Params,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: MemoryState | None,
+) -> tuple[Tensor, MemoryState]:
+    """Run ``form`` in the working precision. Returns y in q's dtype, and the state in float32 (float64 if q is).
+
+    Raises:
+        ValueError: q, k and v not ``[batch, heads, time, dim]`` of one shape and one floating dtype; a state or initial
+            memory of another rule, head count or width.
+    """
+    check_inputs(rule, params, q, k, v, gates, state)
+    up = cast(working_dtype(rule, q))
+    with torch.autocast(q.device.type, enabled=False):
+        state = None if state is None else state.map(up)
+        broken = Broken.among(k, v, gates)
+        k, v, gates = broken.taken_out(k), broken.taken_out(v), gates.map(broken.taken_out)
+        y, end = form(rule, params.map(up), up(q), up(k), up(v), gates.map(up), state)
+    return broken.outputs(y).to(q.dtype), end.map(cast(kept_dtype(q))).map(broken.state)
+
+
+class Broken(NamedTuple):
+    """Tokens whose key, value or gates are not finite. The memory is lost from such a token on, and its outputs are not
+    numbers; but in a product over the tokens of a chunk, 0 x NaN would reach back to outputs before it. So these tokens
+    are computed as zeros, and their mark is put on outputs and state afterwards.
+
+    Attributes:
+        token: ``[batch, heads, time]`` bool; since: the same, from the first such token on.
+    """
+
+    token: Tensor
+    since: Tensor
+
+    @staticmethod
+    def among(k: Tensor, v: Tensor, gates: Gates) -> Broken:
+        """Of the real tokens."""
+        token = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+        for gate in (gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta):
+            if gate is not None:
+                token = token | ~(gate.isfinite() if gate.dim() == 3 else gate.isfinite().all(-1))
+        if gates.length is not None:
+            token = token & (torch.arange(k.shape[-2], device=k.device) < gates.length[:, None, None])
+        return Broken(token, token.cumsum(-1) > 0)
+
+    def taken_out(self, x: Tensor) -> Tensor:
+        """Zero in place of these tokens, and nothing beyond ``FAR``; what is not ``[batch, heads, time, ...]``, such as
+        lengths, stays."""
+        if x.shape[:3] != self.token.shape:
+            return x
+        return torch.where(self.token if x.dim() == 3 else self.token[..., None], 0.0, x).clamp(-FAR, FAR)
+
+    def outputs(self, y: Tensor) -> Tensor:
+        """Not a number from the first such token on."""
+        return torch.where(self.since[..., None], torch.nan, y)
+
+    def state(self, x: Tensor) -> Tensor:
+        """Not a number in the heads that met one; counts and what is empty stay."""
+        if not x.is_floating_point() or not self.token.shape[-1]:
+            return x
+        return torch.where(self.since[..., -1, None, None], torch.nan, x)
+
+
+def kept_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of states for inputs like ``x``."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """What brings a tensor of numbers to ``dtype``, and leaves one of integers or truth values as it is."""
+    return lambda t: t.to(dtype) if t.is_floating_point() else t
+
+
+def check_inputs(
+    rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None
+) -> None:
+    """Raise ValueError unless the arguments fit together; see ``compute``."""
+    if q.dim() != 4:
+        raise ValueError(f"q must be [batch, heads, time, dim], got shape {list(q.shape)}")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != q.shape:
+            raise ValueError(f"{name} must have the shape of q, {list(q.shape)}, got {list(x.shape)}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+    if not q.is_floating_point():
+        raise ValueError(f"q, k and v must be floating point, got {q.dtype}")
+    batch, heads, _, dim = q.shape
+    expected = [[heads, *shape] for shape in rule.shapes(dim)]
+    got = [list(m.shape) for m in params.initial]
+    if got != expected:
+        raise ValueError(f"params.initial must have shapes {expected} for this rule, heads and dim, got {got}")
+    channels = gates.eta.dim() == 4 or (gates.alpha is not None and gates.alpha.dim() == 4)
+    if channels and rule.optimiser.whole:
+        raise ValueError("Muon takes one eta and alpha a token and head; give gates of shape [batch, heads, time]")
+    if state is not None:
+        _check_state(rule, batch, heads, dim, state)
+
+
+def _check_state(rule: Rule, batch: int, heads: int, dim: int, state: MemoryState) -> None:
+    held = state.keys.shape[-2]
+    shapes = enumerate(rule.shapes(dim))
+    expected = [[batch, heads, rows, held if rule.by_key(i) else columns] for i, (rows, columns) in shapes]
+    got = [list(m.weights.shape) for m in state.matrices]
+    if got != expected:
+        raise ValueError(
+            f"state must hold memories of shapes {expected}, got {got}: it is of another rule, batch or width"
+        )
+    sums = {len(m.sums) for m in state.matrices}
+    if sums != {rule.accumulators}:
+        found = "lacks" if sums == {0} else "has"
+        raise ValueError(
+            f"state {found} a momentum, unlike {rule.optimiser}: another rule's"
+            if not rule.accumulators or sums == {0}
+            else f"state is of a momentum with another horizon than that of {rule.optimiser}"
+        )
+    settled = {m.dual is not None for m in state.matrices}
+    if settled != {rule.retention.settles} or state.v.shape[-1] != dim + rule.bias.has_delta:
+        raise ValueError(f"state is of a rule with another retention or bias than {rule.retention}, {rule.bias}")
+    if state.k.shape[-2] != rule.window.size - 1:
+        raise ValueError(
+            f"state carries {state.k.shape[-2]} window tokens, the rule's window needs {rule.window.size - 1}"
+        )

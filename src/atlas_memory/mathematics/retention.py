@@ -1,0 +1,305 @@
+"""Retention: how much of the old memory enters the new one (Miras's name for what others call a forget gate).
+
+Letters: in ATLAS alpha multiplies the old memory, 1 keeps everything. In Titans alpha is the amount forgotten, and
+1 - alpha multiplies; alpha here is always ATLAS's.
+
+**Linear retention** (``Decay``, ``Keep``) is all of W_t = alpha_t W_{t-1} - step.
+
+**Non-linear retention** (Miras, section 5.2; the others here) is applied to one token a chunk, as Miras trains it
+(section 5.4): within a chunk the memory moves linearly, W_t = alpha_t W_{t-1} - step, and beside it an accumulator
+A_t = alpha_t A_{t-1} - step; at the chunk's exact token W_t = ``settle``(A_t). With ``chunk=1`` every token is exact:
+the paper's own recurrence. The exact token is the chunk's last; Memora's is its first (``lag``). The next chunk's
+gradients are taken at ``settle``(A_b), and its accumulator starts from ``restart``. Every matrix and head by itself.
+
+**What fades, fades to zero or to M_0.** As printed, alpha takes everything to zero. A memory of more than one matrix
+does not come back from there, since every gradient has another matrix as a factor; a simplex whose logits are zero is
+uniform; and W = A / |A|^2 grows without end as A goes to zero. ``to_start`` (ours, and the named rules') lets W and A
+fade to what they began with instead: A_t = alpha_t A_{t-1} + (1 - alpha_t) A_0 - step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .gates import pick, rows
+from .orthogonal import reciprocal_or_zero
+
+
+class Old(NamedTuple):
+    """One matrix before a token, ``[..., rows, columns]`` each: W; W before the chunk; A, where there is one; the
+    learned M_0; and what W and A fade to, None for zero."""
+
+    weights: Tensor
+    frozen: Tensor
+    dual: Tensor | None
+    initial: Tensor
+    home: Tensor | None
+    dual_home: Tensor | None
+
+
+class Kept(NamedTuple):
+    """The matrix after it: W; where the next chunk's gradients are taken if this one ends; and A."""
+
+    weights: Tensor
+    settled: Tensor
+    dual: Tensor | None
+
+
+def faded(alpha: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:
+    """alpha W, or what is alpha of the way from ``home`` to W."""
+    return rows(alpha, matrix) if home is None else home + rows(alpha, matrix - home)
+
+
+class AnyRetention:
+    """What all retentions share."""
+
+    settles = False
+    """Whether there is an accumulator A, from which W is settled at a chunk's exact token."""
+    lag = False
+    """Whether that token is the chunk's first; else it is the last."""
+    to_start = False
+    """Whether what fades, fades to what it began with."""
+
+    def start(self, noise: Tensor, variance: float) -> Tensor:
+        """A random M_0 of entries with this variance, from one with variance 1."""
+        return noise * variance**0.5
+
+    def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
+        """W_0 and A_0 of a matrix, from its learned M_0; None: there is no A."""
+        raise NotImplementedError
+
+    def home(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What W and A fade to, given M_0; None for zero."""
+        return None, None
+
+
+class LinearRetention(AnyRetention):
+    """What linear retentions share: no accumulator."""
+
+    def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
+        """M_0."""
+        return initial, None
+
+    def keep(self, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> Kept:
+        """What is kept of one matrix after a token: alpha W - step."""
+        new = faded(alpha, old.weights, old.home) - step
+        return Kept(new, new, None)
+
+
+@dataclass(frozen=True)
+class Decay(LinearRetention):
+    """M_t = alpha_t M_{t-1} + update, alpha_t in [0, 1] a token and head (ATLAS Eq. 32).
+
+    As printed, the learned M_0 fades with everything else: a model trained on short texts still reads through what is
+    left of it, and meets a memory without M_0 only when it reads on. ``to_start`` lets it fade to M_0 instead of to
+    zero, M_t = alpha_t M_{t-1} + (1 - alpha_t) M_0 + update: a soft form of TNT's resets (TNT Eq. 6), not in ATLAS. The
+    named rules with deep memories set it.
+    """
+
+    to_start: bool = False
+
+    gated = True
+
+    def home(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """See ``AnyRetention``."""
+        return initial if self.to_start else None, None
+
+
+@dataclass(frozen=True)
+class Keep(LinearRetention):
+    """M_t = M_{t-1} + update: nothing is forgotten but by being overwritten; the gate alpha is not read."""
+
+    gated = False
+
+
+class NonLinearRetention(AnyRetention):
+    """What the others share: M_0 is learned as an accumulator, W_0 = ``settle``(M_0)."""
+
+    settles = True
+    gated = True
+
+    def home(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """See ``AnyRetention``."""
+        return self.begin(initial) if self.to_start else (None, None)
+
+    def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
+        """M_0 settled, and what A goes on from."""
+        settled = self.settle(initial, initial, initial)
+        return settled, self.restart(initial, settled)
+
+    def keep(self, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> Kept:
+        """What is kept of one matrix after a token; ``first``, ``last``: whether it is its chunk's."""
+        assert old.dual is not None
+        linear, a = faded(alpha, old.weights, old.home) - step, faded(alpha, old.dual, old.dual_home) - step
+        exact = self.settle(a, old.frozen, old.initial)
+        new = pick(first if self.lag else last, exact, linear)
+        return Kept(new, exact, pick(last, self.restart(a, exact), a))
+
+    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+        """The exact W from A, the chunk's first memory and the learned M_0; ``[..., rows, columns]`` each."""
+        raise NotImplementedError
+
+    def restart(self, a: Tensor, settled: Tensor) -> Tensor:
+        """The accumulator with which the next chunk begins. By default it goes on."""
+        return a
+
+
+@dataclass(frozen=True)
+class LqNorm(NonLinearRetention):
+    """W = A / |A|_q^(q-2), the L_q retention (Miras Eq. 24, Moneta's), q >= 2."""
+
+    q: float = 4.0
+    to_start: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.q >= 2:
+            raise ValueError(f"LqNorm q must be >= 2, got {self.q!r}")
+
+    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+        """See the class."""
+        size = a.detach().abs().amax((-2, -1), keepdim=True)  # powers of huge or tiny entries must not overflow
+        unit = a * reciprocal_or_zero(size)
+        norm = unit.abs().pow(self.q).sum((-2, -1), keepdim=True).clamp_min(0.5).pow((2.0 - self.q) / self.q)
+        return a * norm * size.clamp_min(1e-6).pow(2.0 - self.q)
+
+    def start(self, noise: Tensor, variance: float) -> Tensor:
+        """|A|_q = 1, where W = A: what is written into A is in W as it was written."""
+        return noise / noise.abs().pow(self.q).sum((-2, -1), keepdim=True).pow(1.0 / self.q)
+
+
+@dataclass(frozen=True)
+class Softmax(NonLinearRetention):
+    """W = scale * columns * softmax(A) along each row: the KL retention with entropy on the scaled simplex (Miras
+    Eqs. 21 and 27, Memora's). A is log W up to a constant a row, which softmax does not see, so that the paper's
+    alpha_t log W_{t-1} - eta_t grad is the accumulator's own recurrence. Whether the simplex is a row, a column or the
+    matrix is not stated, nor its size; ``scale`` is the mean of the entries.
+
+    ``lag``: the exact token is the chunk's first, Memora's "lag token".
+    """
+
+    scale: float = 1.0
+    lag: bool = True
+    to_start: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"Softmax scale must be > 0, got {self.scale!r}")
+
+    def start(self, noise: Tensor, variance: float) -> Tensor:
+        """Logits of variance 1."""
+        return noise
+
+    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+        """See the class."""
+        return self.scale * a.shape[-1] * a.softmax(-1)
+
+
+@dataclass(frozen=True)
+class Sigmoid(NonLinearRetention):
+    """W = scale * sigmoid(A): the Bregman retention that keeps every entry in (0, scale) (Miras, section 5.2)."""
+
+    scale: float = 1.0
+    to_start: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"Sigmoid scale must be > 0, got {self.scale!r}")
+
+    def start(self, noise: Tensor, variance: float) -> Tensor:
+        """Logits of variance 1."""
+        return noise
+
+    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+        """See the class."""
+        return self.scale * a.sigmoid()
+
+
+@dataclass(frozen=True)
+class ElasticNet(NonLinearRetention):
+    """W = soft(A, threshold) = sign(A) max(|A| - threshold, 0): many entries are exactly zero.
+
+    ``local``: A goes on from W, so what falls below the threshold is lost (Miras Eq. 22, its lambda being our alpha and
+    its zeta our eta); otherwise A goes on by itself, and it comes back when more is written (FTRL, Eq. 23).
+    """
+
+    threshold: float = 0.01
+    local: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.threshold >= 0:
+            raise ValueError(f"ElasticNet threshold must be >= 0, got {self.threshold!r}")
+
+    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+        """See the class."""
+        return torch.nn.functional.softshrink(a, self.threshold)
+
+    def restart(self, a: Tensor, settled: Tensor) -> Tensor:
+        """W for the local one."""
+        return settled if self.local else a
+
+
+@dataclass(frozen=True)
+class FDivergence(NonLinearRetention):
+    """W = W_f * max(0, 1 + A - zeta), zeta such that the mean of each row is ``scale``: Pearson's divergence,
+    f(u) = (u - 1)^2 / 2, on the scaled simplex (Miras Eq. 18, g = (f')^-1). A, the sum of the chunk's steps, starts at
+    zero in each chunk. The divergence of Kullback and Leibler, f(u) = u log u, is ``Softmax`` with alpha = 1.
+
+    alpha is not read: what fades here, fades by being outweighed.
+    """
+
+    scale: float = 1.0
+
+    gated = False
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"FDivergence scale must be > 0, got {self.scale!r}")
+
+    def start(self, noise: Tensor, variance: float) -> Tensor:
+        """Logits of variance 1."""
+        return noise
+
+    def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
+        """W_0 = scale * columns * softmax(M_0), A_0 = 0."""
+        return self.scale * initial.shape[-1] * initial.softmax(-1), torch.zeros_like(initial)
+
+    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+        """See the class."""
+        # sum_j w_j max(0, a_j - x) = scale * columns, x = zeta - 1, is solved on the largest entries of a: the right
+        # number of them is the last at which the smallest still lies above the x that they give.
+        ordered, order = a.sort(-1, descending=True)
+        mass = frozen.gather(-1, order).cumsum(-1)
+        level = ((frozen * a).gather(-1, order).cumsum(-1) - self.scale * a.shape[-1]) / mass.clamp_min(1e-30)
+        inside = ((ordered > level) & (mass > 0)).long()
+        last = (inside * torch.arange(1, a.shape[-1] + 1, device=a.device)).amax(-1, keepdim=True).clamp_min(1) - 1
+        return frozen * (a - level.gather(-1, last)).clamp_min(0.0)
+
+    def restart(self, a: Tensor, settled: Tensor) -> Tensor:
+        """Zero."""
+        return torch.zeros_like(a)
+
+
+@dataclass(frozen=True)
+class RowNorm(NonLinearRetention):
+    """Every row of W goes back to its length in M_0 after each chunk: LaCT's weight normalisation."""
+
+    gated = False
+
+    def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
+        """M_0, twice."""
+        return initial, initial
+
+    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+        """See the class."""
+        length = initial.square().sum(-1, keepdim=True).sqrt()
+        return a * (length / (a.square().sum(-1, keepdim=True) + 1e-10).sqrt())
+
+    def restart(self, a: Tensor, settled: Tensor) -> Tensor:
+        """W itself."""
+        return settled
+
+
+Retention = Decay | Keep | LqNorm | Softmax | Sigmoid | ElasticNet | FDivergence | RowNorm

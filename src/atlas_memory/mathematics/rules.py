@@ -1,0 +1,286 @@
+"""A rule is a value: one choice on each axis of the inner problem. Models are rows of one table.
+
+Axes (Miras's four, with ATLAS's features and window): feature map, memory network, attentional bias, retention, inner
+optimiser, window. To add a model, compose values and add a row to ``RULES``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
+from .features import Exponential, FeatureMap, Identity, Polynomial
+from .networks import MLP, GatedMLP, Linear, Network, Trace
+from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
+from .retention import (
+    Decay,
+    ElasticNet,
+    FDivergence,
+    Keep,
+    LqNorm,
+    Retention,
+    RowNorm,
+    Sigmoid,
+    Softmax,
+)
+from .step import FLOOR
+from .windows import Window
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "features": (Identity, Polynomial, Exponential),
+    "network": (Linear, MLP, GatedMLP),
+    "bias": (L2, DotProduct, Lp, Huber, RobustL2),
+    "retention": (Decay, Keep, LqNorm, Softmax, Sigmoid, ElasticNet, FDivergence, RowNorm),
+    "optimiser": (GradientDescent, DeltaGradientDescent, Momentum, Muon),
+    "window": (Window,),
+}
+"""What each part of a rule may be."""
+
+
+def _check_kind_of_value(name: str, value: Any, present: Any) -> None:
+    """Refuse a switch that is not true or false, and a number that is not one; sizes are checked by the parts."""
+    if isinstance(present, bool) and not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(present, float) and not number:
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How keys are lifted, what learns, what it minimises, what it keeps, how it steps, and over which window."""
+
+    features: FeatureMap = field(default_factory=Polynomial)
+    network: Network = field(default_factory=MLP)
+    bias: AttentionalBias = field(default_factory=L2)
+    retention: Retention = field(default_factory=lambda: Decay(to_start=True))
+    optimiser: Optimiser = field(default_factory=Muon)
+    window: Window = field(default_factory=lambda: Window(size=8, chunk=16))
+
+    def __post_init__(self) -> None:
+        optimiser, retention = self.optimiser, self.retention
+        settles = retention.settles
+        if self.features.endless and (optimiser.whole or settles):
+            raise ValueError(
+                "Exponential features have no matrix to orthogonalise or to settle: with them take GradientDescent, "
+                "DeltaGradientDescent or Momentum, and Decay or Keep; or take Polynomial features"
+            )
+        if optimiser.erases and (self.window.size > 1 or settles):
+            raise ValueError(
+                "DeltaGradientDescent is for a window of one token, with Decay or Keep as retention; got a window of "
+                f"{self.window.size} and {type(retention).__name__}: take another optimiser, or change these"
+            )
+        if retention.lag and optimiser.waits:
+            raise ValueError("a lag token is for gradient descent and momentum: with Muon take Softmax(lag=False)")
+        if self.window.read != "after" and settles:
+            raise ValueError(f"{type(retention).__name__} is read after its writes, got read={self.window.read!r}")
+
+    def vary(self, **parts: Mapping[str, Any]) -> Rule:
+        """The rule with fields of its parts changed: ``rule.vary(optimiser={"every": 16}, window={"size": 4})``.
+
+        The field ``kind`` puts another part there, by its name: ``rule.vary(bias={"kind": "Lp", "p": 3.0})``.
+
+        Raises:
+            ValueError: a part or field that does not exist, or a value that it refuses.
+        """
+        changed: dict[str, Any] = {}
+        known = [f.name for f in fields(self)]
+        for name, options in parts.items():
+            if name not in known:
+                raise ValueError(f"a rule has no part {name!r}; its parts are {', '.join(known)}")
+            if not isinstance(options, Mapping):
+                raise ValueError(f"options of {name!r} must be a mapping of field to value, got {options!r}")
+            part, options = getattr(self, name), dict(options)
+            if (kind := options.pop("kind", None)) is not None:
+                kinds = {type_.__name__: type_ for type_ in KINDS[name]}
+                if not isinstance(kind, str) or kind not in kinds:
+                    raise ValueError(f"{name} has no kind {kind!r}; its kinds are {', '.join(kinds)}")
+                part = part if type(part) is kinds[kind] else kinds[kind]()
+            allowed = [f.name for f in fields(part)]
+            for option, value in options.items():
+                if option not in allowed:
+                    has = f"its fields are {', '.join(allowed)}" if allowed else "it has no fields"
+                    raise ValueError(f"{name} {type(part).__name__} has no field {option!r}; {has}")
+                _check_kind_of_value(f"{name} {type(part).__name__} {option}", value, getattr(part, option))
+            changed[name] = replace(part, **options)
+        return replace(self, **changed)
+
+    @property
+    def every(self) -> int:
+        """A step of the memory is taken after every so many tokens."""
+        return self.optimiser.every or self.window.chunk
+
+    @property
+    def live(self) -> bool:
+        """Whether errors are taken at what the last matrix answers now; those of the dot product never change."""
+        return self.optimiser.sees and not self.bias.is_linear
+
+    @property
+    def accumulators(self) -> int:
+        """In how many sums a matrix's momentum is kept."""
+        return self.optimiser.sums(self.live)
+
+    def by_key(self, i: int) -> bool:
+        """Whether matrix i is on phi*, which has a kernel only: then it has a column a key."""
+        return self.features.endless and self.network.lifted[i]
+
+    def home(self, i: int, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What W and A of matrix i fade to, given its M_0; None for zero, as M_0 is on phi*."""
+        return (None, None) if self.by_key(i) else self.retention.home(initial)
+
+    def shapes(self, dim: int) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of the memory's matrices for heads of ``dim``."""
+        return self.network.shapes(self.features.size(dim), dim)
+
+    def response(self, trace: Trace, v: Tensor, params: Params) -> Tensor:
+        """How fast the error at the body grows with the body, at most: ``[..., time]``; see step.py."""
+        bound = self.bias.curvature(trace.prediction, v) * self.network.ending_gain(trace, params.norm)
+        return bound.clamp_min(1e-6)  # a layer norm may learn a gain of zero
+
+    def sizes(self, weights: Sequence[Tensor], trace: Trace, response: Tensor, params: Params) -> tuple[Tensor, ...]:
+        """lambda_l / share_l of every token and matrix, ``[..., time]`` each: what bounds a step (step.py)."""
+        network, found = self.network, []
+        gains = network.gains(weights, trace)
+        for lifted, u, gain, share in zip(network.lifted, trace.inputs, gains, network.shares, strict=True):
+            length = self.features.squared_norm(u, params.sqrt_a) if lifted else u.square().sum(-1)
+            found.append((response * (gain + FLOOR) + self.optimiser.erases) * (length + FLOOR) / share)
+        return tuple(found)
+
+    def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
+        """A random M_0, one ``[heads, rows, columns]`` a matrix: normal, with variance 1 for logits. Lifted matrices
+        give a unit key, whatever its features, hidden units of the variance that the network asks for; those after have
+        variance 1 / columns. The papers do not state theirs. A matrix memory starts at zero, where its first write is
+        the plain outer product (a layer norm has no direction at zero: under one it starts random too)."""
+        if self.network.starts_at_zero:
+            return tuple(torch.zeros(heads, *shape) for shape in self.shapes(dim))
+        retention = self.retention
+        with torch.device("cpu"):  # wherever the weights will lie
+            length = float(self.features.squared_norm(torch.full((dim,), dim**-0.5)))  # of a unit key, lifted
+
+        def draw(rows: int, columns: int, lifted: bool) -> Tensor:
+            variance = self.network.hidden_variance(dim) / length if lifted else 1.0 / max(columns, 1)
+            return retention.start(torch.randn(heads, rows, columns), variance)
+
+        shapes = zip(self.shapes(dim), self.network.lifted, strict=True)
+        return tuple(draw(*shape, lifted) for shape, lifted in shapes)
+
+
+@dataclass(frozen=True)
+class Params:
+    """The outer parameters of the inner problem: ``initial``, the learned M_0, one ``[heads, rows, columns]`` a matrix;
+    ``sqrt_a``, the feature map's degree coefficients ``[degree + 1]`` or None for its default; ``norm``, gain and shift
+    ``[heads, dim]`` of the network's layer norm, or None for 1 and 0."""
+
+    initial: tuple[Tensor, ...]
+    sqrt_a: Tensor | None = None
+    norm: tuple[Tensor, Tensor] | None = None
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Params:
+        """The same with ``fn`` applied to every tensor."""
+        return Params(
+            tuple(map(fn, self.initial)),
+            None if self.sqrt_a is None else fn(self.sqrt_a),
+            None if self.norm is None else (fn(self.norm[0]), fn(self.norm[1])),
+        )
+
+
+ATLAS = Rule()
+LINEAR_KEYS = Rule(features=Identity(), network=Linear(), retention=Decay(), window=Window(size=1, chunk=16))
+MIRAS = Rule(features=Identity(), network=MLP(norm=True), optimiser=GradientDescent(), window=Window(size=1, chunk=16))
+
+RULES: dict[str, Rule] = {
+    # ATLAS Eqs. 32-33 and 57-58; Eq. 43; Eq. 10, which is also the row "w/o Muon" of Table 6
+    "atlas": ATLAS,
+    "atlas++": replace(ATLAS, network=GatedMLP()),
+    "omeganet": replace(ATLAS, optimiser=GradientDescent()),
+    # The other ablations of ATLAS Table 6, a line each
+    "atlas-linear": replace(ATLAS, network=Linear()),
+    "atlas-identity": replace(ATLAS, features=Identity()),
+    "atlas-c1": ATLAS.vary(window={"size": 1}),
+    # ATLAS Eqs. 19 and 20: Hebbian writes, deep and linear
+    "dla": replace(ATLAS, bias=DotProduct(), optimiser=GradientDescent(), window=Window(size=1, chunk=16)),
+    "swla": replace(
+        ATLAS, bias=DotProduct(), network=Linear(), retention=Decay(), optimiser=GradientDescent(bounded=False)
+    ),
+    # ATLAS Eqs. 25 and 27: the exponential kernel; SWDT with a state that is bounded by a horizon
+    "deeptransformer": replace(
+        ATLAS,
+        features=Exponential(),
+        bias=DotProduct(),
+        optimiser=GradientDescent(),
+        window=Window(size=1, chunk=16),
+    ),
+    "swdt": replace(ATLAS, features=Exponential(horizon=64), bias=DotProduct(), optimiser=GradientDescent()),
+    "dot": replace(ATLAS, features=Exponential(), optimiser=GradientDescent()),
+    # ATLAS Eqs. 12-13; Titans Eqs. 12-14
+    "titans": Rule(features=Identity(), optimiser=Momentum(), window=Window(size=1, chunk=16)),
+    # TNT (arXiv 2511.07343) Eq. 3, App. D: what each memory of its hierarchy does
+    "tnt": Rule(
+        features=Identity(),
+        network=MLP(norm=True),
+        retention=Keep(),
+        optimiser=GradientDescent(),
+        window=Window(size=1, chunk=16),
+    ),
+    # Miras Eqs. 24, 26 and 27
+    "moneta": replace(MIRAS, bias=Lp(3.0), retention=LqNorm(4.0, to_start=True)),
+    "yaad": replace(MIRAS, bias=Huber("mixture")),
+    "memora": replace(MIRAS, retention=Softmax(to_start=True)),
+    # Nested Learning Eqs. 88-89, the memory that answers the query; SelfModifyingMemory has the others
+    "hope": Rule(features=Identity(), optimiser=DeltaGradientDescent(), window=Window(1, 16, read="before")),
+    # The delta rule W_t = W_{t-1} (I - eta k k^T) + eta v k^T, to the letter at any chunk; and gated
+    "deltanet": replace(
+        LINEAR_KEYS, bias=DotProduct(), retention=Keep(), optimiser=DeltaGradientDescent(bounded=False)
+    ),
+    "gated-deltanet": replace(
+        LINEAR_KEYS, bias=DotProduct(), optimiser=DeltaGradientDescent(bounded=False, after_decay=True)
+    ),
+    # TTT (arXiv 2407.04620): x + LN(W x + b) and its two-layer form, mini-batches of 16
+    "ttt-linear": Rule(
+        features=Polynomial(degree=1),
+        network=Linear(residual=True, norm=True),
+        bias=L2(scale=0.5),
+        retention=Keep(),
+        optimiser=GradientDescent(),
+        window=Window(size=1, chunk=16),
+    ),
+    "ttt-mlp": Rule(
+        features=Polynomial(degree=1),
+        network=MLP(bias=True, norm=True),
+        bias=L2(scale=0.5),
+        retention=Keep(),
+        optimiser=GradientDescent(),
+        window=Window(size=1, chunk=16),
+    ),
+    # LaCT (arXiv 2505.23884): SwiGLU memory, one Muon step a large chunk, rows kept at their length
+    "lact": Rule(
+        features=Identity(),
+        network=GatedMLP(expansion=1, activation="silu", residual=False),
+        bias=DotProduct(),
+        retention=RowNorm(),
+        optimiser=Muon(every=None),
+        window=Window(size=1, chunk=64),
+    ),
+}
+
+
+def resolve_rule(rule: str | Rule, window: int | None = None, chunk_size: int | None = None) -> Rule:
+    """A rule by name or value, with its window c and chunk b replaced where given.
+
+    Raises:
+        ValueError: a name that is not in ``RULES``, or a size below 1.
+    """
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise ValueError(f"unknown rule {rule!r}; known rules: {', '.join(RULES)}")
+        rule = RULES[rule]
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule must be a name in RULES or a Rule, got {rule!r}")
+    sizes = {name: value for name, value in (("size", window), ("chunk", chunk_size)) if value is not None}
+    return rule.vary(window=sizes) if sizes else rule

@@ -1,0 +1,158 @@
+"""The state of a memory between calls: everything the recurrence needs to go on.
+
+Its size does not depend on what was read, but for ``Exponential`` features without a horizon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .rules import Rule
+
+
+Tree = Any
+"""A tensor, None, a state, or a tuple of trees."""
+
+
+def _map(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    if tree is None or isinstance(tree, Tensor):
+        return None if tree is None else fn(tree)
+    return tuple(_map(fn, part) for part in tree) if isinstance(tree, tuple) else tree.map(fn)
+
+
+def _named(name: str, tree: Tree) -> Iterator[tuple[str, Tensor]]:
+    if tree is None:
+        return
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, tuple):
+        for i, part in enumerate(tree):
+            yield from _named(f"{name}.{i}", part)
+    else:
+        yield from ((f"{name}.{inner}", t) for inner, t in tree.named_tensors())
+
+
+class State:
+    """What states share: dataclasses of tensors, other states, None and tuples of these, the batch first in each
+    tensor, so that rows can be selected, repeated and reordered."""
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """The state with ``fn`` applied to every tensor, e.g. ``state.map(lambda x: x.to("cuda"))``."""
+        return replace(self, **{f.name: _map(fn, getattr(self, f.name)) for f in fields(self)})  # type: ignore[type-var,arg-type]
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor and where it stands, such as ``memory.matrices.0.weights``."""
+        for f in fields(self):  # type: ignore[arg-type]
+            yield from _named(f.name, getattr(self, f.name))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor."""
+        return (tensor for _, tensor in self.named_tensors())
+
+    def detach(self) -> Self:
+        """The state without the graph by which it was made: what training on from it should begin with."""
+        return self.map(Tensor.detach)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def __repr__(self) -> str:
+        parts = (f"{name}={list(t.shape)}" for name, t in self.named_tensors())
+        return f"{type(self).__name__}({', '.join(parts)}: {self.nbytes:,} bytes)"
+
+
+@dataclass(frozen=True, repr=False)
+class Matrix(State):
+    """One matrix of a memory, ``[batch, heads, rows, columns]`` each; on phi* it has a column for every key.
+
+    Attributes:
+        weights: W_t, the matrix now.
+        frozen: W before the current chunk, where gradients are taken.
+        sums: what the optimiser keeps of gradients, such as S_t; see its ``step``. Empty without momentum.
+        dual: the accumulator A_t of a retention that settles; None for a linear one.
+    """
+
+    weights: Tensor
+    frozen: Tensor
+    sums: tuple[Tensor, ...] = ()
+    dual: Tensor | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryState(State):
+    """Every tensor has the batch as its first dimension, so that rows can be selected, repeated and reordered.
+
+    Attributes:
+        matrices: of the memory network, in the order in which they act.
+        k, v: the last c - 1 keys and values, ``[batch, heads, c - 1, dim]``, zero where the sequence is younger. Values
+            carry the gate delta as a last entry if the bias reads one.
+        keys: ``[batch, heads, n, dim]``, the key of each column of the lifted matrices, the latest at the right; n is 0
+            but for ``Exponential`` features.
+        seen: ``[batch]`` int64, tokens read so far; ``seen % chunk`` is the phase within the chunk.
+    """
+
+    matrices: tuple[Matrix, ...]
+    k: Tensor
+    v: Tensor
+    keys: Tensor
+    seen: Tensor
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """W_t of every matrix."""
+        return tuple(m.weights for m in self.matrices)
+
+    @property
+    def frozen(self) -> tuple[Tensor, ...]:
+        """W of every matrix before the current chunk."""
+        return tuple(m.frozen for m in self.matrices)
+
+    def shown(self, rule: Rule) -> tuple[Tensor, ...]:
+        """What every matrix answers with (``InnerOptimiser.shown``)."""
+        stepped = self.seen % rule.every == 0
+        return tuple(rule.optimiser.shown(m.sums, m.weights, stepped) for m in self.matrices)
+
+    def answering_with(self, weights: tuple[Tensor, ...]) -> MemoryState:
+        """A state of which ``retrieve`` gives what these matrices answer."""
+        return replace(self, matrices=tuple(Matrix(w, w) for w in weights))
+
+    def map_lifted(self, rule: Rule, fn: Callable[[Tensor], Tensor], keys: Tensor) -> MemoryState:
+        """The state on phi* with ``fn`` applied to all matrices with a column a key, and other ``keys``."""
+        matrices = tuple(m.map(fn) if rule.by_key(i) else m for i, m in enumerate(self.matrices))
+        return replace(self, matrices=matrices, keys=keys)
+
+
+def initial_state(rule: Rule, initial: tuple[Tensor, ...], k: Tensor) -> MemoryState:
+    """The state before the first token: W and A as the retention begins from M_0 (``initial``, each
+    ``[heads, rows, columns]``), S_0 = 0; on phi* M_0 is zero.
+
+    ``k`` ``[batch, heads, time, dim]`` gives batch, dim, dtype and device.
+    """
+    batch, heads, _, dim = k.shape
+    past = k.new_zeros(batch, heads, rule.window.size - 1, dim)
+    keys = past if rule.features.endless else past[..., :0, :]
+
+    def begin(i: int, m: Tensor) -> Matrix:
+        weights, dual = rule.retention.begin(m)  # repeating copies: M_0 may be trained meanwhile
+        weights, dual = (
+            weights.to(k).repeat(batch, 1, 1, 1),
+            None if dual is None else dual.to(k).repeat(batch, 1, 1, 1),
+        )
+        weights = k.new_zeros(batch, heads, m.shape[-2], keys.shape[2]) if rule.by_key(i) else weights
+        return Matrix(weights, weights, (torch.zeros_like(weights),) * rule.accumulators, dual)
+
+    return MemoryState(
+        matrices=tuple(begin(i, m) for i, m in enumerate(initial)),
+        k=past,
+        v=k.new_zeros(batch, heads, rule.window.size - 1, dim + rule.bias.has_delta),
+        keys=keys,
+        seen=torch.zeros(batch, dtype=torch.int64, device=k.device),
+    )

@@ -1,0 +1,68 @@
+"""The inner problem, a memory that is trained while the model reads: all public names of ``mathematics``, which says
+what is computed, and of ``forms``, which compute it fast."""
+
+from .forms.chunkwise import chunkwise
+from .forms.compiling import compile_options
+from .forms.fast_newton_schulz import gram_polynomial, newton_schulz
+from .forms.incremental import incremental, retrieve
+from .forms.spaces import Spaces
+from .mathematics.bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
+from .mathematics.features import Exponential, FeatureMap, Identity, Polynomial, PolynomialFeatures, l2_normalise
+from .mathematics.gates import Gates
+from .mathematics.networks import MLP, GatedMLP, Linear, Network
+from .mathematics.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
+from .mathematics.recurrent import recurrent
+from .mathematics.retention import Decay, ElasticNet, FDivergence, Keep, LqNorm, Retention, RowNorm, Sigmoid, Softmax
+from .mathematics.rules import KINDS, RULES, Params, Rule, resolve_rule
+from .mathematics.state import MemoryState, initial_state
+from .mathematics.windows import Window
+
+__all__ = [
+    "KINDS",
+    "L2",
+    "MLP",
+    "RULES",
+    "AttentionalBias",
+    "Decay",
+    "DeltaGradientDescent",
+    "DotProduct",
+    "ElasticNet",
+    "Exponential",
+    "FDivergence",
+    "FeatureMap",
+    "GatedMLP",
+    "Gates",
+    "GradientDescent",
+    "Huber",
+    "Identity",
+    "Keep",
+    "Linear",
+    "Lp",
+    "LqNorm",
+    "MemoryState",
+    "Momentum",
+    "Muon",
+    "Network",
+    "Optimiser",
+    "Params",
+    "Polynomial",
+    "PolynomialFeatures",
+    "Retention",
+    "RobustL2",
+    "RowNorm",
+    "Rule",
+    "Sigmoid",
+    "Softmax",
+    "Spaces",
+    "Window",
+    "chunkwise",
+    "compile_options",
+    "gram_polynomial",
+    "incremental",
+    "initial_state",
+    "l2_normalise",
+    "newton_schulz",
+    "recurrent",
+    "resolve_rule",
+    "retrieve",
+]
