@@ -22,7 +22,7 @@ DIM, HEADS, CHUNK = 32, 2, 4
 
 
 def options(rule: str) -> dict:
-    """The rule at a size for this task: a narrow memory, Muon once a chunk in float32, windows of two tokens."""
+    """The rule at a size for this task: a narrow memory, Muon once a chunk, windows of two tokens."""
     changes: dict = {"window": {"size": min(2, RULES[rule].window.size), "chunk": CHUNK}}
     if hasattr(RULES[rule].network, "expansion"):
         changes["network"] = {"expansion": 1}

@@ -46,7 +46,7 @@ class Study:
 
 def laptop(name: str, window: int = 4) -> Rule:
     """The rule at a size that is trained in a minute: a memory as wide as its head, short windows, chunks of 16, and
-    Muon once a chunk in float32."""
+    Muon once a chunk."""
     rule = RULES[name]
     changes: dict[str, dict[str, Any]] = {"window": {"size": min(window, rule.window.size), "chunk": CHUNK}}
     if hasattr(rule.network, "expansion"):
