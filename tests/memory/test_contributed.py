@@ -26,6 +26,12 @@ class SignMomentum(InnerOptimiser):
         return (s,), rows(at.apply, s.sign())
 
 
+def test_its_momentum_is_read():
+    problem = random_problem(replace(RULES["titans"], optimiser=SignMomentum()), 0)
+    others = replace(problem.gates, theta=0.5 * problem.gates.theta)
+    assert error(recurrent(*replace(problem, gates=others).arguments())[0], recurrent(*problem.arguments())[0]) > 1e-3
+
+
 @dataclass(frozen=True)
 class Heavier(Momentum):
     """A kind that inherits from one the fast form knows, and does something else."""

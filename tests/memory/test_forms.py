@@ -82,7 +82,7 @@ axes = {
             steps=st.integers(1, 5),
             every=st.integers(1, 7),
             horizon=st.sampled_from([None, None, "chunk"]),
-            limit=st.sampled_from([1.0, 0.3]),
+            limit=st.sampled_from([0.25, 1.0]),
             shows=st.booleans(),
         ),
     ),

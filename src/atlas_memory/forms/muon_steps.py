@@ -120,7 +120,7 @@ def _feature_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
 def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
     plan, muon, w = part.plan, muon_of(part.setting.rule), part.from_home
     by_eigenvalues = part.setting.spaces.eigenvalues
-    inverse = _power_of_two(_largest(s))
+    inverse, most = _power_of_two(_largest(s)), muon.most(s.shape[-2]) if muon.bounded else None
     s = s * inverse
     kernel, past = tokens.inputs.kernel()[..., None, :, :], tokens.inputs.apply(s)[..., None, :, :]  # K, X
     groups, carried = _groups(part, tokens), _matrix(plan.moving.at_steps)
@@ -135,8 +135,8 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
         cross = (2.0 * cut) * past[..., seen, :]
         gram = weighted.mT @ (kernel[..., seen, seen] @ weighted + cross)
         gram = 0.5 * (gram + gram.mT) + cut.square() * of_start
-        q = gram_polynomial(gram, muon.steps, symmetric=True, floor=_floor(muon, scale), eigenvalues=by_eigenvalues)
-        q = muon.limit * q if muon.bounded else q
+        q = gram_polynomial(gram, muon.steps, symmetric=True, floor=_floor(most, scale), eigenvalues=by_eigenvalues)
+        q = q if most is None else most * q
         parts.append((group, cut, weighted, q))
 
     def read(queries: Seen) -> Tensor:
@@ -187,6 +187,7 @@ def _token_space(part: Part, old: Factors | None, tokens: Tokens) -> Steps:
     if old is not None:
         deltas, inputs = torch.cat([old.deltas, deltas], -2), torch.cat([old.inputs, inputs], -2)
         weights = torch.cat([plan.moving.at_steps[..., 0, :, None].expand(*weights.shape[:-1], before), weights], -1)
+    most = muon.most(deltas.shape[-1]) if muon.bounded else None
     largest = deltas.detach().abs().amax(-1, keepdim=True)
     inverse = _power_of_two(largest)
     # Under a floor what is zero has a slope; without, it must not set the scale of S.
@@ -202,8 +203,8 @@ def _token_space(part: Part, old: Factors | None, tokens: Tokens) -> Steps:
         at = at * scale
         left = at * outer[..., None, seen, seen] * at.mT
         gram = (left.flatten(-3, -2) @ inner[..., seen, seen]).view(left.shape)
-        q = gram_polynomial(gram, muon.steps, floor=_floor(muon, scale))
-        q = muon.limit * q if muon.bounded else q
+        q = gram_polynomial(gram, muon.steps, floor=_floor(most, scale))
+        q = q if most is None else most * q
         polynomials.append(q * at.mT)  # Q_n^T D_n: [..., J', T', T']
 
     def read(queries: Seen) -> Tensor:
@@ -250,9 +251,9 @@ def _scale(muon: Muon, size: Tensor) -> Tensor:
     return inverse.clamp_max(1.0) if muon.bounded else inverse
 
 
-def _floor(muon: Muon, scale: Tensor) -> Tensor | None:
+def _floor(most: float | None, scale: Tensor) -> Tensor | None:
     """Under S S^T of a bounded step, where S has been multiplied by ``scale``."""
-    return (muon.limit * scale).square() if muon.bounded else None
+    return None if most is None else (most * scale).square()
 
 
 def _matrix(factor: Tensor) -> Tensor:

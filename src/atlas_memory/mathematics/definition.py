@@ -8,7 +8,8 @@ With c the window, b the chunk, M_t the memory after token t and M_f the memory 
     M_t    = alpha_t M_{t-1} - e_t O(S_t)                                           (ATLAS Eqs. 32 and 58)
     y_t    = M_t(phi(q_t))                                                          (or as Window.read says)
 
-How S_t becomes a step is said by the optimiser's ``step``, how the old memory and the step make the new one by the
+with a_t, e_t and O as optimisers.py lists them, and M_0 for what alpha takes away where the retention says so. How
+S_t becomes a step is said by the optimiser's ``step``, how the old memory and the step make the new one by the
 retention's ``keep``. Read it as one sequence and one head: the dimensions ``[batch, heads]`` that come before those of
 a token or a matrix are carried along. ``recurrent`` (recurrent.py) takes any batch here.
 """
@@ -33,7 +34,8 @@ def definition(
     rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: CompleteGates, memory: list[Matrix], seen: int
 ) -> tuple[Tensor, list[Matrix]]:
     """Read q ``[time, dim]``, learning from k and v; ``memory`` is what ``seen`` tokens have left, a ``Matrix`` of
-    ``[rows, columns]`` each. On phi* it has a column for every key that there will be, zero until it is written.
+    ``[rows, columns]`` each. On phi*, infinite features that are known by their kernel, it has a column for every key
+    that there will be, zero until it is written.
 
     Args:
         k, v: ``[past + time, dim]``, preceded by those of at least c - 1 tokens before; on phi* by every column's.
@@ -44,8 +46,11 @@ def definition(
     """
     c, b, optimiser, model, y = rule.window.size, rule.window.chunk, rule.optimiser, Model(rule, params, k, v), []
     for t in range(q.shape[-2]):
-        first, last = (seen + t) % b == 0, (seen + t + 1) % b == 0  # of its chunk
-        follows, due = (seen + t) % rule.every == 0, (seen + t + 1) % rule.every == 0  # a step
+        first, last = (seen + t) % b == 0, (seen + t + 1) % b == 0  # token of its chunk
+        follows, due = (
+            (seen + t) % rule.every == 0,
+            (seen + t + 1) % rule.every == 0,
+        )  # a step was taken before, is due now
         now, older, gate = k.shape[-2] - q.shape[-2] + t, min(c - 1, seen + t), gates.at(t)
         window, gamma = slice(now - older, now + 1), gate.gamma[..., : older + 1].flip(-1)  # the oldest first
         frozen, before = [m.frozen for m in memory], [optimiser.shown(m.sums, m.weights, follows) for m in memory]
@@ -54,7 +59,7 @@ def definition(
         response = rule.response(at_frozen, v[..., window, :], params)
         g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # Eqs. 9 and 16
         sizes = rule.sizes(frozen, at_frozen, response, params)
-        whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # the token itself in full
+        whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # a closed gate is no small step
         alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
         for i, m in enumerate(memory):
             size = (whole * sizes[i]).sum(-1) if optimiser.bounded else None

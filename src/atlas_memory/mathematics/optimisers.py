@@ -6,7 +6,7 @@ All are instances of one recurrence, per matrix, with g_t the gradient of the wi
 
     gradient descent   theta = 0, a = 1,   e = s,    O = identity            (ATLAS Eq. 10, 19; DeltaNet)
     momentum           theta,     a = s,   e = 1,    O = identity            (ATLAS Eqs. 12-13; Titans Eqs. 13-14)
-    Muon               theta,     a = s,   e = 1,    O = Newton-Schulz of [S, I]  (ATLAS Eqs. 57-58; see there)
+    Muon               theta,     a = s,   e = 1,    O = Newton-Schulz of [S, L I]  (ATLAS Eqs. 57-58; see there)
     delta              theta = 0, a = 1,   e = s,    O = identity, and -e_t W_{t-1} f_t f_t^T besides  (see there)
 
 S accumulates plus the gradient and W subtracts: ATLAS's Table 1 prints an ascent. Letters: eta is the step size and
@@ -91,17 +91,18 @@ class Muon(InnerOptimiser):
     little its direction is chaos, outer gradients grow with every step, and nothing but eta can keep a token from being
     written.
 
-    ``bounded``, the default, has eta inside, as the paper's Eqs. 57-58 have, where it is a step of the length described
-    above, and a floor under the singular values of S: [S, I] is orthogonalised in place of S,
+    ``bounded``, the default, has eta inside, as the paper's Eqs. 57-58 have, within the bounded step s (step.py), and a
+    floor under the singular values of S: [S, L I] is orthogonalised in place of S,
 
         S_t = theta_t S_{t-1} + s_t g_t,     W_t = alpha_t W_{t-1} - (S_t S_t^T / L^2 + I)^(-1/2) S_t,
 
-    with L the ``limit``. A singular value of S that is small against L is written as it is, as by momentum; one that is
-    large comes to L.
+    with L the ``limit`` times the root of a matrix's rows: the length of a vector of entries of size 1. A singular
+    value of S that is small against L is written as it is, as by momentum; one that is large comes to L. (Where the
+    largest is tens of L, five steps do not converge, and small ones are written smaller.)
 
     ``every = r`` applies the step only at tokens r - 1, 2r - 1, ... of the sequence. ``every = 1`` is the paper's Eq.
-    40; None is once a chunk, at its end, what LaCT does. ``shows``: what waits for its step answers meanwhile, as if it
-    were written as it is: the memory that is read is W_t - S_t, and W_t after a step.
+    40, Newton-Schulz after every token; None is once a chunk, at its end, what LaCT does. ``shows``: what waits for its
+    step answers meanwhile, as if it were written as it is: what is read is W_t - S_t, and W_t after a step.
 
     ``precise``, for ``bounded=False``, works float32 inputs in float64 within a call. The printed Newton-Schulz
     multiplies small directions of S by up to 3.4445^5 = 485, rounding errors among them, so in float32 two exact forms
@@ -125,7 +126,7 @@ class Muon(InnerOptimiser):
     horizon: str | None = None
     bounded: bool = True
     live: bool = True
-    limit: float = 1.0
+    limit: float = 0.25
     shows: bool = False
 
     has_momentum = True
@@ -176,7 +177,12 @@ class Muon(InnerOptimiser):
         self, s: Tensor, orthogonalise: Callable[[Tensor, int], Tensor], saturate: Callable[[Tensor, int], Tensor]
     ) -> Tensor:
         """O(S), ``[..., rows, columns]``."""
-        return self.limit * saturate(s / self.limit, self.steps) if self.bounded else orthogonalise(s, self.steps)
+        most = self.most(s.shape[-2])
+        return most * saturate(s / most, self.steps) if self.bounded else orthogonalise(s, self.steps)
+
+    def most(self, rows: int) -> float:
+        """L of a matrix with so many rows."""
+        return self.limit * rows**0.5
 
     def turn(self, sums: Sums) -> Sums:
         """With a horizon S^new takes the place of S^old; and no chunk has changed anything yet."""

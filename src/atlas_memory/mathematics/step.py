@@ -87,7 +87,8 @@ Sums = tuple[Tensor, ...]
 
 
 class InnerOptimiser:
-    """What inner optimisers share. A new one needs ``step``, and ``has_momentum`` where it reads theta."""
+    """What inner optimisers share. A new one needs ``step``, ``has_momentum`` where it reads theta, and ``rates`` where
+    the step s, which bounds what a gradient writes, belongs elsewhere than in front of the step that is made."""
 
     bounded: bool
     live: bool
@@ -149,7 +150,7 @@ class InnerOptimiser:
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
         """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``; a step is
         taken after ``every`` so many tokens of a ``chunk``."""
-        return Rates(torch.zeros_like(theta), torch.ones_like(eta), over(eta, size))
+        return Rates(theta if self.has_momentum else torch.zeros_like(theta), torch.ones_like(eta), over(eta, size))
 
 
 def over(eta: Tensor, size: Tensor | None) -> Tensor:
