@@ -23,9 +23,7 @@ from .muon_steps import waiting
 from .parts import Chunk, Held, Part, Setting, Where
 from .schedules import schedules
 from .settling import linear, settle
-from .spaces import Spaces
-
-DEFAULT = Spaces()
+from .spaces import DEFAULT, Spaces
 
 
 def read_chunk(

@@ -24,7 +24,7 @@ from ..mathematics.precision import Broken, cast, check_inputs, compute, kept_dt
 from ..mathematics.rules import Params, Rule
 from ..mathematics.state import MemoryState, initial_state
 from .bands import band, overlapping, take
-from .chunk import DEFAULT, read_chunk
+from .chunk import read_chunk
 from .columns import OnKeys
 from .compiling import compiled_for_rule, laid_out
 from .counterparts import has_chunks
@@ -33,7 +33,7 @@ from .horizon import Recent
 from .incremental import read_tokens
 from .muon_steps import takes_token_space
 from .parts import Chunk, Held
-from .spaces import Spaces
+from .spaces import DEFAULT, Spaces
 
 GROUP = 64
 """Chunks that are laid out at a time: what is as long as the sequence stays proportional to it, not to b times it."""
@@ -204,15 +204,21 @@ def _read_group(
         if phase is not None and j < 2:
             memory = tuple(h.as_tokens(filled, known=j == 1) for h in memory)
         outputs.append(y)
+    return grid.back(torch.cat(outputs, -2)), _after(rule, reading, grid, memory, keys, k, v)
+
+
+def _after(
+    rule: Rule, reading: Reading, grid: Grid, memory: tuple[Held, ...], keys: OnKeys | None, k: Tensor, v: Tensor
+) -> Reading:
+    """What to go on from after a group of chunks that has left ``memory``."""
+    state, length, in_matrices = reading.state, grid.length, grid.phase is not None  # the next begins within a chunk
     read = torch.full_like(state.seen, grid.time) if length is None else length
-    in_matrices = phase is not None  # then the next group begins within a chunk
     matrices = tuple(h.matrix(in_matrices) for h in memory)
     end = MemoryState(matrices, *_past(rule, state, k, v, length), state.keys, state.seen + read)
     recent = tuple(None if in_matrices else h.recent for h in memory)
     # A memory that reads from its start stands at the start of a chunk in every group; one with rows that ended stays.
     together = reading.together and length is None
-    end = end if keys is None else keys.narrow(end, read)
-    return grid.back(torch.cat(outputs, -2)), Reading(end, recent, phase, together)
+    return Reading(end if keys is None else keys.narrow(end, read), recent, grid.phase, together)
 
 
 def _chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Grid, first: Tensor) -> Iterator[Chunk]:

@@ -34,7 +34,8 @@ class Spaces:
     """How ``chunkwise`` orthogonalises; the numbers do not depend on it.
 
     Attributes:
-        space: "features", "outputs" or, with ``Muon.horizon``, "tokens"; None: the one with the fewest multiply-adds.
+        space: "features", "outputs", or "tokens" for momenta that are sums over tokens (``Muon.horizon``). None, and
+            for other momenta: the one with the fewest multiply-adds.
         together: steps that are taken at a time.
         eigenvalues: whether symmetric matrices go by their eigenvalues; None: where that is faster.
 
@@ -68,7 +69,7 @@ class Spaces:
     ) -> str:
         """The space of a matrix of which a chunk with ``window`` window tokens takes so many steps; ``tokens``: whether
         its momentum is a sum over tokens, and so over twice as many as the window has."""
-        if self.space is not None:
+        if self.space is not None and (tokens or self.space != "tokens"):
             return self.space
         m, f, n, b, t = rows, columns, window, rule.window.chunk, 2 * window
         muon = muon_of(rule)
@@ -87,6 +88,10 @@ class Spaces:
                 costs["tokens"] += group.taken * (seen * seen * (seen + left) + gram_cost(seen, muon.steps))
                 costs["tokens"] += left * seen * m
         return min(costs, key=lambda space: costs[space])
+
+
+DEFAULT = Spaces()
+"""Whatever is cheapest."""
 
 
 def muon_of(rule: Rule) -> Muon:

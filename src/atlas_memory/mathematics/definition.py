@@ -56,7 +56,7 @@ def definition(
         frozen, before = [m.frozen for m in memory], [optimiser.shown(m.sums, m.weights, follows) for m in memory]
         after = []
         at_frozen = rule.network.trace(model.apply(frozen), k[..., window, :], params.norm)  # M_f of the window's keys
-        response = rule.response(at_frozen, v[..., window, :], params)
+        response = rule.response(at_frozen, v[..., window, :], params)  # r_t of step.py
         g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # Eqs. 9 and 16
         sizes = rule.sizes(frozen, at_frozen, response, params)
         whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # a closed gate is no small step
@@ -116,6 +116,7 @@ class Model(NamedTuple):
         matrix puts out, z_i = W f_i, and then dl/dW = sum_i (dl/dz_i) f_i^T, since on phi* there is no W as such."""
         network, k, held = self.rule.network, self.k[..., window, :], self.apply(frozen)
         with torch.enable_grad():
+            # Zero, added to what each matrix puts out, to differentiate by.
             by = [w.new_zeros(*k.shape[:-1], w.shape[-2]).requires_grad_() for w in frozen]
             body = network.body(lambda i, u: held(i, u) + by[i], k)
             prediction = network.end(k, body, self.params.norm)

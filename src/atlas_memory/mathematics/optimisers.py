@@ -112,8 +112,8 @@ class Muon(InnerOptimiser):
     ``horizon="chunk"``: at a chunk's end the momentum forgets all that is older than this chunk, so that S_t sums the
     gradients of its own chunk and of the one before, weighted as ever: between b and 2 b tokens. What is cut off
     weighs at most theta^b. S_t then is a sum over few tokens at any time, and ``chunkwise`` orthogonalises in the space
-    of these tokens where both sides of a matrix are longer (muon_steps.py). None, the paper's, never forgets. In the
-    recurrence, with two accumulators a matrix,
+    of these tokens where both sides of a matrix are longer (forms/muon_steps.py). None, the paper's, never forgets. In
+    the recurrence, with two accumulators a matrix,
 
         S^old_t = theta_t S^old_{t-1},   S^new_t = theta_t S^new_{t-1} + g_t,   S_t = S^old_t + S^new_t,
 
@@ -147,7 +147,7 @@ class Muon(InnerOptimiser):
             raise ValueError(f"Muon horizon must be None or 'chunk', got {self.horizon!r}")
 
     @property
-    def in_float64(self) -> bool:  # type: ignore[override]
+    def in_float64(self) -> bool:
         """Where rounding errors would be multiplied."""
         return self.precise and not self.bounded
 
@@ -165,13 +165,10 @@ class Muon(InnerOptimiser):
         """See ``InnerOptimiser``."""
         if self.horizon is not None:
             old, new = rows(at.theta, sums[0]), rows(at.theta, sums[1]) + rows(at.write, g)
-            return (old, new), rows(at.apply, self._direction(old + new, at))
+            return (old, new), rows(at.apply, self.direction(old + new, at.orthogonalise, at.saturate))
         s = rows(at.theta, sums[0]) + rows(at.write, g)
         changed = tuple(rows(at.alpha, d) + rows(at.plain, g) for d in sums[1:] if at.plain is not None)
-        return (s, *changed), rows(at.apply, self._direction(s, at))
-
-    def _direction(self, s: Tensor, at: At) -> Tensor:
-        return self.direction(s, at.orthogonalise, at.saturate)
+        return (s, *changed), rows(at.apply, self.direction(s, at.orthogonalise, at.saturate))
 
     def direction(
         self, s: Tensor, orthogonalise: Callable[[Tensor, int], Tensor], saturate: Callable[[Tensor, int], Tensor]

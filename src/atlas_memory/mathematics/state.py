@@ -141,12 +141,10 @@ def initial_state(rule: Rule, initial: tuple[Tensor, ...], k: Tensor) -> MemoryS
     keys = past if rule.features.endless else past[..., :0, :]
 
     def begin(i: int, m: Tensor) -> Matrix:
-        weights, dual = rule.retention.begin(m)  # repeating copies: M_0 may be trained meanwhile
-        weights, dual = (
-            weights.to(k).repeat(batch, 1, 1, 1),
-            None if dual is None else dual.to(k).repeat(batch, 1, 1, 1),
-        )
-        weights = k.new_zeros(batch, heads, m.shape[-2], keys.shape[2]) if rule.by_key(i) else weights
+        w, a = rule.retention.begin(m)  # copied, since M_0 may be trained meanwhile
+        dual = None if a is None else a.to(k).repeat(batch, 1, 1, 1)
+        by_key = k.new_zeros(batch, heads, m.shape[-2], keys.shape[2])
+        weights = by_key if rule.by_key(i) else w.to(k).repeat(batch, 1, 1, 1)
         return Matrix(weights, weights, (torch.zeros_like(weights),) * rule.accumulators, dual)
 
     return MemoryState(

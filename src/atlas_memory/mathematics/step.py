@@ -9,7 +9,7 @@ W_{t-1}, and sent back through the frozen memory. With f the last matrix's input
 
 where r_t bounds how fast the error grows with the body: for L2 without a layer norm it is 2, exactly; for the other
 biases and under a layer norm the bound of their curvature; 0 for the dot product, whose error is the value. The errors
-of a chunk then solve one triangular system (live.py), as those of the delta rule do. ``live=False`` is the frozen
+of a chunk then solve one triangular system (forms/live.py), as those of the delta rule do. ``live=False`` is the frozen
 gradient. With chunk = 1 the two are one for every bias.
 
 The steps of Muon are no sums of writes. Under it the errors see what the chunk's gradients would have changed by plain
@@ -111,8 +111,11 @@ class InnerOptimiser:
     """Whether the memory answers with what waits, too (``shown``)."""
     whole = False
     """Whether matrices are stepped whole, so that gates are one a head and what is orthogonalised has entries."""
-    in_float64 = False
-    """Whether float32 inputs are worked in float64."""
+
+    @property
+    def in_float64(self) -> bool:
+        """Whether float32 inputs are worked in float64."""
+        return False
 
     @property
     def sees(self) -> bool:
