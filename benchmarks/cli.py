@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -14,7 +15,7 @@ import typer
 
 from benchmarks import peak as peaks
 from benchmarks import results
-from benchmarks.learning import STUDIES
+from benchmarks.learning import LANGUAGE, STUDIES
 from benchmarks.learning.study import run as measure_learning
 from benchmarks.registry import Benchmark, Missing
 from benchmarks.run import Settings
@@ -82,17 +83,24 @@ def learn(
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between; the table has their mean.")] = "0",
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json; default docs/learning.")] = None,
     workers: Annotated[int, typer.Option(help="Processes of one thread each.")] = os.cpu_count() or 1,
+    text: Annotated[Path | None, typer.Option(help="Of study language: a text file or folder; default stdlib.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of study language: steps of training.", min=1)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A step or two of each, only to see that it works.")] = False,
 ) -> None:
     """Whether memories write, are taught and remember; write a JSON file each."""
     for name in names or STUDIES:
         if name not in STUDIES:
             raise ValueError(f"unknown study {name!r}; there are {', '.join(STUDIES)}")
+    if (text or steps) and LANGUAGE.name not in (names or STUDIES):
+        raise ValueError(f"--text and --steps are of study {LANGUAGE.name}: name it, or leave them out")
     folder = results.writable(out or (QUICK if quick else results.LEARNING))
     for study in (STUDIES[name] for name in names or STUDIES):
         chosen = study.cases if cases is None else tuple(cases.split(","))
         heads = study.widths if widths is None else _numbers("widths", widths)
-        given = {"cases": cases, "widths": widths, "seeds": seeds}
+        given: dict[str, object] = {"cases": cases, "widths": widths, "seeds": seeds}
+        if study.name == LANGUAGE.name:
+            changed = {name: value for name, value in (("text", text), ("steps", steps)) if value is not None}
+            study, given = replace(study, measure=partial(study.measure, **changed)), given | changed
         options = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
         command = f"python -m benchmarks learn {study.name}{options}{' --quick' if quick else ''}"
         say = partial(print, file=sys.stderr, flush=True)

@@ -45,6 +45,10 @@ def _value(key: str) -> Callable[[Row], str]:
     return lambda row: f"{row[key]:.2g}"
 
 
+def _bits(key: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[key]:.3f}"
+
+
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "candidate": lambda row: row["candidate"],
     "shape": lambda row: row["shape"],
@@ -83,6 +87,10 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     **{f"gradient {n:,}" if n > 999 else f"gradient {n}": _value(f"gradient {n}") for n in (256, 1024, 4096)},
     **{f"recall {n:,}" if n > 999 else f"recall {n}": _share(f"recall {n}") for n in (128, 512, 1024, 4096)},
     **{f"{n} pairs": _share(f"pairs {n}") for n in (16, 32, 64, 128)},
+    "parameters": lambda row: f"{row['parameters']:,.0f}",
+    "training": _bits("training"),
+    **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "512-1,024")},
+    "seconds": lambda row: f"{row['seconds']:,.0f}",
 }
 """What a table can show, by the head of the column; a row that lacks the number has a dash."""
 

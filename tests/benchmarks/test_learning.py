@@ -30,8 +30,21 @@ def test_the_recall_task_can_be_answered_from_its_pairs_alone() -> None:
 
 
 def test_a_quick_run(capsys, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("so it goes. " * 1000)
     for name in STUDIES:
-        arguments = ["learn", name, "--quick", "--cases", "titans,gated-deltanet", "--widths", "4", "--workers", "1"]
+        of_text = ["--text", str(tmp_path / "text.txt")] if name == "language" else []
+        arguments = [
+            "learn",
+            name,
+            *of_text,
+            "--quick",
+            "--cases",
+            "titans,gated-deltanet",
+            "--widths",
+            "4",
+            "--workers",
+            "1",
+        ]
         assert main([*arguments, "--out", str(tmp_path)]) == 0
         rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
         assert [row["candidate"] for row in rows] == ["titans", "gated-deltanet"]
@@ -42,7 +55,9 @@ def test_a_quick_run(capsys, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (["learn", "recal"], "unknown study 'recal'; there are writes, reach, recall, capacity"),
+        (["learn", "recal"], "unknown study 'recal'; there are writes, reach, recall, capacity, language"),
+        (["learn", "writes", "--steps", "3"], "--text and --steps are of study language"),
+        (["learn", "language", "--cases", "titans", "--text", "no-such-file"], "'no-such-file' does not exist"),
         (["learn", "writes", "--cases", "titan"], "study writes has no case 'titan'"),
         (["learn", "writes", "--widths", "a"], "widths must be whole numbers with commas between, got 'a'"),
     ],

@@ -1,0 +1,93 @@
+"""Language: a byte model of preset ``tiny``, trained on short stretches of a text and read on past them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atlas_memory.data import Corpus, RandomCrops, byte_tokenizer
+from atlas_memory.data.crops import join
+from atlas_memory.memory import RULES
+from atlas_memory.models import AtlasConfig, AtlasForCausalLM
+from atlas_memory.models.presets import PRESETS
+
+from .study import Study
+
+BATCH, LENGTH, HELD_OUT = 16, 128, 1024
+PLACES = ((0, 128), (128, 512), (512, 1024))
+STEPS = 2500
+"""Of 16 x 128 bytes: 5.1 million."""
+
+
+def model(case: str, dim: int, **options: Any) -> AtlasForCausalLM:
+    """Preset ``tiny`` with heads of ``dim``: the rule of that name, or a block without memory."""
+    heads = PRESETS["tiny"].config["num_attention_heads"]
+    kind = {"rule": case} if case in RULES else {"block": case}
+    return AtlasForCausalLM(AtlasConfig.preset("tiny", hidden_size=dim * heads, **kind, **options))
+
+
+def losses(net: AtlasForCausalLM, ids: Tensor) -> Tensor:
+    """Bits of every byte but the first ``[batch, length - 1]``."""
+    logits = net(ids, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none") / math.log(2)
+
+
+def train(net: AtlasForCausalLM, tokens: np.ndarray, seed: int, steps: int, length: int = LENGTH) -> float:
+    """``steps`` of AdamW at 3e-3 on random crops, warm-up of 20 and a cosine to a tenth; bits of the last 50."""
+    crops = RandomCrops(tokens, length, steps * BATCH, seed)
+    optimiser = torch.optim.AdamW(net.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    found = []
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+        ids = torch.stack([crops[step * BATCH + i]["input_ids"] for i in range(BATCH)])
+        loss = losses(net, ids).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimiser.step()
+        found.append(float(loss.detach()))
+    return statistics.fmean(found[-50:])
+
+
+@torch.no_grad()
+def by_place(net: AtlasForCausalLM, tokens: np.ndarray, stretches: int) -> dict[str, float]:
+    """Bits by place over stretches of 1,024 held-out bytes, spread evenly."""
+    starts = np.linspace(0, len(tokens) - HELD_OUT, stretches).astype(int)
+    ids = torch.from_numpy(np.stack([tokens[s : s + HELD_OUT] for s in starts]).astype(np.int64))
+    bits = torch.cat([losses(net.eval(), part) for part in ids.split(8)])
+    return {f"{first}-{last}": float(bits[:, max(first - 1, 0) : last - 1].mean()) for first, last in PLACES}
+
+
+def bits(case: str, dim: int, seed: int, quick: bool, text: Path | None = None, steps: int = STEPS) -> dict[str, float]:
+    """See ``LANGUAGE``."""
+    corpus, tokenizer = Corpus.load(text), byte_tokenizer()
+    torch.manual_seed(seed)
+    net = model(case, dim)
+    started = time.process_time()
+    training = train(net, join(tokenizer, corpus.train), seed, 2 if quick else steps)
+    seconds = time.process_time() - started
+    found = by_place(net, join(tokenizer, corpus.held_out), 8 if quick else 128)
+    sizes = {"parameters": float(net.num_parameters()), "seconds": seconds}
+    return {"training": training, **found, **sizes}
+
+
+LANGUAGE = Study(
+    name="language",
+    shows="A byte model of preset tiny, trained by AdamW at 3e-3 on 16 random crops of 128 bytes a step, 2,500 steps "
+    "unless `--steps` says otherwise, of the standard library's source or of `--text`: bits a byte of the last 50 "
+    "steps, and of 128 stretches of 1,024 held-out bytes, each read in one piece, by place; and seconds of one core "
+    "for training.",
+    cases=("attention", "swa", *RULES),
+    widths=(16,),
+    measure=bits,
+    columns=("candidate", "head", "parameters", "training", "0-128", "128-512", "512-1,024", "seconds"),
+)
