@@ -15,7 +15,6 @@ from atlas_memory.memory import (
     MLP,
     Linear,
     MemoryState,
-    Muon,
     Network,
     Rule,
     Window,
@@ -26,15 +25,8 @@ from benchmarks.operations import bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Shape
 
 NARROW, WIDE = (Shape(batch=1, heads=256 // dim, dim=dim, time=64) for dim in (32, 64))
-ALONE = replace(WIDE, heads=1)  # to make the momenta of four heads of 64 with expansion 4 would take 20 GB
 QUICK = Shape(batch=1, heads=1, dim=8, time=16)
-RULES: dict[str, tuple[Network, str | None]] = {
-    "linear": (Linear(), None),
-    "linear, horizon": (Linear(), "chunk"),
-    "MLP, expansion 1": (MLP(expansion=1), None),
-    "MLP, expansion 1, horizon": (MLP(expansion=1), "chunk"),
-    "MLP, expansion 4, horizon": (MLP(), "chunk"),
-}
+NETWORKS: dict[str, Network] = {"linear": Linear(), "MLP, expansion 1": MLP(expansion=1)}
 
 
 FEATURES = Spaces("features", together=sys.maxsize)
@@ -59,17 +51,12 @@ def by_products(*arguments: Any) -> tuple[Tensor, MemoryState]:
     return chunkwise(*arguments, spaces=PRODUCTS)
 
 
-def _candidates(name: str, network: Network, horizon: str | None) -> tuple[Candidate, ...]:
-    """Chunks of 64; of 16 with a horizon, since there Newton-Schulz is on as many tokens as two chunks have. Verified
-    into the second chunk."""
-    size = 16 if horizon else 64
-    rule = Rule(network=network, optimiser=Muon(horizon=horizon), window=Window(size=8, chunk=size))
-    shapes = (NARROW, ALONE if network == MLP() else WIDE, QUICK)
+def _candidates(name: str, network: Network) -> tuple[Candidate, ...]:
+    """Verified into the second chunk."""
+    rule = Rule(network=network, window=Window(size=8, chunk=64))
     forms: list[tuple[str, Callable[..., tuple[Tensor, MemoryState]]]]
-    forms = [("feature space", in_feature_space), ("as chosen", chunkwise)]
-    if horizon is None:
-        forms.append(("by products", by_products))
-    options: dict[str, Any] = {"verified": size + 8, "group": name, "takes": shapes.__contains__}
+    forms = [("feature space", in_feature_space), ("as chosen", chunkwise), ("by products", by_products)]
+    options: dict[str, Any] = {"verified": 72, "group": name}
     made, *others = (bare_memory(f"{name}, {title}", rule, form, **options) for title, form in forms)
     return replace(made, cost=partial(materialised, rule), baseline=True), *others
 
@@ -77,9 +64,9 @@ def _candidates(name: str, network: Network, horizon: str | None) -> tuple[Candi
 MUON = Benchmark(
     name="muon",
     shows="What it saves not to make the momentum of each token: exact per-token Muon, 64 tokens, degree-2 features.",
-    shapes=(NARROW, WIDE, ALONE),
+    shapes=(NARROW, WIDE),
     quick=(QUICK,),
-    candidates=tuple(candidate for name, given in RULES.items() for candidate in _candidates(name, *given)),
+    candidates=tuple(candidate for name, network in NETWORKS.items() for candidate in _candidates(name, network)),
     columns=(
         "shape",
         "candidate",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from atlas_memory.memory import RULES, recurrent
-from benchmarks.operations import bare_memory, in_both
+from benchmarks.operations import bare_memory
 from benchmarks.registry import Benchmark, Shape
 
 PIECE = 128
 """Tokens of the definition's graph that fit in memory: 65 MB a token, for one head of 64."""
 ATLAS = RULES["atlas"]
-HORIZON = ATLAS.vary(optimiser={"horizon": "chunk"})
 
 ORACLE = Benchmark(
     name="oracle",
@@ -20,8 +19,6 @@ ORACLE = Benchmark(
     candidates=(
         bare_memory("chunkwise", ATLAS, baseline=True, group="atlas"),
         bare_memory("recurrent", ATLAS, recurrent, pieces=PIECE, group="atlas", once=True),
-        *in_both(bare_memory, "chunkwise, horizon", HORIZON, baseline=True, group="horizon"),
-        bare_memory("recurrent, horizon", HORIZON, recurrent, pieces=PIECE, group="horizon", once=True),
     ),
     columns=("candidate", "ms", "ms, 20 to 80 %", "times baseline", "µs a token", "check"),
 )

@@ -18,7 +18,7 @@ DIM, HEADS = 16, 2
 LAYERS = {
     "omeganet": {"rule": "omeganet", "chunk_size": 4},
     "atlas": {"rule": "atlas", "chunk_size": 4},
-    "horizon": {"rule": RULES["atlas"].vary(optimiser={"horizon": "chunk"}), "chunk_size": 4},
+    "printed": {"rule": RULES["atlas"].vary(optimiser={"bounded": False}, window={"chunk": 4})},
     "memora": {"rule": "memora", "chunk_size": 4},
     "gated-deltanet": {"rule": "gated-deltanet", "chunk_size": 4},
     "deeptransformer": {"rule": "deeptransformer", "chunk_size": 4},
@@ -78,7 +78,7 @@ def saved_bytes(memory, x) -> int:
 
 def test_recomputation_in_lower_precision():
     """What passes from group to group is not rounded to float32 where Newton-Schulz works in float64."""
-    memory, x = layer("horizon").float(), torch.randn(2, 27, DIM)
+    memory, x = layer("printed").float(), torch.randn(2, 27, DIM)
     expected = results(memory, x)
     set_execution(memory, recompute=1)
     for a, b in zip(results(memory, x), expected, strict=True):
@@ -105,7 +105,7 @@ def test_what_recomputation_keeps():
     assert saved_bytes(memory, longer) - saved_bytes(memory, x) <= x.nbytes + 256 // (8 * 4) * state
 
 
-@pytest.mark.parametrize("name", ["omeganet", "atlas", "horizon", "tnt", "hope"])
+@pytest.mark.parametrize("name", ["omeganet", "atlas", "printed", "tnt", "hope"])
 def test_one_graph_and_no_other_when_numbers_change(name):
     """``torch.compile(fullgraph=True)``, forward and backward, from a fresh memory; other inputs, and so other gates
     and rates, give no new graph."""
@@ -123,7 +123,7 @@ def test_one_graph_and_no_other_when_numbers_change(name):
         whole(3.0 * x)[0].sum().backward()
 
 
-@pytest.mark.parametrize("name", ["omeganet", "horizon", "lact"])
+@pytest.mark.parametrize("name", ["omeganet", "atlas", "lact"])
 def test_a_compiled_step_at_any_phase(name):
     """One graph decodes rows that stand at different places of their chunks, through several chunks."""
     torch.manual_seed(0)

@@ -185,14 +185,6 @@ def muon(s, g, under, at):
     return [momentum, 0.0 * g if at.last else changed], at.orthogonal_step(momentum)
 
 
-def muon_of_two_chunks(s, g, under, at):
-    """S as the list of its terms, those of the chunk before and those of this one."""
-    before, now = s if isinstance(s, list) else ([], [])
-    before, now = [at.theta * term for term in before], [at.theta * term for term in now] + [at.into_momentum(g)]
-    step = at.orthogonal_step(sum(before + now))
-    return [now, []] if at.last else [before, now], step
-
-
 def muon_at_the_end(s, g, under, at):
     """theta acts once a chunk, at its first token."""
     s, step = muon(s, g, under, at if at.first else replace(at, theta=torch.ones(()).double()))
@@ -342,7 +334,7 @@ def run(hand, problem, b, h, bounded, live=True):
         window = [(gates.gamma[t, t - i], k[i], v[i], delta(gates, i)) for i in range(max(0, t - size + 1), t + 1)]
         fixed = [w.detach() for w in frozen]
         loss = sum(g * hand.objective(memory(frozen, k_i), v_i, d) for g, k_i, v_i, d in window)
-        sees = bounded and hand.optimiser is not muon_of_two_chunks if hand.optimiser in MUON else True
+        sees = bounded or hand.optimiser not in MUON
         if live and sees and hand.sees_itself:
             loss = loss + sum(
                 g * (moved(fixed, now, s, k_i, v_i, d) * body_of(frozen, k_i)).sum() for g, k_i, v_i, d in window
@@ -358,7 +350,7 @@ def run(hand, problem, b, h, bounded, live=True):
             total = sum(g * sizes(fixed, *x) for g, (_, *x) in zip(weights, window, strict=True))
             lasts = hand.optimiser in (momentum, *MUON)
             total = total / (1 - at.theta) if lasts else total
-            if hand.optimiser in MUON and not (live and hand.optimiser is not muon_of_two_chunks):
+            if hand.optimiser in MUON and not live:
                 total = total * chunk  # the steps of a chunk do not see one another
             etas = [at.eta / x for x in total]
         inputs = hand.body(frozen, hand.phi(k[t], a), (0.0, 0.0, 0.0))[1]
@@ -403,7 +395,7 @@ def run(hand, problem, b, h, bounded, live=True):
 
 
 DELTA = (delta_step, delta_step_after_decay)
-MUON = (muon, muon_of_two_chunks, muon_at_the_end)
+MUON = (muon, muon_at_the_end)
 
 
 def delta(gates, i):

@@ -40,7 +40,6 @@ from .by_hand import (
     momentum,
     muon,
     muon_at_the_end,
-    muon_of_two_chunks,
     run,
     same,
     smooth,
@@ -277,13 +276,6 @@ def test_every_retention_is_its_equations(name, chunk):
     rule, base, retention = OTHERS[name]
     rule = rule if retention == "decay to start" else as_printed(rule)
     agree(rule, replace(HAND[base], retention=retention), base == "omeganet", chunk)
-
-
-@pytest.mark.parametrize("chunk", [1, 4])
-@pytest.mark.parametrize("bounded", [False, True])
-def test_a_horizon_is_its_equations(chunk, bounded):
-    rule = as_printed(RULES["atlas"]).vary(optimiser={"horizon": "chunk"})
-    agree(rule, replace(ATLAS, optimiser=muon_of_two_chunks), bounded, chunk)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 16])

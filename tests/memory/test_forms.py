@@ -80,8 +80,6 @@ axes = {
         st.builds(
             Muon,
             steps=st.integers(1, 5),
-            every=st.integers(1, 7),
-            horizon=st.sampled_from([None, None, "chunk"]),
             limit=st.sampled_from([0.25, 1.0]),
             shows=st.booleans(),
         ),
@@ -94,9 +92,14 @@ axes = {
 
 @st.composite
 def rules(draw) -> Rule:
-    """Any combination that ``Rule`` accepts."""
+    """Any combination that ``Rule`` accepts; Muon steps after any number of tokens that divides the chunk."""
+    parts = {name: draw(axis) for name, axis in axes.items()}
+    if isinstance(parts["optimiser"], Muon):
+        chunk = parts["window"].chunk
+        every = draw(st.sampled_from([None, *(n for n in range(1, chunk + 1) if chunk % n == 0)]))
+        parts["optimiser"] = replace(parts["optimiser"], every=every)
     try:
-        return Rule(**{name: draw(axis) for name, axis in axes.items()})
+        return Rule(**parts)
     except ValueError:
         reject()
 
@@ -132,7 +135,7 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, 
         assert gap < allowed, f"{name}: {where} is off by {gap:.1e}"
 
 
-@pytest.mark.parametrize("every", [1, 3, None])
+@pytest.mark.parametrize("every", [1, 2, None])
 @pytest.mark.parametrize("name", ["atlas", "atlas++", "atlas-linear", "lact"])
 def test_forms_agree_on_printed_muon(name, every):
     rule = RULES[name].vary(optimiser={"every": every, "bounded": False}, window={"chunk": 4})
@@ -163,10 +166,9 @@ def test_forms_agree_on_the_named_rules(name, dtype):
             assert gap < allowed, f"{form}: {where} is off by {gap:.1e} at time={time} dim={dim} c={size} b={chunk}"
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("every", [1, 2, 4, 8])
 @pytest.mark.parametrize("eigenvalues", [False, True])
 def test_muon_every_r_tokens(every, eigenvalues):
-    """r that divides the chunk, that does not, and that exceeds it."""
     rule = RULES["atlas"].vary(optimiser={"every": every}, window={"size": 3, "chunk": 8})
     problem = random_problem(rule, 3, time=21)
     form = partial(chunkwise, spaces=Spaces(eigenvalues=eigenvalues))

@@ -80,7 +80,7 @@ def test_scale_invariance_in_float32(power):
 
 def test_zero_is_zero_with_a_zero_gradient():
     s = torch.zeros(2, 4, 6, requires_grad=True)
-    for out in (newton_schulz(s), gram_polynomial(s @ s.mT) @ s, gram_polynomial(s @ s.mT, symmetric=True) @ s):
+    for out in (newton_schulz(s), gram_polynomial(s @ s.mT) @ s):
         assert out.count_nonzero() == 0
         (grad,) = torch.autograd.grad((out * torch.randn_like(out)).sum(), s)
         assert grad.isfinite().all() and grad.count_nonzero() == 0
@@ -100,7 +100,7 @@ def test_a_single_matrix():
     assert error(gram_polynomial(s @ s.mT) @ s, newton_schulz(s)) < 1e-3
 
 
-by_eigenvalues = partial(gram_polynomial, symmetric=True, eigenvalues=True)
+by_eigenvalues = partial(gram_polynomial, eigenvalues=True)
 
 
 def test_eigenvalues_that_are_equal_close_or_zero():
@@ -115,7 +115,7 @@ def test_eigenvalues_that_are_equal_close_or_zero():
     results = []
     for eigenvalues in (True, False):
         gram = ((basis * values[:, None]) @ basis.mT).requires_grad_()
-        q = gram_polynomial(gram, symmetric=True, eigenvalues=eigenvalues)
+        q = gram_polynomial(gram, eigenvalues=eigenvalues)
         results.append((q.detach(), *torch.autograd.grad((q * basis).sum(), gram)))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, 0.5 * (expected + expected.mT), rtol=1e-9, atol=1e-9)
@@ -164,7 +164,7 @@ def test_the_backward_passes_are_those_of_autograd(steps, many, eigenvalues, mon
             gram = unit @ unit.mT
             unit = a * unit + (b * gram + c * gram @ gram) @ unit
         gram = x @ x.mT
-        for found in (newton_schulz(x, steps), gram_polynomial(gram, steps, True, None, eigenvalues) @ x):
+        for found in (newton_schulz(x, steps), gram_polynomial(gram, steps, None, eigenvalues) @ x):
             torch.testing.assert_close(found, unit, rtol=1e-9, atol=1e-11)
             gradients = [torch.autograd.grad(y, x, weights, retain_graph=True)[0] for y in (found, unit)]
             torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-10)
@@ -184,8 +184,8 @@ def test_saturating_equals_the_polynomial_of_the_singular_values(shape, size):
     moved = sigma / length * x / q
     expected = u * moved[..., None, :] @ v
     floor = torch.ones(1, 1, dtype=torch.float64)
-    for symmetric in (True, False):
-        by_gram = gram_polynomial(s @ s.mT, symmetric=symmetric, floor=floor) @ s
+    for eigenvalues in (True, False):
+        by_gram = gram_polynomial(s @ s.mT, floor=floor, eigenvalues=eigenvalues) @ s
         assert error(by_gram, expected) < 1e-10
     assert error(saturate(s), expected) < 1e-11 and error(saturated(s), expected) < 1e-11
     assert (moved <= sigma * (1 + 1e-12)).all() and (moved <= 1 + 1e-12).all()

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from atlas_memory.forms.bands import band, decay_matrix, overlapping, shift_right
-from atlas_memory.forms.fast_weight import step_tokens
 from atlas_memory.memory import Window
 
 
@@ -39,14 +38,6 @@ def test_some_of_a_decay_matrix_and_its_gradient(rows, columns):
     torch.testing.assert_close(some, decay_matrix(factor)[..., rows, :][..., columns], rtol=1e-14, atol=0.0)
     assert torch.autograd.gradcheck(lambda f: decay_matrix(f, rows, columns), factor)
     assert torch.autograd.gradgradcheck(lambda f: decay_matrix(f, rows, columns), factor)
-
-
-@pytest.mark.parametrize("every,chunk", [(1, 4), (2, 4), (4, 4), (3, 4), (8, 4), (6, 4), (5, 3)])
-def test_steps_fall_on_every_rth_token_of_the_sequence(every, chunk):
-    for first in range(0, 5 * chunk, chunk):
-        at, valid = step_tokens(torch.tensor([first]), every, chunk)
-        taken = list(range(chunk))[at] if isinstance(at, slice) else at[0][valid[0]].tolist()
-        assert taken == [n for n in range(chunk) if (first + n + 1) % every == 0]
 
 
 def test_shift_right_with_a_shift_a_row():

@@ -156,12 +156,12 @@ def test_the_rule_of_every_memory_is_the_configurations() -> None:
         hidden_size=16,
         num_attention_heads=2,
         window=3,
-        chunk_size=5,
-        rule_options={"optimiser": {"every": 2}},
+        chunk_size=6,
+        rule_options={"optimiser": {"every": 6}},
     )
     rule = AtlasForCausalLM(config).model.layers[1].mixer.rule
     assert rule == config.memory_rule()
-    assert (rule.window.size, rule.window.chunk, rule.optimiser.every) == (3, 5, 2)
+    assert (rule.window.size, rule.window.chunk, rule.optimiser.every) == (3, 6, 6)
 
 
 def test_a_hierarchy_is_saved_whole_and_takes_the_place_of_the_presets_chunk(tmp_path) -> None:

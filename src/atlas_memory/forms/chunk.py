@@ -17,7 +17,7 @@ from .columns import Columns
 from .counterparts import counterpart
 from .errors import erasing, live_errors
 from .fast_weight import Seen, Steps
-from .lifting import Lift, add, seen, times
+from .lifting import Lift, add, seen
 from .live import Pairs
 from .muon_steps import waiting
 from .parts import Chunk, Held, Part, Setting, Where
@@ -31,7 +31,6 @@ def read_chunk(
     params: Params,
     memory: Sequence[Held],
     chunk: Chunk,
-    first: Tensor,
     filled: Where,
     columns: Columns | None = None,
     spaces: Spaces = DEFAULT,
@@ -39,7 +38,6 @@ def read_chunk(
     """Read one chunk.
 
     Args:
-        first: ``[batch]`` int64, where the chunk starts in its sequence.
         filled: whether the chunk is read to its end, for all rows or each ``[batch]``.
         columns: for ``Exponential`` features; spaces: for Muon.
 
@@ -54,12 +52,12 @@ def read_chunk(
     error = network.body_error(trace, rule.bias.derivative(trace.prediction, chunk.v), params.norm)
     response = rule.response(trace, chunk.v, params) if rule.live or rule.optimiser.bounded else None
     frozen = tuple(held.start for held in memory)
-    plans = schedules(rule, params, frozen, trace, response, chunk, first, setting.pairs)
+    plans = schedules(rule, params, frozen, trace, response, chunk, setting.pairs)
     parts = []
     for i, (held, (keys, _), plan) in enumerate(zip(memory, met, plans, strict=True)):
-        write, product = (lift.write, lift.product) if network.lifted[i] else (partial(add, keys.inputs), times)
+        write = lift.write if network.lifted[i] else partial(add, keys.inputs)
         initial = params.initial[i]
-        parts.append(Part(setting, held, initial, *rule.home(i, initial), keys, write, product, plan))
+        parts.append(Part(setting, held, initial, *rule.home(i, initial), keys, write, plan))
     deltas = _updates(parts, trace, error, response)
     outputs: list[Tensor] = []
     after = []
@@ -130,13 +128,13 @@ def _read_matrix(part: Part, queries: Seen, deltas: Tensor) -> tuple[Tensor, Hel
         queries = replace(queries, kernel=lambda: columns(near()))
     steps = of_optimiser.steps(part, tokens)
     out = _answers(part, steps, queries)
-    sums, recent = of_optimiser.sums(part, tokens)
+    sums = of_optimiser.sums(part, tokens)
     if rule.retention.settles:
         out, weights, settled, dual = settle(part, steps, queries, out)
-        held = Held(weights, settled, sums, dual, recent)
+        held = Held(weights, settled, sums, dual)
     else:
         weights = linear(part, steps, -1)
-        held = Held(weights, None if filled is True else pick(filled, weights, frozen), sums, None, recent)
+        held = Held(weights, None if filled is True else pick(filled, weights, frozen), sums)
     if rule.optimiser.shows and rule.window.read != "frozen":
         out = out - waiting(part, tokens, queries)
     return out, held

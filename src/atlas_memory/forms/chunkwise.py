@@ -9,7 +9,6 @@ recurrence. Computes the same function as definition.py (ATLAS sections 3.3 and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -29,9 +28,7 @@ from .columns import OnKeys
 from .compiling import compiled_for_rule, laid_out
 from .counterparts import has_chunks
 from .grid import Grid, tokens_before
-from .horizon import Recent
 from .incremental import read_tokens
-from .muon_steps import takes_token_space
 from .parts import Chunk, Held
 from .spaces import DEFAULT, Spaces
 
@@ -100,7 +97,7 @@ def _chunkwise(
     if recompute is not None and torch.is_grad_enabled():
         read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
     width = (recompute or GROUP) * rule.window.chunk
-    params, reading = begin(rule, params, q[:, :, :0], state, spaces)
+    params, reading = begin(rule, params, q[:, :, :0], state)
     outputs = []
     for i, group in enumerate(zip(*(x.split(width, 2) for x in tokens), strict=True)):
         left = None if length is None else (length - i * width).clamp(0, width)
@@ -113,22 +110,18 @@ class Reading(NamedTuple):
     """A memory between two groups of chunks of one call.
 
     Attributes:
-        state: in the working precision; without the momentum that ``recent`` has.
-        recent: see ``Held``, one a matrix.
+        state: in the working precision.
         phase: ``[batch]``, how many tokens of its chunk each row had read when the call began; None: none. Groups being
             whole chunks, it is the same before each.
         together: whether all rows stand at the start of a chunk, where the frozen memory is the present one.
     """
 
     state: MemoryState
-    recent: tuple[Recent | None, ...]
     phase: Tensor | None
     together: bool
 
 
-def begin(
-    rule: Rule, params: Params, q: Tensor, state: MemoryState | None, spaces: Spaces = DEFAULT
-) -> tuple[Params, Reading]:
+def begin(rule: Rule, params: Params, q: Tensor, state: MemoryState | None) -> tuple[Params, Reading]:
     """Begin to read a sequence of which only a group of chunks is at hand at a time: what ``read_on`` goes on from.
 
     Args:
@@ -138,9 +131,8 @@ def begin(
     up = cast(working_dtype(rule, q))
     params = params.map(up)
     if state is not None:
-        return params, Reading(state.map(up), (None,) * len(state.matrices), state.seen % rule.window.chunk, False)
-    recent = tuple(Recent() if takes_token_space(rule, *shape, spaces) else None for shape in rule.shapes(q.shape[-1]))
-    return params, Reading(initial_state(rule, params.initial, up(q)), recent, None, True)
+        return params, Reading(state.map(up), state.seen % rule.window.chunk, False)
+    return params, Reading(initial_state(rule, params.initial, up(q)), None, True)
 
 
 def read_on(
@@ -158,9 +150,7 @@ def read_on(
 
 def end(reading: Reading, q: Tensor) -> MemoryState:
     """The state after the last token, for inputs like ``q``."""
-    pairs = zip(reading.state.matrices, reading.recent, strict=True)
-    matrices = tuple(m if r is None else replace(m, sums=r.added_to(m.sums)) for m, r in pairs)
-    return replace(reading.state, matrices=matrices).map(cast(kept_dtype(q)))
+    return reading.state.map(cast(kept_dtype(q)))
 
 
 def _tokens(rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, ...]:
@@ -188,8 +178,7 @@ def _read_group(
     state, phase, chunk = reading.state, reading.phase, rule.window.chunk
     grid = Grid(chunk, q.shape[-2], phase, length)
     keys = OnKeys.of(rule, state, k, grid) if rule.features.endless else None
-    held = zip(state.matrices, reading.recent, strict=True)
-    memory = tuple(Held.of(m, reading.together, recent) for m, recent in held)
+    memory = tuple(Held.of(m, reading.together) for m in state.matrices)
     memory = memory if keys is None else keys.widen(memory)
     first = state.seen if phase is None else state.seen - phase
     outputs = []
@@ -198,11 +187,9 @@ def _read_group(
         own = compiled and filled is True and columns is None and not torch.compiler.is_compiling()
         form = compiled_for_rule(read_chunk, rule, q.device.type) if own else read_chunk
         inputs = Chunk(*map(laid_out, inputs)) if own else inputs
-        y, memory = form(rule, params, memory, inputs, first + j * chunk, filled, columns, spaces)
+        y, memory = form(rule, params, memory, inputs, filled, columns, spaces)
         if keys is not None and columns is not None:
             memory = keys.forget(memory, columns, filled)
-        if phase is not None and j < 2:
-            memory = tuple(h.as_tokens(filled, known=j == 1) for h in memory)
         outputs.append(y)
     return grid.back(torch.cat(outputs, -2)), _after(rule, reading, grid, memory, keys, k, v)
 
@@ -211,14 +198,13 @@ def _after(
     rule: Rule, reading: Reading, grid: Grid, memory: tuple[Held, ...], keys: OnKeys | None, k: Tensor, v: Tensor
 ) -> Reading:
     """What to go on from after a group of chunks that has left ``memory``."""
-    state, length, in_matrices = reading.state, grid.length, grid.phase is not None  # the next begins within a chunk
+    state, length = reading.state, grid.length
     read = torch.full_like(state.seen, grid.time) if length is None else length
-    matrices = tuple(h.matrix(in_matrices) for h in memory)
+    matrices = tuple(h.matrix for h in memory)
     end = MemoryState(matrices, *_past(rule, state, k, v, length), state.keys, state.seen + read)
-    recent = tuple(None if in_matrices else h.recent for h in memory)
     # A memory that reads from its start stands at the start of a chunk in every group; one with rows that ended stays.
     together = reading.together and length is None
-    return Reading(end if keys is None else keys.narrow(end, read), recent, grid.phase, together)
+    return Reading(end if keys is None else keys.narrow(end, read), grid.phase, together)
 
 
 def _chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Grid, first: Tensor) -> Iterator[Chunk]:

@@ -67,7 +67,7 @@ def _scalars(rule: Rule, dim: int) -> int:
         if rule.live:
             total += schedules * b**3  # R
         elif rule.window.size > 1:
-            total += schedules * (b if b % every or rule.optimiser.shows else b // every) * b * n  # P
+            total += schedules * (b if rule.optimiser.shows else b // every) * b * n  # P
     if rule.optimiser.bounded:
         total += schedules * b * n if rule.window.size > 1 else 0
         through = (shapes[i] for i in network.through)
@@ -89,7 +89,7 @@ def _work(rule: Rule, dim: int, i: int, spaces: Spaces) -> Work:
 def _keeping(work: Work) -> int:
     """The momentum after the chunk, the exact token, and what fades to M_0."""
     optimiser, b, n = work.rule.optimiser, work.chunk, work.window
-    total = n * work.write if optimiser.has_momentum and not work.in_tokens else 0
+    total = n * work.write if optimiser.has_momentum else 0
     if work.rule.retention.settles:
         first = work.solves and not optimiser.waits
         total += b * work.apply + (n * work.apply if first else 0)  # W_0, which is not the frozen one

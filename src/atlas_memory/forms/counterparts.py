@@ -12,7 +12,6 @@ from ..mathematics.optimisers import DeltaGradientDescent, GradientDescent, Mome
 from ..mathematics.retention import LinearRetention, NonLinearRetention
 from ..mathematics.rules import Rule
 from .fast_weight import Steps, Tokens, identity_steps, last_momentum
-from .horizon import Recent
 from .muon_steps import muon_steps, muon_sums
 from .parts import Part
 from .work import Count, Work, muon_work, plain_work
@@ -24,7 +23,7 @@ class Counterpart(NamedTuple):
     """Of one inner optimiser: its steps over a chunk, the sums after it, and what the steps take."""
 
     steps: Callable[[Part, Tokens], Steps]
-    sums: Callable[[Part, Tokens], tuple[Sums, Recent | None]]
+    sums: Callable[[Part, Tokens], Sums]
     work: Callable[[Work], Count]
 
 
@@ -34,9 +33,9 @@ def plain_steps(part: Part, tokens: Tokens) -> Steps:
     return identity_steps(part.from_home, sums[0] if sums else None, tokens, part.plan)
 
 
-def plain_sums(part: Part, tokens: Tokens) -> tuple[Sums, None]:
+def plain_sums(part: Part, tokens: Tokens) -> Sums:
     """S, where there is one."""
-    return tuple(last_momentum(s, tokens, part.plan) for s in part.held.sums), None
+    return tuple(last_momentum(s, tokens, part.plan) for s in part.held.sums)
 
 
 PLAIN = Counterpart(plain_steps, plain_sums, plain_work)

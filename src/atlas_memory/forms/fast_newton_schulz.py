@@ -41,22 +41,18 @@ def saturated(matrix: Tensor, steps: int = 5) -> Tensor:
     size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(1.0)
     x, tall = matrix / size, matrix.shape[-2] > matrix.shape[-1]
     x = x.mT if tall else x
-    moved = gram_polynomial(x @ x.mT, steps, symmetric=True, floor=size.square().reciprocal()) @ x
+    moved = gram_polynomial(x @ x.mT, steps, floor=size.square().reciprocal()) @ x
     return moved.mT if tall else moved
 
 
 def gram_polynomial(
     gram: Tensor,
     steps: int = 5,
-    symmetric: bool = False,
     floor: Tensor | None = None,
     eigenvalues: bool | None = None,
 ) -> Tensor:
-    """Q with NS(S) = Q S, from ``gram`` = S S^T ``[..., m, m]``; same shape and dtype. (4 steps - 3) m^3 multiply-adds.
-
-    Q is a polynomial in the Gram matrix, and so of use wherever (S S^T)^j S can be written with the powers of a small
-    matrix, symmetric or not: S = A B^T over n tokens has (S S^T)^j S = A (B^T B A^T A)^j B^T, so that
-    ``gram_polynomial(B^T B A^T A)`` ``[..., n, n]`` is a Y with NS(S) = A Y B^T. The trace must be that of S S^T.
+    """Q with NS(S) = Q S, from ``gram`` = S S^T ``[..., m, m]``, symmetric; same shape and dtype. (4 steps - 3) m^3
+    multiply-adds. The gradient is symmetric, too.
 
     The caller scales S so that the trace of ``gram`` neither over- nor underflows. A Gram matrix squares the condition
     number, and Newton-Schulz amplifies small directions: give it float64 where the result must hold to float32. A
@@ -64,14 +60,13 @@ def gram_polynomial(
     there is an X, of the Gram matrix's root condition, to compute it from again; where S is never formed, Q G Q^T has
     the errors of the G it began with.
 
-    ``symmetric``: promises that ``gram`` is. The backward pass then has three products for the general four; one or
-    two cores go by eigenvalues in float64 (gram_eigenvalues.py; ``eigenvalues``: always or never), and a GPU may take a
-    kernel (docs/kernels.md).
+    One or two cores go by eigenvalues in float64 (gram_eigenvalues.py; ``eigenvalues``: always or never), and a GPU may
+    take a kernel (docs/kernels.md).
 
     ``floor`` ``[..., 1, 1]``, f > 0: Q S is then (S S^T + f I)^(-1/2) S, as ``saturate`` has it for f = 1: what is
     worked on is (G + f I) / (tr G + f), with ``CONVERGENT`` coefficients.
     """
-    if symmetric and gram.is_cuda:
+    if gram.is_cuda:
         from ..kernels.dispatch import supports_gram
 
         if supports_gram(gram.device.type, gram.dtype, gram.shape[-1]):
@@ -86,10 +81,8 @@ def gram_polynomial(
     tiny = torch.finfo(gram.dtype).tiny
     scale = torch.where(trace > tiny, trace.clamp_min(tiny).rsqrt(), 0.0)
     unit = (gram * reciprocal_or_zero(trace)).reshape(-1, *gram.shape[-2:])
-    way = _symmetric_product if symmetric else _product
     go = eigenvalues_pay(gram) if eigenvalues is None else eigenvalues
-    way = _by_eigenvalues if symmetric and go else way
-    function = partial(way, steps=steps, coefficients=coefficients)
+    function = partial(_by_eigenvalues if go else _symmetric_product, steps=steps, coefficients=coefficients)
     return scale * _in_blocks(function, unit).view(gram.shape)
 
 

@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .bands import EVERYTHING
-from .horizon import Factors
 
 
 class Inertia(NamedTuple):
@@ -110,14 +109,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a matrix sees of the window tokens: inputs f_i, deltas delta_i ``[..., N, m]``; ``write(W, A)``, giving
-    W + sum_i A_i f_i^T for A ``[..., N, m]``; and ``product(u, v)``, giving f(u_i) . f(v_j). Where deltas are those of
+    """What a matrix sees of the window tokens: inputs f_i, deltas delta_i ``[..., N, m]``; and ``write(W, A)``,
+    giving W + sum_i A_i f_i^T for A ``[..., N, m]``. Where deltas are those of
     pairs (live.py), ``[..., P, m]``, ``fold`` sums rows of pairs into rows of their tokens."""
 
     inputs: Seen
     deltas: Tensor
     write: Callable[[Tensor, Tensor], Tensor]
-    product: Callable[[Tensor, Tensor], Tensor]
     fold: Callable[[Tensor], Tensor] = lambda rows: rows
 
 
@@ -169,13 +167,6 @@ def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).view(x.shape)
 
 
-def last_factors(tokens: Tokens, plan: Schedule) -> Factors:
-    """What the chunk adds to S by its end; C = 1."""
-    features = tokens.inputs.features
-    assert features is not None
-    return Factors(plan.moving.last[..., 0, :, None] * tokens.deltas, tokens.inputs.inputs, features)
-
-
 def scale(factor: Tensor, matrix: Tensor) -> Tensor:
     """A factor ``[..., C]`` on C groups of adjoining rows of a matrix ``[..., m, F]``."""
     if factor.shape[-1] == 1:
@@ -198,24 +189,3 @@ def split_channels(x: Tensor, channels: int) -> Tensor:
 def join_channels(x: Tensor) -> Tensor:
     """The inverse of ``split_channels``."""
     return x[..., 0, :, :] if x.shape[-3] == 1 else x.transpose(-3, -2).flatten(-2)
-
-
-def rows_at(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of ``x`` ``[batch, heads, C, b, n]`` at each sequence's own indices ``[batch, J]``."""
-    return x.gather(-2, index[:, None, None, :, None].expand(-1, *x.shape[1:3], -1, x.shape[-1]))
-
-
-def step_tokens(first: Tensor, every: int, chunk: int) -> tuple[Tensor | slice, Tensor | None]:
-    """Which tokens of a chunk are followed by a step, when every ``every``-th token of the sequence is.
-
-    Args:
-        first: ``[batch]`` int64, position in its sequence of the chunk's first token.
-
-    Returns:
-        a slice when it is the same in every chunk, else indices ``[batch, J]`` with a bool mask of the valid ones.
-    """
-    if chunk % every == 0:
-        return slice(every - 1, None, every), None
-    offset = (-(first + 1)) % every
-    index = offset[:, None] + every * torch.arange(-(-chunk // every), device=first.device)
-    return index.clamp_max(chunk - 1), index < chunk

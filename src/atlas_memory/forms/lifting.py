@@ -21,14 +21,13 @@ class Lift:
 
     Attributes:
         keys, queries: how they see the window tokens and the queries; both: W phi of both, from one product.
-        write, product: see ``Tokens``.
+        write: see ``Tokens``.
     """
 
     keys: Seen
     queries: Seen
     both: Callable[[Tensor], tuple[Tensor, Tensor]]
     write: Write
-    product: Callable[[Tensor, Tensor], Tensor]
 
     @staticmethod
     def of(rule: Rule, params: Params, kq: Tensor, k: Tensor, q: Tensor, columns: Columns | None) -> Lift:
@@ -54,7 +53,7 @@ class Lift:
             Seen(u, partial(apply, f_u), f_u if columns is None else None, to)
             for u, f_u, to in ((k, f_k, to_keys), (q, f_q, to_queries))
         )
-        return Lift(keys, queries, both, partial(add, f_k) if write is None else write, kernel)
+        return Lift(keys, queries, both, partial(add, f_k) if write is None else write)
 
     def at(self, w: Tensor) -> tuple[Seen, Seen]:
         """``keys`` and ``queries`` of a matrix that is known to take the steps from w."""

@@ -1,12 +1,8 @@
-"""Newton-Schulz at every step of a chunk (ATLAS Eqs. 32 and 40), in one of three exact spaces; see fast_weight.py.
+"""Newton-Schulz at every step of a chunk (ATLAS Eqs. 32 and 40), in one of two exact spaces; see fast_weight.py.
 
 * O = Newton-Schulz in *output space*: NS(S_n) = Q_n S_n with Q_n a polynomial in the rows x rows matrix S_n S_n^T, and
   S_n S_n^T = E_n^T K_kk E_n + cT_n (X^T E_n + E_n^T X) + cT_n^2 S_0 S_0^T, E_n = diag(P[n]) Delta, X = phi_k S_0^T.
 * O = Newton-Schulz in *feature space*: every S_n is formed; cheaper when the features are few.
-* O = Newton-Schulz in *token space*, where S_0 is a sum over tokens too (``Muon.horizon``): S_n = Delta^T D_n f with T
-  tokens and D_n diagonal, and NS(S_n) = Delta^T D_n Q_n f with Q_n the same polynomial in the T x T matrix
-  K D_n (Delta Delta^T) D_n, K = f f^T, for (S S^T)^j S = Delta^T D (K D Delta Delta^T D)^j f. Neither m nor F enters:
-  cheaper when both are longer than T.
 """
 
 from __future__ import annotations
@@ -17,22 +13,16 @@ from torch import Tensor
 
 from ..mathematics.gates import pick
 from ..mathematics.optimisers import Muon
-from ..mathematics.rules import Rule
 from .fast_newton_schulz import gram_polynomial, newton_schulz, saturated
-from .fast_weight import Schedule, Seen, Steps, Tokens, last_factors, last_momentum, scale_rows
+from .fast_weight import Schedule, Seen, Steps, Tokens, last_momentum, scale_rows
 from .fast_weight import scale as fade
-from .horizon import Factors, Recent
 from .parts import Part
-from .spaces import Spaces, StepGroup, muon_of, step_groups
+from .spaces import StepGroup, muon_of, step_groups
 
 
 def muon_steps(part: Part, tokens: Tokens) -> Steps:
     """Of one matrix over a chunk, in the cheapest of the exact spaces or in the one that was asked for."""
-    held, rule, spaces = part.held, part.setting.rule, part.setting.spaces
-    muon = muon_of(rule)
-    if held.recent is not None:
-        return _token_space(part, held.recent.old, tokens)
-    s = held.sums[0] if muon.horizon is None else held.sums[0] + held.sums[1]
+    s, rule, spaces = part.held.sums[0], part.setting.rule, part.setting.spaces
     taken, window = part.plan.weights.shape[-2], tokens.inputs.inputs.shape[-2]
     space = spaces.of(rule, s.shape[-2], s.shape[-1], taken, window, eigenvalues=spaces.eigenvalues_pay(s))
     return (_output_space if space == "outputs" else _feature_space)(part, s, tokens)
@@ -40,56 +30,26 @@ def muon_steps(part: Part, tokens: Tokens) -> Steps:
 
 def waiting(part: Part, tokens: Tokens, queries: Seen) -> Tensor:
     """S_t f for every query ``[..., b, m]``, 0 where a step has been taken: what waits for the next one."""
-    shown, recent, sums = part.plan.moving.shown, part.held.recent, part.held.sums
+    shown = part.plan.moving.shown
     assert shown is not None
     of_start, rows = shown
     near, pairs = queries.kernel(), part.setting.pairs
     out = (rows[..., 0, :, :] * (near if pairs is None else pairs.columns(near))) @ tokens.deltas
-    if recent is None:
-        before = queries.apply(sums[0] if part.setting.rule.optimiser.horizon is None else sums[0] + sums[1])
-    elif recent.old is None:
-        return out
-    else:
-        before = tokens.product(queries.inputs, recent.old.inputs) @ recent.old.deltas
-    return out + of_start[..., 0, :, None] * before
+    return out + of_start[..., 0, :, None] * queries.apply(part.held.sums[0])
 
 
-def muon_sums(part: Part, tokens: Tokens) -> tuple[tuple[Tensor, ...], Recent | None]:
-    """The sums of a matrix after the chunk: in matrices, and as sums over tokens."""
+def muon_sums(part: Part, tokens: Tokens) -> tuple[Tensor, ...]:
+    """The sums of a matrix after the chunk."""
     plan, filled, sums = part.plan, part.setting.filled, part.held.sums
-    if part.setting.rule.optimiser.horizon is not None:
-        return _with_horizon(part, tokens)
     s = last_momentum(sums[0], tokens, plan)
     if len(sums) == 1:
-        return (s,), None
+        return (s,)
     nothing = torch.zeros_like(s)
     if filled is True or plan.moving.plain is None:
-        return (s, nothing), None
+        return s, nothing
     added = plan.moving.plain[..., 0, -1, :, None] * tokens.deltas  # what plain steps would have changed
     changed = tokens.write(fade(plan.retained[..., -1], sums[1]), tokens.fold(added))
-    return (s, pick(filled, nothing, changed)), None
-
-
-def _with_horizon(part: Part, tokens: Tokens) -> tuple[tuple[Tensor, ...], Recent | None]:
-    plan, (old, new), recent = part.plan, part.held.sums, part.held.recent
-    rule, chunk, filled = part.setting.rule, part.setting.chunk, part.setting.filled
-    if recent is not None:  # from here on, no matrices
-        carried, inside = plan.moving.carried[..., 0, -1], chunk.inside.any(-1)[..., 0]
-        return part.held.sums, recent.after(last_factors(tokens, plan), carried, filled, inside)
-    new, old = last_momentum(new, tokens, plan), fade(plan.moving.carried[..., -1], old)
-    sums = pick(filled, new, old), pick(filled, torch.zeros_like(new), new)
-    if not takes_token_space(rule, new.shape[-2], new.shape[-1], part.setting.spaces):
-        return sums, None
-    goes_on = 0.0 if filled is False else 1.0 if filled is True else filled[:, None, None, None].to(new)
-    return sums, Recent(last_factors(tokens, plan).times(goes_on))
-
-
-def takes_token_space(rule: Rule, rows: int, columns: int, spaces: Spaces) -> bool:
-    """Whether a matrix is stepped in token space wherever its momentum is known as a sum over tokens."""
-    if rule.optimiser.horizon is None:
-        return False
-    taken, window = -(-rule.window.chunk // rule.every), rule.window.chunk + rule.window.size - 1
-    return spaces.of(rule, rows, columns, taken, window, tokens=True) == "tokens"
+    return s, pick(filled, nothing, changed)
 
 
 def _feature_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
@@ -135,7 +95,7 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
         cross = (2.0 * cut) * past[..., seen, :]
         gram = weighted.mT @ (kernel[..., seen, seen] @ weighted + cross)
         gram = 0.5 * (gram + gram.mT) + cut.square() * of_start
-        q = gram_polynomial(gram, muon.steps, symmetric=True, floor=_floor(most, scale), eigenvalues=by_eigenvalues)
+        q = gram_polynomial(gram, muon.steps, floor=_floor(most, scale), eigenvalues=by_eigenvalues)
         q = q if most is None else most * q
         parts.append((group, cut, weighted, q))
 
@@ -176,56 +136,6 @@ def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], pla
         total = (decay[..., group.steps, group.first :, :] * part).sum(-3)
         out = out - F.pad(total, (0, 0, group.first, 0))
     return out
-
-
-def _token_space(part: Part, old: Factors | None, tokens: Tokens) -> Steps:
-    """From a momentum that is a sum over tokens itself; None: zero."""
-    plan, muon, w, features = part.plan, muon_of(part.setting.rule), part.from_home, tokens.inputs.features
-    assert features is not None
-    deltas, inputs, weights = tokens.deltas, tokens.inputs.inputs, plan.weights[..., 0, :, :]
-    before = 0 if old is None else old.deltas.shape[-2]
-    if old is not None:
-        deltas, inputs = torch.cat([old.deltas, deltas], -2), torch.cat([old.inputs, inputs], -2)
-        weights = torch.cat([plan.moving.at_steps[..., 0, :, None].expand(*weights.shape[:-1], before), weights], -1)
-    most = muon.most(deltas.shape[-1]) if muon.bounded else None
-    largest = deltas.detach().abs().amax(-1, keepdim=True)
-    inverse = _power_of_two(largest)
-    # Under a floor what is zero has a slope; without, it must not set the scale of S.
-    deltas, sizes = deltas * inverse, torch.where(largest > 0, 1.0 / inverse, float(muon.bounded))
-    inner, outer = tokens.product(inputs, inputs), deltas @ deltas.mT
-    together = part.setting.spaces.together
-    groups = step_groups(weights.shape[-2], weights.shape[-1], plan.retained.shape[-1], plan.every, together)
-    polynomials = []
-    for group in groups:
-        seen = slice(group.seen)
-        at = weights[..., group.steps, seen, None] * sizes[..., None, seen, :]  # D_n
-        scale = _scale(muon, _largest(at))
-        at = at * scale
-        left = at * outer[..., None, seen, seen] * at.mT
-        gram = (left.flatten(-3, -2) @ inner[..., seen, seen]).view(left.shape)
-        q = gram_polynomial(gram, muon.steps, floor=_floor(most, scale))
-        q = q if most is None else most * q
-        polynomials.append(q * at.mT)  # Q_n^T D_n: [..., J', T', T']
-
-    def read(queries: Seen) -> Tensor:
-        near, decay = tokens.product(queries.inputs, inputs), plan.seen(plan.decay)[..., 0, :, :].mT[..., None]
-        out = scale_rows(plan.seen_retained(), queries.held(w))
-        for group, q in zip(groups, polynomials, strict=True):
-            moved = near[..., None, group.first :, : group.seen] @ q  # [..., J', b - first, T']
-            moved = (decay[..., group.steps, group.first :, :] * moved).sum(-3)
-            out = out - F.pad(moved @ deltas[..., : group.seen, :], (0, 0, group.first, 0))
-        return out
-
-    def weights_at(row: int, start_from: Tensor) -> Tensor:
-        mixed = inner.new_zeros(inner.shape)
-        for group, q in zip(groups, polynomials, strict=True):
-            final = (plan.decay[..., 0, row, group.steps, None, None] * q).sum(-3)
-            mixed = mixed + F.pad(final, (0, inner.shape[-1] - group.seen) * 2)
-        written = -(mixed @ deltas)
-        end = tokens.write(fade(plan.retained[..., row], start_from), written[..., before:, :])
-        return end if old is None else end + written[..., :before, :].mT @ old.features
-
-    return Steps(read, weights_at)
 
 
 def _groups(part: Part, tokens: Tokens) -> list[StepGroup]:

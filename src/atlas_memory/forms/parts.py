@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..mathematics.rules import Rule
 from ..mathematics.state import Matrix
 from .fast_weight import Schedule, Seen, Tokens
-from .horizon import Recent
 from .live import Pairs
 from .spaces import Spaces
 
@@ -42,20 +40,18 @@ class Chunk(NamedTuple):
 
 class Held(NamedTuple):
     """One matrix between two chunks, as ``Matrix``. ``frozen`` is None where it equals ``weights``, as at the start of
-    every chunk under a linear retention. Where the matrix is stepped in token space, ``recent`` has its momentum, and
-    ``sums`` only that of sequences that had ended before."""
+    every chunk under a linear retention."""
 
     weights: Tensor
     frozen: Tensor | None
     sums: tuple[Tensor, ...] = ()
     dual: Tensor | None = None
-    recent: Recent | None = None
 
     @staticmethod
-    def of(matrix: Matrix, together: bool, recent: Recent | None = None) -> Held:
+    def of(matrix: Matrix, together: bool) -> Held:
         """``together``: whether all rows stand at the start of a chunk."""
         frozen = None if together and matrix.dual is None else matrix.frozen
-        return Held(matrix.weights, frozen, matrix.sums, matrix.dual, recent)
+        return Held(matrix.weights, frozen, matrix.sums, matrix.dual)
 
     @property
     def start(self) -> Tensor:
@@ -63,23 +59,14 @@ class Held(NamedTuple):
         return self.weights if self.frozen is None else self.frozen
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Held:
-        """The same with ``fn`` applied to all but ``recent``."""
+        """The same with ``fn`` applied to all."""
         frozen, dual = (None if x is None else fn(x) for x in (self.frozen, self.dual))
-        return Held(fn(self.weights), frozen, tuple(map(fn, self.sums)), dual, self.recent)
+        return Held(fn(self.weights), frozen, tuple(map(fn, self.sums)), dual)
 
-    def as_tokens(self, filled: Where, known: bool) -> Held:
-        """After the first chunk of a call that begins within one, or after the second (``known``). What a call begins
-        with is in matrices only: after a chunk that is read to its end that is S^old, which the second chunk forgets,
-        and what is left are the chunk's own tokens."""
-        if self.recent is None or not known:
-            return self._replace(recent=None)
-        ended = filled[:, None, None, None] if isinstance(filled, Tensor) else torch.as_tensor(True)
-        return self._replace(sums=tuple(torch.where(ended, 0.0, s) for s in self.sums))
-
-    def matrix(self, in_matrices: bool = True) -> Matrix:
-        """As it is carried; ``in_matrices``: with what ``recent`` has."""
-        sums = self.sums if self.recent is None or not in_matrices else self.recent.added_to(self.sums)
-        return Matrix(self.weights, self.start, sums, self.dual)
+    @property
+    def matrix(self) -> Matrix:
+        """As it is carried."""
+        return Matrix(self.weights, self.start, self.sums, self.dual)
 
 
 class Setting(NamedTuple):
@@ -99,7 +86,7 @@ class Part:
 
     Attributes:
         held: the matrix at its start; initial: its M_0; home, dual_home: what W and A fade to, None for zero.
-        keys: how it meets the window tokens; write, product: see ``Tokens``.
+        keys: how it meets the window tokens; write: see ``Tokens``.
         plan: its scalars.
     """
 
@@ -110,7 +97,6 @@ class Part:
     dual_home: Tensor | None
     keys: Seen
     write: Callable[[Tensor, Tensor], Tensor]
-    product: Callable[[Tensor, Tensor], Tensor]
     plan: Schedule
 
     @property
@@ -120,5 +106,5 @@ class Part:
 
     def tokens(self, deltas: Tensor) -> Tokens:
         """The window tokens with their deltas, or with those of pairs."""
-        tokens = Tokens(self.keys, deltas, self.write, self.product)
+        tokens = Tokens(self.keys, deltas, self.write)
         return tokens if self.setting.pairs is None else replace(tokens, fold=self.setting.pairs.fold)

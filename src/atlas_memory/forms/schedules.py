@@ -9,7 +9,7 @@ from torch import Tensor
 from ..mathematics.networks import Trace
 from ..mathematics.rules import Params, Rule
 from .bands import EVERYTHING, decay_matrix
-from .fast_weight import Inertia, Schedule, rows_at, step_tokens
+from .fast_weight import Inertia, Schedule
 from .live import Pairs
 from .parts import Chunk
 
@@ -23,16 +23,14 @@ def schedules(
     trace: Trace,
     response: Tensor | None,
     chunk: Chunk,
-    first: Tensor,
     pairs: Pairs | None,
 ) -> list[Schedule]:
     """All scalars of a chunk, for every matrix; where steps are not bounded they are the same for all."""
     if not rule.optimiser.bounded:
-        return [_schedule(rule, chunk, first, None, pairs)] * len(frozen)
+        return [_schedule(rule, chunk, None, pairs)] * len(frozen)
     assert response is not None
     return [
-        _schedule(rule, chunk, first, _over_window(chunk, size), pairs)
-        for size in rule.sizes(frozen, trace, response, params)
+        _schedule(rule, chunk, _over_window(chunk, size), pairs) for size in rule.sizes(frozen, trace, response, params)
     ]
 
 
@@ -46,17 +44,16 @@ def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
     return (chunk.window @ size[..., None])[..., 0] + (1.0 - own) * size[..., n - b :]
 
 
-def _schedule(rule: Rule, chunk: Chunk, first: Tensor, size: Tensor | None, pairs: Pairs | None) -> Schedule:
+def _schedule(rule: Rule, chunk: Chunk, size: Tensor | None, pairs: Pairs | None) -> Schedule:
     """Of one matrix."""
     single = chunk.window.dim() == chunk.theta.dim()
     rates = rule.optimiser.rates(chunk.theta, chunk.eta, size, rule.every, rule.window.chunk)
-    theta = _from_step_to_step(rule, rates.theta, first)
+    theta = _from_step_to_step(rule, rates.theta)
     alpha, theta, apply, write = (by_channel(x) for x in (chunk.alpha, theta, rates.apply, rates.write))
     applied = torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, :]
-    at, valid = step_tokens(first, rule.every, rule.window.chunk)
-    alike = at if isinstance(at, slice) else EVERYTHING
-    fading = decay_matrix(alpha, columns=alike)
-    decay = fading * applied[..., alike]
+    at = slice(rule.every - 1, None, rule.every)  # tokens after which a step is taken
+    fading = decay_matrix(alpha, columns=at)
+    decay = fading * applied[..., at]
     retained = _from_start(alpha, fading)
     live = rule.live
     if live and not rule.optimiser.waits:
@@ -65,21 +62,16 @@ def _schedule(rule: Rule, chunk: Chunk, first: Tensor, size: Tensor | None, pair
     inertia, plain, shown = None, None, None
     if rule.optimiser.has_momentum:
         shows = rule.optimiser.shows and rule.window.read != "frozen"
-        fading = decay_matrix(theta, rows=EVERYTHING if shows else alike)
+        fading = decay_matrix(theta, rows=EVERYTHING if shows else at)
         if live and rates.plain is not None:
             weights = _of_pairs(fading * write[..., None, :], chunk, pairs)
             plain = _of_pairs(decay_matrix(alpha) * by_channel(rates.plain)[..., None, :], chunk, pairs)
         else:
             weights = fading * weights[..., None, :] if single else fading @ weights
         carried, last = _from_start(theta, fading), weights[..., -1, :]  # weights are P now
-        at_steps = carried[..., alike]
         if shows:
-            shown, weights = _shown(rule, first, carried, weights), weights[..., alike, :]
-        if not isinstance(at, slice):  # steps fall on other tokens in every chunk; only Muon has such
-            steps = rows_at(decay.mT, at)
-            decay = (steps if valid is None else steps * valid[:, None, None, :, None]).mT
-            weights, at_steps = rows_at(weights, at), rows_at(carried[..., None], at)[..., 0]
-        inertia = Inertia(carried, at_steps, last, plain, shown)
+            shown, weights = _shown(rule, carried, weights), weights[..., at, :]
+        inertia = Inertia(carried, carried[..., at], last, plain, shown)
     return Schedule(retained, decay, weights, rule.every, rule.window.read == "before", inertia)
 
 
@@ -89,25 +81,23 @@ def _of_pairs(x: Tensor, chunk: Chunk, pairs: Pairs | None) -> Tensor:
     return (x if pairs is None else pairs.each(x, -1)) * gamma
 
 
-def _shown(rule: Rule, first: Tensor, carried: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _shown(rule: Rule, carried: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """How much of S_0 and of each update waits at each token, from cT and P: nothing where a step has been taken."""
     after = rule.window.read == "after"
     slot = torch.arange(int(after), carried.shape[-1] + after, device=carried.device)
-    token = slot if rule.window.chunk % rule.every == 0 else first[:, None, None, None] + slot
     if not after:
         carried = F.pad(carried[..., :-1], (1, 0), value=1.0)
         weights = F.pad(weights[..., :-1, :], (0, 0, 1, 0))
-    waits = (token % rule.every != 0).to(carried)
+    waits = (slot % rule.every != 0).to(carried)
     return waits * carried, waits[..., None] * weights
 
 
-def _from_step_to_step(rule: Rule, theta: Tensor, first: Tensor) -> Tensor:
+def _from_step_to_step(rule: Rule, theta: Tensor) -> Tensor:
     """theta ``[..., b]`` at the tokens that follow a step, 1 at the others."""
     if rule.every == 1 or not rule.optimiser.has_momentum:
         return theta
     slot = torch.arange(theta.shape[-1], device=theta.device)
-    token = slot if rule.window.chunk % rule.every == 0 else first[:, None, None] + slot
-    return torch.where(token % rule.every == 0, theta, 1.0)
+    return torch.where(slot % rule.every == 0, theta, 1.0)
 
 
 def _live_schedule(

@@ -12,7 +12,7 @@ from ..mathematics.rules import Rule
 from .fast_newton_schulz import gram_cost, saturated_cost, schulz_cost
 from .gram_eigenvalues import eigenvalues_cost, eigenvalues_pay
 
-SPACES = ("features", "outputs", "tokens")
+SPACES = ("features", "outputs")
 
 
 class StepGroup(NamedTuple):
@@ -34,8 +34,7 @@ class Spaces:
     """How ``chunkwise`` orthogonalises; the numbers do not depend on it.
 
     Attributes:
-        space: "features", "outputs", or "tokens" for momenta that are sums over tokens (``Muon.horizon``). None, and
-            for other momenta: the one with the fewest multiply-adds.
+        space: "features" or "outputs"; None: the one with the fewest multiply-adds.
         together: steps that are taken at a time.
         eigenvalues: whether symmetric matrices go by their eigenvalues; None: where that is faster.
 
@@ -57,37 +56,19 @@ class Spaces:
         """Whether symmetric matrices of ``matrix``'s rows, dtype and device go by their eigenvalues."""
         return eigenvalues_pay(matrix) if self.eigenvalues is None else self.eigenvalues
 
-    def of(
-        self,
-        rule: Rule,
-        rows: int,
-        columns: int,
-        taken: int,
-        window: int,
-        tokens: bool = False,
-        eigenvalues: bool = False,
-    ) -> str:
-        """The space of a matrix of which a chunk with ``window`` window tokens takes so many steps; ``tokens``: whether
-        its momentum is a sum over tokens, and so over twice as many as the window has."""
-        if self.space is not None and (tokens or self.space != "tokens"):
+    def of(self, rule: Rule, rows: int, columns: int, taken: int, window: int, eigenvalues: bool = False) -> str:
+        """The space of a matrix of which a chunk with ``window`` window tokens takes so many steps."""
+        if self.space is not None:
             return self.space
-        m, f, n, b, t = rows, columns, window, rule.window.chunk, 2 * window
-        muon = muon_of(rule)
+        m, f, n, b, muon = rows, columns, window, rule.window.chunk, muon_of(rule)
         of_matrix = (saturated_cost if muon.bounded else schulz_cost)(m, f, muon.steps)
         of_gram = min(gram_cost(m, muon.steps), eigenvalues_cost(m)) if eigenvalues else gram_cost(m, muon.steps)
-        costs = {"features": n * m * f, "outputs": 2 * m * m * f + (3 * n + b) * m * f}
+        features, outputs = n * m * f, 2 * m * m * f + (3 * n + b) * m * f
         for group in step_groups(taken, n, b, rule.every, self.together):
             seen, left = group.seen, b - group.first
-            costs["features"] += group.taken * (seen * m * f + of_matrix + left * m * f)
-            each = m * (seen * seen + 2 * seen * m + left * seen + left * m) + of_gram
-            costs["outputs"] += group.taken * each
-        if tokens:
-            costs["tokens"] = 2 * t * t * m + t * m * f
-            for group in step_groups(taken, t, b, rule.every, self.together):
-                seen, left = group.seen, b - group.first
-                costs["tokens"] += group.taken * (seen * seen * (seen + left) + gram_cost(seen, muon.steps))
-                costs["tokens"] += left * seen * m
-        return min(costs, key=lambda space: costs[space])
+            features += group.taken * (seen * m * f + of_matrix + left * m * f)
+            outputs += group.taken * (m * (seen * seen + 2 * seen * m + left * seen + left * m) + of_gram)
+        return "features" if features <= outputs else "outputs"
 
 
 DEFAULT = Spaces()

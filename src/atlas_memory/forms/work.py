@@ -8,7 +8,6 @@ from typing import NamedTuple
 from ..mathematics.rules import Rule
 from .fast_newton_schulz import gram_cost, saturated_cost, schulz_cost
 from .grid import tokens_before
-from .muon_steps import takes_token_space
 from .spaces import Spaces, muon_of, step_groups
 
 
@@ -50,7 +49,7 @@ class Work:
     @property
     def taken(self) -> int:
         """Steps."""
-        return -(-self.chunk // self.rule.every)
+        return self.chunk // self.rule.every
 
     @property
     def reads(self) -> bool:
@@ -63,11 +62,6 @@ class Work:
         token."""
         retention = self.rule.retention
         return (4 if retention.lag else 2) if retention.settles else 1
-
-    @property
-    def in_tokens(self) -> bool:
-        """Whether its momentum is a sum over tokens."""
-        return takes_token_space(self.rule, self.rows, self.columns, self.spaces)
 
     @property
     def updates(self) -> int:
@@ -93,28 +87,13 @@ def plain_work(work: Work) -> Count:
 def muon_work(work: Work) -> Count:
     """Of Muon, in the space that ``chunkwise`` takes."""
     rule, n, m, f = work.rule, work.window, work.rows, work.columns
-    if work.in_tokens:
-        count = _in_tokens(work)
-    elif work.spaces.of(rule, m, f, work.taken, n) == "outputs":
-        count = _in_outputs(work)
-    else:
-        count = _in_features(work)
+    count = (_in_outputs if work.spaces.of(rule, m, f, work.taken, n) == "outputs" else _in_features)(work)
     if rule.optimiser.shows and work.reads:  # what waits: of the chunk's updates, and of S before it
-        old = n * (work.inner + m) if work.in_tokens else work.apply
-        count = count._replace(queries=True, reading=count.reading + work.chunk * (work.updates * m + old))
+        count = count._replace(queries=True, reading=count.reading + work.chunk * (work.updates * m + work.apply))
     if not work.solves:
         return count
     system = work.updates**2 * m // 2 + n * work.apply  # and what plain steps changed before
     return count._replace(keys=True, reading=count.reading + system)
-
-
-def _in_tokens(work: Work) -> Count:
-    b, t, m, steps = work.chunk, 2 * work.window, work.rows, muon_of(work.rule).steps
-    total = t * t * (work.inner + m) + (b * t * work.inner if work.reads else 0)
-    for group in step_groups(work.taken, t, b, work.rule.every, work.spaces.together):
-        total += group.taken * (group.seen**3 + gram_cost(group.seen, steps))
-        total += (b - group.first) * group.seen * (group.taken * group.seen + m) if work.reads else 0
-    return Count(work.solves, False, total, t * t * m + t * work.write)
 
 
 def _in_outputs(work: Work) -> Count:

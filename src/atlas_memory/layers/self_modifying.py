@@ -214,7 +214,6 @@ class SelfModifyingMemory(Stateful):
         phase = None if aligned else state.seen % chunk
         grid = Grid(chunk, time, phase, length)
         inside = grid.inside(u.device).unflatten(-1, (grid.count, chunk))[:, None]
-        first = state.seen if phase is None else state.seen - phase
         read = partial(_read_chunks, rule, self.memory.compiled, params)
         if self.memory.recompute is not None and torch.is_grad_enabled():
             read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
@@ -222,10 +221,9 @@ class SelfModifyingMemory(Stateful):
         memory, outputs = tuple(Held.of(m, aligned) for m in state.matrices), []
         parts = zip(*(z.split(group, 2) for z in (grid.chunks(q), grid.chunks(u), inside)), strict=True)
         for i, (q_i, u_i, real) in enumerate(parts):
-            begins = i * group * chunk
-            y, memory = read(gate, q_i, u_i, real, first + begins, grid.end - begins, memory)
+            y, memory = read(gate, q_i, u_i, real, grid.end - i * group * chunk, memory)
             outputs.append(y)
-        state = replace(state, matrices=tuple(held.matrix() for held in memory))
+        state = replace(state, matrices=tuple(held.matrix for held in memory))
         y = grid.back(torch.cat(outputs, -2))
         return y, replace(state, seen=state.seen + (time if length is None else length))
 
@@ -254,7 +252,6 @@ def _read_chunks(
     q: Tensor,
     u: Tensor,
     inside: Tensor,
-    first: Tensor,
     end: Tensor | int,
     memory: Memory,
 ) -> tuple[Tensor, Memory]:
@@ -262,7 +259,7 @@ def _read_chunks(
 
     Args:
         inside: which slots are tokens of this call, ``[batch or 1, 1, chunks, b]``.
-        first: where the first chunk starts in its sequence, ``[batch]``; end: how many slots from there are read.
+        end: how many slots from the first chunk's start are read.
     """
     chunk, outputs = rule.window.chunk, []
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
@@ -272,7 +269,7 @@ def _read_chunks(
         form = compiled_for_rule(_read_chunk, rule, q.device.type) if own else _read_chunk
         if own:
             q_j, u_j, real = laid_out(q_j), laid_out(u_j), laid_out(real)
-        y, memory = form(rule, params, gate, q_j, u_j, real, first + j * chunk, filled, memory)
+        y, memory = form(rule, params, gate, q_j, u_j, real, filled, memory)
         outputs.append(y)
     return torch.cat(outputs, -2), memory
 
@@ -284,7 +281,6 @@ def _read_chunk(
     q: Tensor,
     u: Tensor,
     real: Tensor,
-    first: Tensor,
     filled: Tensor | bool,
     memory: Memory,
 ) -> tuple[Tensor, Memory]:
@@ -299,7 +295,7 @@ def _read_chunk(
         eta=torch.where(real, lesson.eta, 0.0),
         inside=real,
     )
-    y, memory = read_chunk(rule, params, memory, tokens, first, filled)
+    y, memory = read_chunk(rule, params, memory, tokens, filled)
     return _answer(y, q.shape[1]), memory
 
 

@@ -46,17 +46,15 @@ def definition(
     """
     c, b, optimiser, model, y = rule.window.size, rule.window.chunk, rule.optimiser, Model(rule, params, k, v), []
     for t in range(q.shape[-2]):
-        first, last = (seen + t) % b == 0, (seen + t + 1) % b == 0  # token of its chunk
-        follows, due = (
-            (seen + t) % rule.every == 0,
-            (seen + t + 1) % rule.every == 0,
-        )  # a step was taken before, is due now
+        n = (seen + t) % b  # place in its chunk
+        first, last = n == 0, n + 1 == b
+        follows, due = n % rule.every == 0, (n + 1) % rule.every == 0  # a step was taken before it, is due after it
         now, older, gate = k.shape[-2] - q.shape[-2] + t, min(c - 1, seen + t), gates.at(t)
         window, gamma = slice(now - older, now + 1), gate.gamma[..., : older + 1].flip(-1)  # the oldest first
-        frozen, before = [m.frozen for m in memory], [optimiser.shown(m.sums, m.weights, follows) for m in memory]
-        after = []
+        frozen, after = [m.frozen for m in memory], []
+        before = [optimiser.shown(m.sums, m.weights, follows) for m in memory]  # M_{t-1}, as it answers
         at_frozen = rule.network.trace(model.apply(frozen), k[..., window, :], params.norm)  # M_f of the window's keys
-        response = rule.response(at_frozen, v[..., window, :], params)  # r_t of step.py
+        response = rule.response(at_frozen, v[..., window, :], params)  # r_t of step.py: how fast an error grows
         g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # Eqs. 9 and 16
         sizes = rule.sizes(frozen, at_frozen, response, params)
         whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # a closed gate is no small step

@@ -100,30 +100,20 @@ class Muon(InnerOptimiser):
     value of S that is small against L is written as it is, as by momentum; one that is large comes to L. (Where the
     largest is tens of L, five steps do not converge, and small ones are written smaller.)
 
-    ``every = r`` applies the step only at tokens r - 1, 2r - 1, ... of the sequence. ``every = 1`` is the paper's Eq.
-    40, Newton-Schulz after every token; None is once a chunk, at its end, what LaCT does. ``shows``: what waits for its
-    step answers meanwhile, as if it were written as it is: what is read is W_t - S_t, and W_t after a step.
+    ``every = r``, a divisor of the chunk, applies the step only at tokens r - 1, 2r - 1, ... of the sequence.
+    ``every = 1`` is the paper's Eq. 40, Newton-Schulz after every token; None is once a chunk, at its end, what LaCT
+    does. ``shows``: what waits for its step answers meanwhile, as if it were written as it is: what is read is
+    W_t - S_t, and W_t after a step.
 
     ``precise``, for ``bounded=False``, works float32 inputs in float64 within a call. The printed Newton-Schulz
     multiplies small directions of S by up to 3.4445^5 = 485, rounding errors among them, so in float32 two exact forms
     differ by 1e-5 to 1e-3 of their output: noise that training does not feel (``precise=False`` is up to three times
     faster on a CPU), but reproduction does. Bounded steps make nothing larger, and need no more than float32.
-
-    ``horizon="chunk"``: at a chunk's end the momentum forgets all that is older than this chunk, so that S_t sums the
-    gradients of its own chunk and of the one before, weighted as ever: between b and 2 b tokens. What is cut off
-    weighs at most theta^b. S_t then is a sum over few tokens at any time, and ``chunkwise`` orthogonalises in the space
-    of these tokens where both sides of a matrix are longer (forms/muon_steps.py). None, the paper's, never forgets. In
-    the recurrence, with two accumulators a matrix,
-
-        S^old_t = theta_t S^old_{t-1},   S^new_t = theta_t S^new_{t-1} + g_t,   S_t = S^old_t + S^new_t,
-
-    and after a chunk's last token S^old = S^new, S^new = 0.
     """
 
     steps: int = 5
     every: int | None = 1
     precise: bool = True
-    horizon: str | None = None
     bounded: bool = True
     live: bool = True
     limit: float = 0.25
@@ -143,8 +133,6 @@ class Muon(InnerOptimiser):
             raise ValueError(f"Muon limit must be > 0, got {self.limit!r}")
         if self.shows and not self.bounded:
             raise ValueError("Muon shows=True is for bounded steps: where they are not, S has no measure that W has")
-        if self.horizon not in (None, "chunk"):
-            raise ValueError(f"Muon horizon must be None or 'chunk', got {self.horizon!r}")
 
     @property
     def in_float64(self) -> bool:
@@ -153,19 +141,15 @@ class Muon(InnerOptimiser):
 
     @property
     def sees(self) -> bool:
-        """Whether errors see the chunk: not with a horizon, whose fast form has no room for a window's pairs."""
-        return self.live and self.bounded and self.horizon is None
+        """Where steps are bare, what they change has no measure that an error could see."""
+        return self.live and self.bounded
 
     def sums(self, live: bool) -> int:
-        """With a horizon S is kept as S^old and S^new. Where errors are live the second is no part of S: it is what
-        the chunk's gradients would have changed by plain steps."""
-        return 2 if self.horizon is not None or live else 1
+        """S; and where errors are live what the chunk's gradients would have changed by plain steps."""
+        return 2 if live else 1
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
         """See ``InnerOptimiser``."""
-        if self.horizon is not None:
-            old, new = rows(at.theta, sums[0]), rows(at.theta, sums[1]) + rows(at.write, g)
-            return (old, new), rows(at.apply, self.direction(old + new, at.orthogonalise, at.saturate))
         s = rows(at.theta, sums[0]) + rows(at.write, g)
         changed = tuple(rows(at.alpha, d) + rows(at.plain, g) for d in sums[1:] if at.plain is not None)
         return (s, *changed), rows(at.apply, self.direction(s, at.orthogonalise, at.saturate))
@@ -182,18 +166,12 @@ class Muon(InnerOptimiser):
         return self.limit * rows**0.5
 
     def turn(self, sums: Sums) -> Sums:
-        """With a horizon S^new takes the place of S^old; and no chunk has changed anything yet."""
-        if len(sums) == 1:
-            return sums
-        s, new = sums
-        return new if self.horizon is not None else s, torch.zeros_like(s)
+        """No token of the next chunk has changed anything yet."""
+        return (sums[0], *map(torch.zeros_like, sums[1:]))
 
     def shown(self, sums: Sums, weights: Tensor, stepped: Tensor | bool) -> Tensor:
         """W_t, or with ``shows`` W_t - S_t, but where a step has been taken."""
-        if not self.shows or not sums:
-            return weights
-        s = sums[0] if self.horizon is None else sums[0] + sums[1]
-        return pick(stepped, weights, weights - s)
+        return pick(stepped, weights, weights - sums[0]) if self.shows else weights
 
     def written(self, sums: Sums, weights: Tensor, frozen: Tensor) -> Tensor:
         """What the chunk's gradients would have changed by plain steps."""

@@ -136,11 +136,9 @@ def _check_state(rule: Rule, batch: int, heads: int, dim: int, state: MemoryStat
         )
     sums = {len(m.sums) for m in state.matrices}
     if sums != {rule.accumulators}:
-        found = "lacks" if sums == {0} else "has"
         raise ValueError(
-            f"state {found} a momentum, unlike {rule.optimiser}: another rule's"
-            if not rule.accumulators or sums == {0}
-            else f"state is of a momentum with another horizon than that of {rule.optimiser}"
+            f"state keeps {', '.join(map(str, sorted(sums)))} sums a matrix, where {rule.optimiser} keeps "
+            f"{rule.accumulators}: it is of another rule"
         )
     settled = {m.dual is not None for m in state.matrices}
     if settled != {rule.retention.settles} or state.v.shape[-1] != dim + rule.bias.has_delta:

@@ -78,6 +78,11 @@ class Rule:
             )
         if retention.lag and optimiser.waits:
             raise ValueError("a lag token is for gradient descent and momentum: with Muon take Softmax(lag=False)")
+        if self.window.chunk % self.every:
+            raise ValueError(
+                f"{type(optimiser).__name__} every={self.every} does not divide the chunk of {self.window.chunk} "
+                "tokens: make the chunk a multiple of it, or take None, a step at the end of every chunk"
+            )
         if self.window.read != "after" and settles:
             raise ValueError(f"{type(retention).__name__} is read after its writes, got read={self.window.read!r}")
 

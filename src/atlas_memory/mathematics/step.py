@@ -27,11 +27,12 @@ writes see one another, and so its errors shrink by 1 - 0.9 eta at each; their s
 which the other matrices, which do not see theirs, make at most 0.1 eta / (0.9 eta) = 1/9. (To first order in the
 earlier matrices, for L2 without a layer norm and without what the delta step takes out; what is left elsewhere was
 measured, docs/choices.md.) Momentum and Muon have (1 - theta) besides, which makes the sum over time one step; Muon
-1 / b with a horizon, where errors see nothing of the chunk. ``bounded=False`` is the printed s = eta.
+1 / b where errors see nothing of the chunk (``live=False``). ``bounded=False`` is the printed s = eta.
 
-**Steps that are not taken at every token.** ``every = r`` takes one after every r tokens, and what is written waits in
-S. theta is the momentum from one step to the next: it acts once a step, at the token that follows one, and is 1 at the
-others, so that all that waits is written alike. alpha acts at every token. r = 1 is what is printed.
+**Steps that are not taken at every token.** ``every = r``, a divisor of the chunk, takes one after every r tokens, and
+what is written waits in S. theta is the momentum from one step to the next: it acts once a step, at the token that
+follows one, and is 1 at the others, so that all that waits is written alike. alpha acts at every token. r = 1 is what
+is printed.
 """
 
 from __future__ import annotations
@@ -96,13 +97,11 @@ class InnerOptimiser:
     has_momentum = False
     """Whether there is a running sum S, and a gate theta by which it fades."""
     every: int | None = 1
-    """A step is taken after every so many tokens; None: at the end of a chunk."""
+    """A step is taken after every so many tokens, a divisor of the chunk; None: at the end of a chunk."""
     erases = False
     """Whether a step takes out what stood under the key, besides the gradient."""
     after_decay = False
     """Whether it takes that out of what alpha left."""
-    horizon: str | None = None
-    """See ``Muon``."""
     waits = False
     """Whether what is written waits in S for the next step."""
     turns = False

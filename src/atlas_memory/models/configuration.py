@@ -11,7 +11,7 @@ from transformers.utils import logging
 from ..layers.blocks import BLOCKS
 from ..layers.hierarchy import Hierarchy
 from ..layers.self_modifying import check_rule
-from ..memory import RULES, Rule, resolve_rule
+from ..memory import RULES, Rule
 from .presets import PRESETS
 
 logger = logging.get_logger(__name__)
@@ -226,7 +226,8 @@ class AtlasConfig(PreTrainedConfig):
                 f"got {options!r}"
             )
         in_options = options.get("window", {})
-        for field, name, value in (("size", "window", self.window), ("chunk", "chunk_size", self.chunk_size)):
+        given = {"size": self.window, "chunk": self.chunk_size}
+        for (field, value), name in zip(given.items(), ("window", "chunk_size"), strict=True):
             if value is not None and in_options.get(field, value) != value:
                 raise ValueError(
                     f"{name}={value} and rule_options' window {field}={in_options[field]!r} contradict each other: "
@@ -237,7 +238,8 @@ class AtlasConfig(PreTrainedConfig):
                 f"rule_options' window {in_options!r} has no use beside a hierarchy, which has chunks and reads of its "
                 "own; give its size alone"
             )
-        return resolve_rule(RULES[self.rule].vary(**options), self.window, self.chunk_size)
+        window = in_options | {field: value for field, value in given.items() if value is not None}
+        return RULES[self.rule].vary(**options | {"window": window})
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "AtlasConfig":
