@@ -226,9 +226,9 @@ def test_hope_attention_is_attention_with_a_continuum():
     ("make", "message"),
     [
         (lambda: SelfModifyingMemory(10, 3), "dim=10 and heads=3"),
-        (lambda: SelfModifyingMemory(8, 2, "titans"), "rule='titans' has .* take rule='hope'"),
-        (lambda: SelfModifyingMemory(8, 2, "omeganet"), "rule='omeganet' has .* take rule='hope'"),
-        (lambda: SelfModifyingMemory(8, 2, "yaad"), "rule='yaad' has .* take rule='hope'"),
+        (lambda: SelfModifyingMemory(8, 2, "titans"), "the rule has .* take rule='hope'"),
+        (lambda: SelfModifyingMemory(8, 2, "omeganet"), "the rule has .* take rule='hope'"),
+        (lambda: SelfModifyingMemory(8, 2, "yaad"), "the rule has .* take rule='hope'"),
         (lambda: SelfModifyingMemory(8, 2, chunk_size=0), "chunk must be an integer >= 1"),
         (lambda: model(block="hope"), "take rule='hope'"),
         (lambda: model(block="hope", rule="hope", gate_rank=2), "gate_rank=2 has no use in block='hope'"),

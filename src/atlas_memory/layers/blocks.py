@@ -56,21 +56,19 @@ class Mixer:
         make: The mixer's class or function.
         memory: Has a memory: takes `persistent_tokens`, `eps` and the arguments of `NeuralMemory`.
         window: Takes `attention_window`.
-        attention: Has attention: heads need an even width.
     """
 
     make: Callable[..., nn.Module]
     memory: bool = True
     window: bool = True
-    attention: bool = True
 
 
 BLOCKS: dict[str, Mixer] = {
-    "lmm": Mixer(memory_alone, window=False, attention=False),
+    "lmm": Mixer(memory_alone, window=False),
     "mag": Mixer(MemoryAsGate),
     "mal": Mixer(memory_as_layer),
     "mac": Mixer(MemoryAsContext),
-    "hope": Mixer(self_modifying, window=False, attention=False),
+    "hope": Mixer(self_modifying, window=False),
     "swa": Mixer(sliding_window, memory=False),
     "attention": Mixer(FullAttention, memory=False, window=False),
 }

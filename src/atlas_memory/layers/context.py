@@ -91,7 +91,7 @@ class MemoryAsContext(Stateful):
         self.memory = NeuralMemory(dim, heads, eps=eps, **memory)
         if memory.get("hierarchy") is not None:
             raise ValueError(
-                "mac keeps a copy of one memory as each segment began, and a hierarchy has several; take mag"
+                "hierarchy has no use in mac, which keeps a copy of one memory as it was when a segment began"
             )
         if self.memory.rule.features.endless:
             raise ValueError(

@@ -144,7 +144,7 @@ class SelfModifyingMemory(Stateful):
             raise ValueError(f"dim must be a positive multiple of heads, got dim={dim} and heads={heads}")
         self.dim, self.heads = dim, heads
         self.memory = OmegaMemory(dim // heads, len(MEMORIES) * heads, rule, None, chunk_size, gates=False)
-        check_rule(rule if isinstance(rule, str) else "given", self.rule)
+        check_rule(self.rule)
         self.gates = GateReadout(dim // heads, heads)
         self.q = nn.Linear(dim, dim, bias=False)
         self.convolution = ShortConvolution(dim, conv_size)
@@ -313,7 +313,7 @@ def _answer(y: Tensor, heads: int) -> Tensor:
     return y[:, :heads]
 
 
-def check_rule(name: str, rule: Rule) -> None:
+def check_rule(rule: Rule) -> None:
     """Raise ValueError unless k, v, eta and alpha of the current token are all that the rule reads."""
     wrong = {
         "a window of more than one token": rule.window.size > 1,
@@ -325,7 +325,7 @@ def check_rule(name: str, rule: Rule) -> None:
     found = [what for what, is_wrong in wrong.items() if is_wrong]
     if found:
         raise ValueError(
-            f"rule={name!r} has {', '.join(found)}; a self-modifying memory makes k, v, eta and alpha of one token and "
+            f"the rule has {', '.join(found)}; a self-modifying memory makes k, v, eta and alpha of one token and "
             "no more: take rule='hope', or a variation of it with DeltaGradientDescent or GradientDescent, and Decay"
         )
 

@@ -5,12 +5,13 @@ from dataclasses import asdict, fields
 from importlib import import_module
 from typing import Any, cast
 
+import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ..layers.blocks import BLOCKS
 from ..layers.hierarchy import Hierarchy
-from ..layers.self_modifying import check_rule
 from ..memory import RULES, Rule
 from .presets import PRESETS
 
@@ -118,9 +119,13 @@ class AtlasConfig(PreTrainedConfig):
         self._check_block()
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
-        rule = self.memory_rule()
-        self._check_hierarchy(rule)
-        self._check_rule(rule)
+        self._check_hierarchy()
+        self.memory_rule()
+        try:
+            with torch.device("meta"):  # without weights: a layer refuses what it cannot be
+                self.mixer()
+        except ValueError as error:
+            raise ValueError(f"block={self.block!r}: {error}") from error
         super().__post_init__(**kwargs)
 
     def _check_sizes(self) -> None:
@@ -142,10 +147,6 @@ class AtlasConfig(PreTrainedConfig):
             )
 
     def _check_numbers(self) -> None:
-        if isinstance(self.persistent_tokens, bool) or not isinstance(self.persistent_tokens, int):
-            raise ValueError(f"persistent_tokens must be a whole number, got {self.persistent_tokens!r}")
-        if self.persistent_tokens < 0:
-            raise ValueError(f"persistent_tokens must be at least 0, got {self.persistent_tokens}")
         for name in ("rms_norm_eps", "initializer_range"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -165,51 +166,38 @@ class AtlasConfig(PreTrainedConfig):
             )
         if kind.window:
             self.attention_window = self.attention_window or 64
-        if kind.attention and self.hidden_size // self.num_attention_heads % 2:
-            raise ValueError(
-                f"block={self.block!r} needs heads of an even width, but hidden_size={self.hidden_size} over "
-                f"num_attention_heads={self.num_attention_heads} is odd"
-            )
         for name in _OF_MEMORY if not kind.memory else ():
             value = getattr(self, name)
             if value != getattr(type(self), name):
                 raise ValueError(f"{name}={value!r} has no use in block={self.block!r}, which has no memory; drop it")
 
-    def _check_rule(self, rule: Rule) -> None:
-        """Refuse rules that the block or `gate_rank` cannot have."""
-        if not BLOCKS[self.block].memory:
-            return
-        if self.block == "mac" and rule.features.endless:
-            raise ValueError(
-                f"rule={self.rule!r} has Exponential features, of which block='mac' cannot keep a copy as each segment "
-                "began; take Polynomial features, or 'mag' or 'mal'"
-            )
-        if self.block == "hope":
-            if self.gate_rank is not None:
-                raise ValueError(f"gate_rank={self.gate_rank} has no use in block='hope'; drop it")
-            check_rule(self.rule, rule)
-        if self.gate_rank is not None and rule.optimiser.whole:
-            raise ValueError(
-                f"gate_rank={self.gate_rank} makes gates channel-wise, but rule={self.rule!r} steps whole matrices by "
-                "Muon: drop it, or take another optimiser"
-            )
-
-    def _check_hierarchy(self, rule: Rule) -> None:
-        """Refuse a hierarchy that is wrong or that something else overrules, and fill in what it leaves out."""
+    def _check_hierarchy(self) -> None:
+        """Refuse one beside a chunk, and fill in what it leaves out."""
         if self.hierarchy is None:
             return
         if self.chunk_size is not None:
             raise ValueError(f"chunk_size={self.chunk_size} has no use beside a hierarchy, which has chunks; drop it")
-        if self.block == "mac":
-            raise ValueError(
-                "a hierarchy has no use in block='mac', which reads one memory as it was when a segment began; take "
-                "'lmm', 'mag' or 'mal'"
-            )
-        if self.block == "hope":
-            raise ValueError("a hierarchy has no use in block='hope', whose memories make one another; drop it")
         hierarchy = Hierarchy.of(self.hierarchy)
-        hierarchy.rules(rule)
         self.hierarchy = asdict(hierarchy) | {"local_chunks": list(hierarchy.local_chunks)}  # as JSON has it
+
+    def mixer(self) -> nn.Module:
+        """A mixer of the model, as `BLOCKS` makes it.
+
+        Raises:
+            ValueError: The options do not go together.
+        """
+        kind = BLOCKS[self.block]
+        options: dict[str, Any] = {"attention_window": self.attention_window} if kind.window else {}
+        if kind.memory:
+            options |= {
+                "persistent_tokens": self.persistent_tokens,
+                "eps": self.rms_norm_eps,
+                "rule": self.memory_rule(),
+                "conv_size": self.conv_size,
+                "gate_rank": self.gate_rank,
+                "hierarchy": self.hierarchy,
+            }
+        return kind.make(self.hidden_size, self.num_attention_heads, **options)
 
     def memory_rule(self) -> Rule:
         """The rule of every memory: `rule` with `rule_options`, `window` and `chunk_size` applied.

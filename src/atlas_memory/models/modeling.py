@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ..layers.blocks import BLOCKS, MemoryBlock
+from ..layers.blocks import MemoryBlock
 from .cache import AtlasCache, check_cache
 from .configuration import AtlasConfig
 
@@ -18,20 +18,8 @@ class AtlasBlock(GradientCheckpointingLayer, MemoryBlock):
     """A `MemoryBlock` made from a configuration, whose activations transformers can recompute."""
 
     def __init__(self, config: AtlasConfig) -> None:
-        kind = BLOCKS[config.block]
-        options: dict[str, Any] = {"attention_window": config.attention_window} if kind.window else {}
-        if kind.memory:
-            options |= {
-                "persistent_tokens": config.persistent_tokens,
-                "eps": config.rms_norm_eps,
-                "rule": config.memory_rule(),
-                "conv_size": config.conv_size,
-                "gate_rank": config.gate_rank,
-                "hierarchy": config.hierarchy,
-            }
-        mixer = kind.make(config.hidden_size, config.num_attention_heads, **options)
         hidden, periods = cast(int, config.intermediate_size), config.continuum_periods
-        super().__init__(config.hidden_size, mixer, hidden, config.rms_norm_eps, periods)
+        super().__init__(config.hidden_size, config.mixer(), hidden, config.rms_norm_eps, periods)
 
 
 class AtlasPreTrainedModel(PreTrainedModel):
