@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atlas_memory.forms.cost import multiply_adds, state_bytes
-from atlas_memory.forms.spaces import Spaces
+from atlas_memory.forms.spaces import TOGETHER, Spaces
 from atlas_memory.memory import (
     RULES,
     Exponential,
@@ -54,13 +54,13 @@ def test_state_bytes(name: str) -> None:
 @pytest.mark.parametrize("name", [*RULES, *VARIANTS])
 def test_multiply_adds(name: str) -> None:
     """Within 1 % of a call's third chunk, triangular systems apart, which PyTorch does not count. Of Newton-Schulz, as
-    the model has it, by products."""
+    the model has it, by products and a few steps at a time."""
     rule = with_horizon(resolve_rule(VARIANTS.get(name, name)))
     b, counts = rule.window.chunk, []
     given = problem(rule, 3 * b, dim=8)
     for time in (2 * b, 3 * b):
         with torch.no_grad(), flop_counter() as counter:
-            chunkwise(*given.between(0, time).arguments(), spaces=Spaces(eigenvalues=False))
+            chunkwise(*given.between(0, time).arguments(), spaces=Spaces(together=TOGETHER, eigenvalues=False))
         counts.append(counter.get_total_flops() / 2)
     uncounted = 2 * triangular(rule, 8)
     ratio = (multiply_adds(rule, dim=8, heads=2) * b - uncounted) / (counts[1] - counts[0])

@@ -305,7 +305,7 @@ def test_wrong_shapes_are_named():
     _, state = chunkwise(rule, params, q, k, v, gates)
     with pytest.raises(ValueError, match="state carries 7 window tokens"):
         chunkwise(rule.vary(window={"size": 3}), params, q, k, v, replace(gates, gamma=None), state)
-    with pytest.raises(ValueError, match="state lacks a momentum"):
+    with pytest.raises(ValueError, match="state keeps 0 sums a matrix, where Muon"):
         chunkwise(replace(rule, optimiser=Muon()), params, q, k, v, gates, state)
     with pytest.raises(ValueError, match="another rule, batch or width"):
         chunkwise(rule, params, q[:1], k[:1], v[:1], gates.map(lambda g: g[:1]), state)

@@ -2,8 +2,9 @@
 
 The multiply-adds are those of the matrix products in ``chunkwise``, forward, for one chunk of b tokens with its window
 tokens, divided by b; those of the steps are counted in work.py. Element-wise work is left out, as are projections,
-gates and convolution, which belong to the layer. Newton-Schulz is counted as products, though one or two cores may go
-by eigenvalues. Both numbers are held against a real call in tests/memory/test_cost.py.
+gates and convolution, which belong to the layer. Newton-Schulz is counted as products, a few steps at a time, though
+one or two cores may go by eigenvalues, and small memories may take more steps at once. Both numbers are held against a
+real call in tests/memory/test_cost.py.
 """
 
 from __future__ import annotations

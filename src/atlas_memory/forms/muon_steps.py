@@ -141,7 +141,7 @@ def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], pla
 def _groups(part: Part, tokens: Tokens) -> list[StepGroup]:
     """Of the steps on matrices; all at once where a compiler would unroll them."""
     taken, window = part.plan.weights.shape[-2], tokens.inputs.inputs.shape[-2]
-    together = taken if torch.compiler.is_compiling() else part.setting.spaces.together
+    together = taken if torch.compiler.is_compiling() else part.setting.spaces.at_once(part.held.sums[0])
     return step_groups(taken, window, part.plan.retained.shape[-1], part.plan.every, together)
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..mathematics.optimisers import Muon
 from ..mathematics.rules import Rule
-from .fast_newton_schulz import gram_cost, saturated_cost, schulz_cost
+from .fast_newton_schulz import CACHED, gram_cost, saturated_cost, schulz_cost
 from .gram_eigenvalues import eigenvalues_cost, eigenvalues_pay
 
 SPACES = ("features", "outputs")
+TOGETHER = 8
 
 
 class StepGroup(NamedTuple):
@@ -35,7 +36,8 @@ class Spaces:
 
     Attributes:
         space: "features" or "outputs"; None: the one with the fewest multiply-adds.
-        together: steps that are taken at a time.
+        together: steps that are taken at a time. An early step sees few tokens of its chunk, so that fewer at a time is
+            less work; None: ``TOGETHER``, or more where matrices are so few and small that calls take longer than work.
         eigenvalues: whether symmetric matrices go by their eigenvalues; None: where that is faster.
 
     Raises:
@@ -43,14 +45,19 @@ class Spaces:
     """
 
     space: str | None = None
-    together: int = 8
+    together: int | None = None
     eigenvalues: bool | None = None
 
     def __post_init__(self) -> None:
         if self.space not in (None, *SPACES):
             raise ValueError(f"space must be None or one of {', '.join(SPACES)}, got {self.space!r}")
-        if self.together < 1:
+        if self.together is not None and self.together < 1:
             raise ValueError(f"together must be a number of steps >= 1, got {self.together!r}")
+
+    def at_once(self, matrices: Tensor) -> int:
+        """``together``, for memories like ``matrices`` ``[batch, heads, rows, columns]``."""
+        fit = CACHED // max(1, matrices.numel() * matrices.element_size())
+        return max(TOGETHER, fit) if self.together is None else self.together
 
     def eigenvalues_pay(self, matrix: Tensor) -> bool:
         """Whether symmetric matrices of ``matrix``'s rows, dtype and device go by their eigenvalues."""
@@ -64,7 +71,7 @@ class Spaces:
         of_matrix = (saturated_cost if muon.bounded else schulz_cost)(m, f, muon.steps)
         of_gram = min(gram_cost(m, muon.steps), eigenvalues_cost(m)) if eigenvalues else gram_cost(m, muon.steps)
         features, outputs = n * m * f, 2 * m * m * f + (3 * n + b) * m * f
-        for group in step_groups(taken, n, b, rule.every, self.together):
+        for group in step_groups(taken, n, b, rule.every, self.together or TOGETHER):
             seen, left = group.seen, b - group.first
             features += group.taken * (seen * m * f + of_matrix + left * m * f)
             outputs += group.taken * (m * (seen * seen + 2 * seen * m + left * seen + left * m) + of_gram)

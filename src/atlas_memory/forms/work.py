@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..mathematics.rules import Rule
 from .fast_newton_schulz import gram_cost, saturated_cost, schulz_cost
 from .grid import tokens_before
-from .spaces import Spaces, muon_of, step_groups
+from .spaces import TOGETHER, Spaces, muon_of, step_groups
 
 
 class Count(NamedTuple):
@@ -100,7 +100,7 @@ def _in_outputs(work: Work) -> Count:
     b, n, m, f, steps = work.chunk, work.window, work.rows, work.columns, muon_of(work.rule).steps
     total = n * work.apply + m * m * f + (b * work.apply if work.reads else 0)
     making = n * work.write + m * m * f
-    for group in step_groups(work.taken, n, b, work.rule.every, work.spaces.together):
+    for group in step_groups(work.taken, n, b, work.rule.every, work.spaces.together or TOGETHER):
         total += group.taken * (group.seen * m * (group.seen + m) + gram_cost(m, steps))
         total += group.taken * (b - group.first) * m * (group.seen + m) if work.reads else 0
         making += group.taken * group.seen * m * m
@@ -111,7 +111,7 @@ def _in_features(work: Work) -> Count:
     b, m, f, muon = work.chunk, work.rows, work.columns, muon_of(work.rule)
     of_matrix = (saturated_cost if muon.bounded else schulz_cost)(m, f, muon.steps)
     total = 0
-    for group in step_groups(work.taken, work.window, b, work.rule.every, work.spaces.together):
+    for group in step_groups(work.taken, work.window, b, work.rule.every, work.spaces.together or TOGETHER):
         reading = (b - group.first) * m * f if work.reads else 0
         total += group.taken * (group.seen * m * f + of_matrix + reading)
     return Count(work.solves, False, total, 0)
