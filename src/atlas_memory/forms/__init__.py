@@ -6,7 +6,7 @@
     lifting.py         phi of keys and queries     columns.py         matrices on phi*
     errors.py, live.py errors that see the chunk   settling.py        retentions that settle
     fast_weight.py     the primitive: one matrix over one chunk       schedules.py, bands.py   its scalars
-    muon_steps.py      the primitive of Muon       spaces.py          in which space;  horizon.py: S, a sum over tokens
+    muon_steps.py      the primitive of Muon       spaces.py          in which space it is done
     fast_newton_schulz.py, gram_eigenvalues.py     O, by Gram matrices and by eigenvalues
     compiling.py, compiler_passes.py               torch.compile      cost.py, work.py         bytes and multiply-adds
 

@@ -109,9 +109,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a matrix sees of the window tokens: inputs f_i, deltas delta_i ``[..., N, m]``; and ``write(W, A)``,
-    giving W + sum_i A_i f_i^T for A ``[..., N, m]``. Where deltas are those of
-    pairs (live.py), ``[..., P, m]``, ``fold`` sums rows of pairs into rows of their tokens."""
+    """What a matrix sees of the window tokens: inputs f_i, deltas delta_i ``[..., N, m]``; and ``write(W, A)``, giving
+    W + sum_i A_i f_i^T for A ``[..., N, m]``. Where deltas are those of pairs (live.py), ``[..., P, m]``, ``fold`` sums
+    rows of pairs into rows of their tokens."""
 
     inputs: Seen
     deltas: Tensor
