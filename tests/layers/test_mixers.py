@@ -94,6 +94,21 @@ def test_every_parameter_gets_a_gradient(name):
 
 
 @pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("time", [1, 20])
+def test_going_on_from_a_state_leaves_no_parameter_out(name, time):
+    """M_0 and persistent tokens have a gradient of zero then, and not none: DistributedDataParallel waits for all."""
+    mixer = build(name)
+    with torch.no_grad():
+        _, state = mixer(torch.randn(2, 7, DIM))
+    x = torch.randn(2, time, DIM)
+    y, _ = mixer(x, state)
+    y.sum().backward()
+    assert [n for n, p in mixer.named_parameters() if p.numel() and p.grad is None] == []
+    with torch.no_grad():
+        assert torch.equal(mixer(x, state)[0], y)
+
+
+@pytest.mark.parametrize("name", MIXERS)
 def test_the_state_has_constant_size_and_rows(name):
     mixer = build(name)
     x = torch.randn(3, 40, DIM)

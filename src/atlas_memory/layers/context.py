@@ -115,10 +115,12 @@ class MemoryAsContext(Stateful):
         self.check_x(x, self.q.weight)
         self.check_state(state, ContextState)
         if mask is None:
-            return self._read(x, state, None)
-        packed, length, order = pack(x, mask)
-        y, state = self._read(packed, state, length)
-        return unpack(y, order, mask), state
+            y, after = self._read(x, state, None)
+        else:
+            packed, length, order = pack(x, mask)
+            y, after = self._read(packed, state, length)
+            y = unpack(y, order, mask)
+        return self.with_every_parameter(y, state), after
 
     def _read(self, x: Tensor, state: ContextState | None, length: Tensor | None) -> tuple[Tensor, ContextState]:
         """Read x, whose real tokens are the first `length` of each row."""

@@ -124,10 +124,12 @@ class NeuralMemory(Stateful):
         self.check_x(x, self.qkv.weight)
         self.check_state(state, LayerState)
         if mask is None:
-            return self._read(x, state, None)
-        packed, length, order = pack(x, mask)
-        y, state = self._read(packed, state, length)
-        return unpack(y, order, mask), state
+            y, after = self._read(x, state, None)
+        else:
+            packed, length, order = pack(x, mask)
+            y, after = self._read(packed, state, length)
+            y = unpack(y, order, mask)
+        return self.with_every_parameter(y, state), after
 
     def retrieve(self, x: Tensor, memory: Any) -> Tensor:
         """What a memory as it is answers to x: M*(q), read without writing (Titans, Eqs. 15 and 21).

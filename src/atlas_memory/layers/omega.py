@@ -139,10 +139,12 @@ class OmegaMemory(Stateful):
                     "this memory was made with gates=False: pass gates=Gates(eta=..., ...) with every call"
                 )
             gates = self.gates(k.transpose(1, 2).flatten(2))
-        if state is not None and k.shape[-2] <= INCREMENTAL_TOKENS:
-            return incremental(self.rule, self.params, q, k, v, gates, state)
         args = self.rule, self.params, q, k, v, gates, state
-        return chunkwise(*args, recompute=self.recompute, compiled=self.compiled)
+        if state is not None and k.shape[-2] <= INCREMENTAL_TOKENS:
+            y, after = incremental(*args)
+        else:
+            y, after = chunkwise(*args, recompute=self.recompute, compiled=self.compiled)
+        return self.with_every_parameter(y, state), after
 
     def empty(self, batch: int) -> tuple[Any, ...]:
         """See ``Stateful``."""

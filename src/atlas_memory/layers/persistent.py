@@ -46,6 +46,8 @@ class WithPersistentTokens(Stateful):
 
     def forward(self, x: Tensor, state: Any = None, mask: Tensor | None = None) -> tuple[Tensor, Any]:
         """x `[batch, time, dim]`, mask `[batch, time]`; returns y `[batch, time, dim]` and the mixer's state."""
+        before = state
         if state is None:
-            _, state = self.mixer(self.tokens.weight.to(x.dtype).expand(x.shape[0], -1, -1))
-        return self.mixer(x, state, mask)
+            _, before = self.mixer(self.tokens.weight.to(x.dtype).expand(x.shape[0], -1, -1))
+        y, after = self.mixer(x, before, mask)
+        return self.with_every_parameter(y, state), after

@@ -179,10 +179,12 @@ class SelfModifyingMemory(Stateful):
         self.check_x(x, self.q.weight)
         self.check_state(state, LayerState)
         if mask is None:
-            return self._read(x, state, None)
-        packed, length, order = pack(x, mask)
-        y, state = self._read(packed, state, length)
-        return unpack(y, order, mask), state
+            y, after = self._read(x, state, None)
+        else:
+            packed, length, order = pack(x, mask)
+            y, after = self._read(packed, state, length)
+            y = unpack(y, order, mask)
+        return self.with_every_parameter(y, state), after
 
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
         mixed, past = self.convolution(x, state.past if state else None, length)

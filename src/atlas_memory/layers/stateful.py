@@ -47,6 +47,13 @@ class Stateful(nn.Module):
                 f"state must be the {kind.__name__} that an earlier call returned, or None, got {_brief(state)}"
             )
 
+    def with_every_parameter(self, y: Tensor, state: Any) -> Tensor:
+        """``y``, in whose gradient every parameter has a part. What reads on from a state does not read M_0 or
+        persistent tokens; their gradient is zero then in place of none, for which data-parallel training would wait."""
+        if state is None or not torch.is_grad_enabled():
+            return y
+        return y + sum((p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad), start=y.new_zeros(()))
+
     def initial_state(self, batch: int = 1) -> Any:
         """The state of ``batch`` sequences before their first token. It is made from the learned M_0: a loss on what is
         read from it trains M_0."""
