@@ -6,15 +6,28 @@ from .forms.compiling import compile_options
 from .forms.fast_newton_schulz import gram_polynomial, newton_schulz
 from .forms.incremental import incremental, retrieve
 from .forms.spaces import Spaces
-from .mathematics.bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
+from .mathematics.bias import L2, AttentionalBias, Bias, DotProduct, Huber, Lp, RobustL2
 from .mathematics.features import Exponential, FeatureMap, Identity, Polynomial, PolynomialFeatures, l2_normalise
 from .mathematics.gates import Gates
 from .mathematics.networks import MLP, GatedMLP, Linear, Network
 from .mathematics.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
 from .mathematics.recurrent import recurrent
-from .mathematics.retention import Decay, ElasticNet, FDivergence, Keep, LqNorm, Retention, RowNorm, Sigmoid, Softmax
+from .mathematics.retention import (
+    Decay,
+    ElasticNet,
+    FDivergence,
+    Keep,
+    LinearRetention,
+    LqNorm,
+    NonLinearRetention,
+    Retention,
+    RowNorm,
+    Sigmoid,
+    Softmax,
+)
 from .mathematics.rules import KINDS, RULES, Params, Rule, resolve_rule
 from .mathematics.state import MemoryState, initial_state
+from .mathematics.step import InnerOptimiser
 from .mathematics.windows import Window
 
 __all__ = [
@@ -23,6 +36,7 @@ __all__ = [
     "MLP",
     "RULES",
     "AttentionalBias",
+    "Bias",
     "Decay",
     "DeltaGradientDescent",
     "DotProduct",
@@ -35,14 +49,17 @@ __all__ = [
     "GradientDescent",
     "Huber",
     "Identity",
+    "InnerOptimiser",
     "Keep",
     "Linear",
+    "LinearRetention",
     "Lp",
     "LqNorm",
     "MemoryState",
     "Momentum",
     "Muon",
     "Network",
+    "NonLinearRetention",
     "Optimiser",
     "Params",
     "Polynomial",

@@ -85,3 +85,20 @@ def test_a_retention_of_which_only_keep_is_known(recompute):
         y, state = (chunkwise, incremental, recurrent)[stop % 3](*problem.between(start, stop).arguments(), state)
         pieces.append(y)
     assert error(torch.cat(pieces, 2), whole) < 1e-10
+
+
+@dataclass(frozen=True)
+class Reset(SignMomentum):
+    """Forgets its momentum at every chunk's end; that there is a ``turn`` is known without being said."""
+
+    def turn(self, sums):
+        return tuple(map(torch.zeros_like, sums))
+
+
+def test_a_turn_is_made_by_every_form():
+    assert Reset.turns and not SignMomentum.turns
+    problem = random_problem(replace(RULES["titans"], optimiser=Reset()), 0, time=35)
+    oracle = everything(recurrent, problem)
+    for form in (chunkwise, incremental):
+        gap, where = worst(everything(form, problem), oracle)
+        assert gap < 1e-8, where

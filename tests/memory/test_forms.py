@@ -302,6 +302,16 @@ def test_wrong_shapes_are_named():
         chunkwise(rule, params, q, k, v, replace(gates, eta=gates.eta[:, :1]))
     with pytest.raises(ValueError, match=r"params\.initial must have shapes"):
         chunkwise(RULES["titans"], params, q, k, v, Gates(gates.eta))
+    for form in (recurrent, chunkwise, incremental):
+        with pytest.raises(ValueError, match=r"gate alpha must have .* heads come before time: transpose\(1, 2\)"):
+            form(rule, params, q, k, v, replace(gates, alpha=gates.eta.transpose(1, 2)))
+        for length in ([-1, 5], [5, 99]):
+            with pytest.raises(ValueError, match=r"gates\.length must be from 0 to time="):
+                form(rule, params, q, k, v, replace(gates, length=torch.tensor(length)))
+        with pytest.raises(ValueError, match=r"gates\.length must be int64 of shape \[2\], got torch\.float32"):
+            form(rule, params, q, k, v, replace(gates, length=torch.ones(2)))
+    with pytest.raises(ValueError, match=r"gate eta must be a tensor of shape \[2, "):
+        chunkwise(rule, params, q, k, v, Gates(0.5))
     _, state = chunkwise(rule, params, q, k, v, gates)
     with pytest.raises(ValueError, match="state carries 7 window tokens"):
         chunkwise(rule.vary(window={"size": 3}), params, q, k, v, replace(gates, gamma=None), state)

@@ -1,6 +1,6 @@
 """The table of rules, what can be changed in a rule, and what a new one must do."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import pytest
@@ -14,6 +14,7 @@ from atlas_memory.mathematics.optimisers import Optimiser
 from atlas_memory.mathematics.retention import NonLinearRetention, Retention
 from atlas_memory.memory import (
     KINDS,
+    L2,
     MLP,
     Decay,
     DeltaGradientDescent,
@@ -125,6 +126,21 @@ def test_vary_of_a_kind_that_is_there_keeps_its_other_fields():
     options = {"kind": "Lp"}
     RULES["lact"].vary(bias=options)
     assert options == {"kind": "Lp"}  # what is passed stays as it is
+
+
+def test_parts_are_instances_of_dataclasses():
+    for part in ("L2", L2):
+        with pytest.raises(ValueError, match="bias of a rule must be an instance of a dataclass, such as L2"):
+            replace(RULES["titans"], bias=part)
+
+
+def test_what_waits_needs_a_momentum():
+    @dataclass(frozen=True)
+    class Late(GradientDescent):
+        every: int = 4
+
+    with pytest.raises(ValueError, match="Late every=4: what is written waits in a momentum for its step"):
+        replace(RULES["omeganet"], optimiser=Late())
 
 
 def test_every_none_is_once_a_chunk():

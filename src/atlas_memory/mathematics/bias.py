@@ -104,7 +104,8 @@ class Lp(Bias):
         return torch.where((prediction - v).abs() <= FAR, slope, 0.0)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[...]``: the largest second derivative over the coordinates, bounded from above."""
+        """``[...]``, the largest over the coordinates: of the second derivative for p >= 2; of |derivative| / |error|
+        for p < 2, where the second derivative has no bound near zero."""
         weight = (self._error(prediction, v).square() + SMOOTH).pow(0.5 * self.p - 1.0)
         return self.p * max(1.0, self.p - 1.0) * weight.amax(-1)
 

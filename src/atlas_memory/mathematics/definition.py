@@ -37,9 +37,13 @@ def definition(
     ``[rows, columns]`` each. On phi*, infinite features that are known by their kernel, it has a column for every key
     that there will be, zero until it is written.
 
+    Every shape has ``[batch, heads]`` in front: what stands at the same token is read at once.
+
     Args:
-        k, v: ``[past + time, dim]``, preceded by those of at least c - 1 tokens before; on phi* by every column's.
-        gates: ``[time]``, gamma ``[time, c]``; eta and alpha may be channel-wise, ``[time, dim]``.
+        k, v: ``[past + time, dim]``, preceded by those of at least c - 1 tokens before; on phi* by one for every column
+            that there is. v has one more entry, the gate delta, where the bias reads it.
+        gates: ``[time]``, gamma ``[time, c]``, whose entry j weighs token t - j; eta and alpha may be channel-wise,
+            ``[time, dim]``.
 
     Returns:
         y ``[time, dim]`` and the memory after the last token.
@@ -57,14 +61,14 @@ def definition(
         response = rule.response(at_frozen, v[..., window, :], params)  # r_t of step.py: how fast an error grows
         g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # Eqs. 9 and 16
         sizes = rule.sizes(frozen, at_frozen, response, params)
-        whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # a closed gate is no small step
+        whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # a small gamma is no long step
         alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
         for i, m in enumerate(memory):
             size = (whole * sizes[i]).sum(-1) if optimiser.bounded else None
             rates = optimiser.rates(gate.theta, gate.eta, size, rule.every, b)
             rates = rates if follows else rates._replace(theta=torch.ones_like(gate.theta))
             at = At(*rates, alpha, gamma[..., -1], model.under(i, at_frozen, now))
-            sums, step = optimiser.step(m.sums, m.weights, g[i], at)  # Eqs. 33 and 57
+            sums, step = optimiser.step(m.sums, m.weights, g[i], at)  # Eqs. 33 and 57; where every = 1, Eq. 40
             step = step if due else torch.zeros_like(step)
             kept = rule.retention.keep(model.old(i, m), step, alpha, first, last)  # Eqs. 32 and 58
             after.append(optimiser.shown(sums, kept.weights, due))

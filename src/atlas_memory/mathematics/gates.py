@@ -33,29 +33,48 @@ class Gates:
     delta: Tensor | None = None
     length: Tensor | None = None
 
-    def complete(self, q: Tensor, size: int) -> CompleteGates:
-        """Check the shapes against q ``[batch, heads, time, dim]`` and a window of ``size``, and fill in what is None.
+    def check(self, q: Tensor, size: int) -> None:
+        """Raise ValueError unless the gates go with q ``[batch, heads, time, dim]`` and a window of ``size``."""
+        shape = list(q.shape[:3])
+        for name in ("eta", "alpha", "theta", "gamma", "delta"):
+            gate = getattr(self, name)
+            if gate is None and name != "eta":
+                continue
+            if not isinstance(gate, Tensor):
+                raise ValueError(f"gate {name} must be a tensor of shape {shape}, got {gate!r}")
+            expected = [*shape, size] if name == "gamma" else shape
+            per_channel = [*shape, q.shape[-1]] if name in ("eta", "alpha") else expected
+            if list(gate.shape) not in (expected, per_channel):
+                turned = list(gate.shape[:3]) == [shape[0], shape[2], shape[1]]
+                raise ValueError(
+                    f"gate {name} must have shape {expected} to go with q, got {list(gate.shape)}"
+                    + ("; heads come before time: transpose(1, 2)" if turned else "")
+                )
+        if self.length is not None:
+            self._check_length(self.length, shape)
 
-        Raises:
-            ValueError: a gate of another shape.
-        """
+    @staticmethod
+    def _check_length(length: Tensor, shape: list[int]) -> None:
+        if list(length.shape) != shape[:1] or length.dtype != torch.int64:
+            raise ValueError(
+                f"gates.length must be int64 of shape {shape[:1]}, got {length.dtype} of shape {list(length.shape)}"
+            )
+        if torch.compiler.is_compiling() or length.device.type != "cpu":
+            return  # to look at the numbers would make a GPU wait
+        if length.numel() and not 0 <= int(length.min()) <= int(length.max()) <= shape[2]:
+            raise ValueError(f"gates.length must be from 0 to time={shape[2]}, got {length.tolist()}")
+
+    def complete(self, q: Tensor, size: int) -> CompleteGates:
+        """With what is None filled in, for q ``[batch, heads, time, dim]`` and a window of ``size``."""
         shape = q.shape[:3]
         ones = q.new_ones(shape)
-        full = CompleteGates(
+        return CompleteGates(
             eta=self.eta,
             alpha=ones if self.alpha is None else self.alpha,
             theta=torch.zeros_like(ones) if self.theta is None else self.theta,
             gamma=ones[..., None].expand(*shape, size) if self.gamma is None else self.gamma,
             delta=ones if self.delta is None else self.delta,
         )
-        for name, gate in full._asdict().items():
-            expected = [*shape, size] if name == "gamma" else [*shape]
-            per_channel = [*shape, q.shape[-1]] if name in ("eta", "alpha") else expected
-            if list(gate.shape) not in (expected, per_channel):
-                raise ValueError(f"gate {name} must have shape {expected} to go with q, got {list(gate.shape)}")
-        if self.length is not None and self.length.shape != shape[:1]:
-            raise ValueError(f"gates.length must have shape [{shape[0]}], got {list(self.length.shape)}")
-        return full
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Gates:
         """The gates with ``fn`` applied to every tensor."""

@@ -121,7 +121,6 @@ class Muon(InnerOptimiser):
 
     has_momentum = True
     waits = True
-    turns = True
     whole = True
 
     def __post_init__(self) -> None:

@@ -106,21 +106,28 @@ def check_inputs(
     """Raise ValueError unless the arguments fit together; see ``compute``."""
     if q.dim() != 4:
         raise ValueError(f"q must be [batch, heads, time, dim], got shape {list(q.shape)}")
+    if not q.is_floating_point():
+        raise ValueError(f"q, k and v must be floating point, got {q.dtype}")
     for name, x in (("k", k), ("v", v)):
         if x.shape != q.shape:
             raise ValueError(f"{name} must have the shape of q, {list(q.shape)}, got {list(x.shape)}")
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
-    if not q.is_floating_point():
-        raise ValueError(f"q, k and v must be floating point, got {q.dtype}")
     batch, heads, _, dim = q.shape
     expected = [[heads, *shape] for shape in rule.shapes(dim)]
     got = [list(m.shape) for m in params.initial]
     if got != expected:
-        raise ValueError(f"params.initial must have shapes {expected} for this rule, heads and dim, got {got}")
+        raise ValueError(
+            f"params.initial must have shapes {expected} for this rule and q of {list(q.shape)} "
+            f"({heads} heads of {dim}), got {got}"
+        )
+    gates.check(q, rule.window.size)
     channels = gates.eta.dim() == 4 or (gates.alpha is not None and gates.alpha.dim() == 4)
     if channels and rule.optimiser.whole:
-        raise ValueError("Muon takes one eta and alpha a token and head; give gates of shape [batch, heads, time]")
+        raise ValueError(
+            f"{type(rule.optimiser).__name__} takes one eta and alpha a token and head; give gates of shape "
+            "[batch, heads, time]"
+        )
     if state is not None:
         _check_state(rule, batch, heads, dim, state)
 

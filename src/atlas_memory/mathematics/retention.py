@@ -58,6 +58,8 @@ class AnyRetention:
 
     settles = False
     """Whether there is an accumulator A, from which W is settled at a chunk's exact token."""
+    gated = True
+    """Whether alpha is read."""
     lag = False
     """Whether that token is the chunk's first; else it is the last."""
     to_start = False

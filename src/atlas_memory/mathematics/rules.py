@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,12 @@ class Rule:
     window: Window = field(default_factory=lambda: Window(size=8, chunk=16))
 
     def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self)):
+            part = getattr(self, name)
+            if not is_dataclass(part) or isinstance(part, type):
+                raise ValueError(
+                    f"{name} of a rule must be an instance of a dataclass, such as {KINDS[name][0]()!r}, got {part!r}"
+                )
         optimiser, retention = self.optimiser, self.retention
         settles = retention.settles
         if self.features.endless and (optimiser.whole or settles):
@@ -77,7 +83,15 @@ class Rule:
                 f"{self.window.size} and {type(retention).__name__}: take another optimiser, or change these"
             )
         if retention.lag and optimiser.waits:
-            raise ValueError("a lag token is for gradient descent and momentum: with Muon take Softmax(lag=False)")
+            raise ValueError(
+                f"a lag token is for gradient descent and momentum: with {type(optimiser).__name__} take "
+                f"{type(retention).__name__}(lag=False)"
+            )
+        if self.every > 1 and not optimiser.has_momentum:
+            raise ValueError(
+                f"{type(optimiser).__name__} every={self.every}: what is written waits in a momentum for its step, "
+                "and it has none"
+            )
         if self.window.chunk % self.every:
             raise ValueError(
                 f"{type(optimiser).__name__} every={self.every} does not divide the chunk of {self.window.chunk} "

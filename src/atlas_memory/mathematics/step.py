@@ -52,8 +52,8 @@ steps."""
 
 
 class Rates(NamedTuple):
-    """theta ``[batch, heads, time]``; a (write) and e (apply) of the recurrence above for one matrix, shaped so too or,
-    where eta is channel-wise, ``[batch, heads, time, dim]``."""
+    """theta ``[batch, heads, time]``; a (write) and e (apply) of the recurrence in optimisers.py, for one matrix;
+    shaped so too, or where eta is channel-wise, ``[batch, heads, time, dim]``."""
 
     theta: Tensor
     write: Tensor
@@ -88,12 +88,14 @@ Sums = tuple[Tensor, ...]
 
 
 class InnerOptimiser:
-    """What inner optimisers share. A new one needs ``step``, ``has_momentum`` where it reads theta, and ``rates`` where
-    the step s, which bounds what a gradient writes, belongs elsewhere than in front of the step that is made."""
+    """What inner optimisers share. A new one is a frozen dataclass and needs ``step``, ``has_momentum`` where it reads
+    theta or keeps sums, and ``rates`` where the step s, which bounds what a gradient writes, belongs elsewhere than in
+    front of the step that is made. It is read token by token, unless forms/counterparts.py has a fast form of it."""
 
-    bounded: bool
-    live: bool
-
+    bounded: bool = True
+    """Whether the step is measured by what it changes; else it is eta."""
+    live: bool = True
+    """Whether errors see what the chunk has written."""
     has_momentum = False
     """Whether there is a running sum S, and a gate theta by which it fades."""
     every: int | None = 1
@@ -105,11 +107,16 @@ class InnerOptimiser:
     waits = False
     """Whether what is written waits in S for the next step."""
     turns = False
-    """Whether the sums are others after the last token of a chunk (``turn``)."""
+    """Whether the sums are others after the last token of a chunk: where there is a ``turn``."""
     shows = False
     """Whether the memory answers with what waits, too (``shown``)."""
     whole = False
-    """Whether matrices are stepped whole, so that gates are one a head and what is orthogonalised has entries."""
+    """Whether a step mixes the entries of a matrix, or needs them all: then eta and alpha are one a head, and there are
+    no Exponential features, whose matrices have no entries."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.turns = cls.turn is not InnerOptimiser.turn
 
     @property
     def in_float64(self) -> bool:
@@ -150,8 +157,9 @@ class InnerOptimiser:
         return 1.0
 
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
-        """``size`` is the denominator of a bounded step over the matrix's share, ``[batch, heads, time]``; a step is
-        taken after ``every`` so many tokens of a ``chunk``."""
+        """theta (0 without momentum), a = 1 and e = s. ``size`` is the denominator of a bounded step over the matrix's
+        share, ``[batch, heads, time]``, None where steps are not bounded; a step is taken after ``every`` so many
+        tokens of a ``chunk``."""
         return Rates(theta if self.has_momentum else torch.zeros_like(theta), torch.ones_like(eta), over(eta, size))
 
 
