@@ -53,6 +53,7 @@ def definition(
         n = (seen + t) % b  # place in its chunk
         first, last = n == 0, n + 1 == b
         follows, due = n % rule.every == 0, (n + 1) % rule.every == 0  # a step was taken before it, is due after it
+        # Of token t: its place in k and v, how many window tokens are older, its gates.
         now, older, gate = k.shape[-2] - q.shape[-2] + t, min(c - 1, seen + t), gates.at(t)
         window, gamma = slice(now - older, now + 1), gate.gamma[..., : older + 1].flip(-1)  # the oldest first
         frozen, after = [m.frozen for m in memory], []
@@ -95,8 +96,8 @@ class Model(NamedTuple):
         phi = self.rule.features
         return phi.kernel(u, self.k) if phi.endless else phi.expand(u, self.params.sqrt_a)
 
-    def written(self, i: int, u: Tensor, window: slice) -> Tensor:
-        """What a write to matrix i multiplies: the same, or on phi* the columns of the window's own keys."""
+    def write_input(self, i: int, u: Tensor, window: slice) -> Tensor:
+        """What a write to matrix i multiplies: the same, or on phi* the one-hot columns of the window's own keys."""
         return torch.eye(self.k.shape[-2]).to(u)[window] if self.rule.by_key(i) else self.features(i, u)
 
     def apply(self, weights: list[Tensor]) -> Apply:
@@ -114,8 +115,9 @@ class Model(NamedTuple):
     def gradient(
         self, frozen: list[Tensor], at_frozen: Trace, window: slice, gamma: Tensor, moved: Tensor | float
     ) -> list[Tensor]:
-        """Of sum_i gamma_i (bias(M(phi(k_i)), v_i) + <moved_i, body of M(phi(k_i))>) at M_f: by autograd down to what a
-        matrix puts out, z_i = W f_i, and then dl/dW = sum_i (dl/dz_i) f_i^T, since on phi* there is no W as such."""
+        """Of sum_i gamma_i (bias(M(phi(k_i)), v_i) + <moved_i, body of M(phi(k_i))>) at M_f; the second term is linear,
+        and its gradient at the body is moved_i. By autograd down to what a matrix puts out, z_i = W f_i, and then
+        dl/dW = sum_i (dl/dz_i) f_i^T, since on phi* there is no W as such."""
         network, k, held = self.rule.network, self.k[..., window, :], self.apply(frozen)
         with torch.enable_grad():
             # Zero, added to what each matrix puts out, to differentiate by.
@@ -124,13 +126,13 @@ class Model(NamedTuple):
             prediction = network.end(k, body, self.params.norm)
             losses = self.rule.bias.value(prediction, self.v[..., window, :]) + (moved * body).sum(-1)
             to = torch.autograd.grad((gamma * losses).sum(), by, create_graph=True, allow_unused=True)
-        f = (self.written(i, u, window) for i, u in enumerate(at_frozen.inputs))
+        f = (self.write_input(i, u, window) for i, u in enumerate(at_frozen.inputs))
         return [0.0 * w if d is None else d.mT @ x for d, x, w in zip(to, f, frozen, strict=True)]
 
     def under(self, i: int, at_frozen: Trace, now: int) -> Callable[[Tensor], Tensor]:
         """W -> W f_t f_t^T, for f_t the input of matrix i at M_f."""
         u = at_frozen.inputs[i][..., -1:, :]
-        return lambda w: (self.features(i, u) @ w.mT).mT @ self.written(i, u, slice(now, now + 1))
+        return lambda w: (self.features(i, u) @ w.mT).mT @ self.write_input(i, u, slice(now, now + 1))
 
     def forget(self, memory: list[Matrix], now: int) -> list[Matrix]:
         """Clear the columns of tokens that are older than phi*'s horizon, if it has one."""

@@ -143,7 +143,7 @@ class AtlasConfig(PreTrainedConfig):
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} does not divide into num_attention_heads="
-                f"{self.num_attention_heads}; make it a multiple of it"
+                f"{self.num_attention_heads}; make hidden_size a multiple of num_attention_heads"
             )
 
     def _check_numbers(self) -> None:
@@ -206,6 +206,8 @@ class AtlasConfig(PreTrainedConfig):
             ValueError: The rule or one of its options is unknown.
         """
         if not isinstance(self.rule, str) or self.rule not in RULES:
+            if isinstance(self.rule, Rule):
+                raise ValueError("rule must be a name, got a Rule: name it, RULES['mine'] = ..., or give rule_options")
             raise ValueError(f"rule={self.rule!r} is unknown; choose one of {', '.join(RULES)}")
         options = self.rule_options or {}
         if not isinstance(options, dict) or not all(isinstance(part, dict) for part in options.values()):
