@@ -203,3 +203,11 @@ def test_a_part_of_another_kind_is_free_of_the_presets_options() -> None:
 def test_combinations_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AtlasConfig(**options)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_has_a_configuration(rule: str) -> None:
+    """The mixer that it makes without weights, to be told what cannot be, needs none for any rule, printed or not."""
+    hope = {"block": "hope"} if rule == "hope" else {}
+    for bounded in (True, False):
+        AtlasConfig(rule=rule, rule_options={"optimiser": {"bounded": bounded}}, **hope)

@@ -77,7 +77,7 @@ class GateProjection(nn.Module):
         """Of a bare step, which writes |phi(k)|^2 times eta under a key."""
         with torch.device("cpu"):
             key = torch.full((dim // self.heads,), (dim // self.heads) ** -0.5)
-        return START_ETA / max(1.0, float(rule.features.squared_norm(key)))
+            return START_ETA / max(1.0, float(rule.features.squared_norm(key)))
 
     def _start(self, name: str) -> Tensor:
         """The starting logits ``[heads]``."""
