@@ -28,7 +28,8 @@ STEPS = 2500
 
 
 def model(case: str, dim: int, **options: Any) -> AtlasForCausalLM:
-    """Preset ``tiny`` with heads of ``dim``: the rule of that name, or a block without memory."""
+    """Preset ``tiny`` with heads of ``dim``: the rule of that name, or a block without memory; ``options``: of
+    ``AtlasConfig``."""
     heads = PRESETS["tiny"].config["num_attention_heads"]
     kind = {"rule": case} if case in RULES else {"block": case}
     return AtlasForCausalLM(AtlasConfig.preset("tiny", hidden_size=dim * heads, **kind, **options))
@@ -40,9 +41,9 @@ def losses(net: AtlasForCausalLM, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none") / math.log(2)
 
 
-def train(net: AtlasForCausalLM, tokens: np.ndarray, seed: int, steps: int, length: int = LENGTH) -> float:
+def train(net: AtlasForCausalLM, tokens: np.ndarray, seed: int, steps: int) -> float:
     """``steps`` of AdamW at 3e-3 on random crops, warm-up of 20 and a cosine to a tenth; bits of the last 50."""
-    crops = RandomCrops(tokens, length, steps * BATCH, seed)
+    crops = RandomCrops(tokens, LENGTH, steps * BATCH, seed)
     optimiser = torch.optim.AdamW(net.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     found = []
     for step in range(steps):

@@ -210,4 +210,5 @@ def test_every_rule_has_a_configuration(rule: str) -> None:
     """The mixer that it makes without weights, to be told what cannot be, needs none for any rule, printed or not."""
     hope = {"block": "hope"} if rule == "hope" else {}
     for bounded in (True, False):
-        AtlasConfig(rule=rule, rule_options={"optimiser": {"bounded": bounded}}, **hope)
+        config = AtlasConfig(rule=rule, rule_options={"optimiser": {"bounded": bounded}}, **hope)
+        assert config.memory_rule() == RULES[rule].vary(optimiser={"bounded": bounded})

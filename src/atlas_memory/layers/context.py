@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..forms.bands import shift_right, take
 from ..mathematics.state import State
 from .memory import LayerState, NeuralMemory
-from .padding import pack, unpack
 from .persistent import PersistentTokens
 from .rotary import check_heads, rotary, rotate
 from .stateful import Stateful
@@ -114,13 +113,7 @@ class MemoryAsContext(Stateful):
         """
         self.check_x(x, self.q.weight)
         self.check_state(state, ContextState)
-        if mask is None:
-            y, after = self._read(x, state, None)
-        else:
-            packed, length, order = pack(x, mask)
-            y, after = self._read(packed, state, length)
-            y = unpack(y, order, mask)
-        return self.with_every_parameter(y, state), after
+        return self.read_real(x, state, mask)
 
     def _read(self, x: Tensor, state: ContextState | None, length: Tensor | None) -> tuple[Tensor, ContextState]:
         """Read x, whose real tokens are the first `length` of each row."""

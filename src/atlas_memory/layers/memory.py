@@ -20,7 +20,6 @@ from .convolution import ShortConvolution
 from .gates import GateProjection
 from .hierarchy import HierarchicalGates, HierarchicalMemory, Hierarchy
 from .omega import OmegaMemory
-from .padding import pack, unpack
 from .stateful import Stateful
 
 
@@ -123,13 +122,7 @@ class NeuralMemory(Stateful):
         """
         self.check_x(x, self.qkv.weight)
         self.check_state(state, LayerState)
-        if mask is None:
-            y, after = self._read(x, state, None)
-        else:
-            packed, length, order = pack(x, mask)
-            y, after = self._read(packed, state, length)
-            y = unpack(y, order, mask)
-        return self.with_every_parameter(y, state), after
+        return self.read_real(x, state, mask)
 
     def retrieve(self, x: Tensor, memory: Any) -> Tensor:
         """What a memory as it is answers to x: M*(q), read without writing (Titans, Eqs. 15 and 21).

@@ -44,7 +44,6 @@ from .convolution import ShortConvolution
 from .gates import HALF_LIVES
 from .memory import LayerState
 from .omega import INCREMENTAL_TOKENS, OmegaMemory
-from .padding import pack, unpack
 from .stateful import Stateful
 
 MEMORIES = ("memory", "k", "v", "eta", "alpha")
@@ -178,13 +177,7 @@ class SelfModifyingMemory(Stateful):
         """
         self.check_x(x, self.q.weight)
         self.check_state(state, LayerState)
-        if mask is None:
-            y, after = self._read(x, state, None)
-        else:
-            packed, length, order = pack(x, mask)
-            y, after = self._read(packed, state, length)
-            y = unpack(y, order, mask)
-        return self.with_every_parameter(y, state), after
+        return self.read_real(x, state, mask)
 
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
         mixed, past = self.convolution(x, state.past if state else None, length)

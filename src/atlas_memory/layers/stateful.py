@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..mathematics.state import State
+from .padding import pack, unpack
 
 FORMAT = "atlas-memory state, 1"
 
@@ -46,6 +47,21 @@ class Stateful(nn.Module):
             raise ValueError(
                 f"state must be the {kind.__name__} that an earlier call returned, or None, got {_brief(state)}"
             )
+
+    def _read(self, x: Tensor, state: Any, length: Tensor | None) -> tuple[Tensor, Any]:
+        """x ``[batch, time, dim]``, whose real tokens are the first ``length`` ``[batch]`` of each row; None: all."""
+        raise NotImplementedError
+
+    def read_real(self, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
+        """``_read`` of the tokens where ``mask`` ``[batch, time]`` is not zero; the outputs of the others are zero, and
+        all else is as if there were none."""
+        if mask is None:
+            y, after = self._read(x, state, None)
+        else:
+            packed, length, order = pack(x, mask)
+            y, after = self._read(packed, state, length)
+            y = unpack(y, order, mask)
+        return self.with_every_parameter(y, state), after
 
     def with_every_parameter(self, y: Tensor, state: Any) -> Tensor:
         """``y``, in whose gradient every parameter has a part. What reads on from a state does not read M_0 or

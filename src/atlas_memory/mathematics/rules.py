@@ -64,12 +64,8 @@ class Rule:
     window: Window = field(default_factory=lambda: Window(size=8, chunk=16))
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self)):
-            part = getattr(self, name)
-            if not is_dataclass(part) or isinstance(part, type):
-                raise ValueError(
-                    f"{name} of a rule must be an instance of a dataclass, such as {KINDS[name][0]()!r}, got {part!r}"
-                )
+        self._check_parts()
+        self._check_steps()
         optimiser, retention = self.optimiser, self.retention
         settles = retention.settles
         if self.features.endless and (optimiser.whole or settles):
@@ -79,26 +75,38 @@ class Rule:
             )
         if optimiser.erases and (self.window.size > 1 or settles):
             raise ValueError(
-                "DeltaGradientDescent is for a window of one token, with Decay or Keep as retention; got a window of "
-                f"{self.window.size} and {type(retention).__name__}: take another optimiser, or change these"
+                f"{type(optimiser).__name__} is for a window of one token, with Decay or Keep as retention; got a "
+                f"window of {self.window.size} and {type(retention).__name__}: take another optimiser, or change these"
             )
         if retention.lag and optimiser.waits:
             raise ValueError(
                 f"a lag token is for gradient descent and momentum: with {type(optimiser).__name__} take "
                 f"{type(retention).__name__}(lag=False)"
             )
-        if self.every > 1 and not optimiser.has_momentum:
-            raise ValueError(
-                f"{type(optimiser).__name__} every={self.every}: what is written waits in a momentum for its step, "
-                "and it has none"
-            )
-        if self.window.chunk % self.every:
-            raise ValueError(
-                f"{type(optimiser).__name__} every={self.every} does not divide the chunk of {self.window.chunk} "
-                "tokens: make the chunk a multiple of it, or take None, a step at the end of every chunk"
-            )
         if self.window.read != "after" and settles:
             raise ValueError(f"{type(retention).__name__} is read after its writes, got read={self.window.read!r}")
+
+    def _check_parts(self) -> None:
+        """Refuse a name or a class in place of a part."""
+        for name in (f.name for f in fields(self)):
+            part = getattr(self, name)
+            if not is_dataclass(part) or isinstance(part, type):
+                raise ValueError(
+                    f"{name} of a rule must be an instance of a dataclass, such as {KINDS[name][0]()!r}, got {part!r}"
+                )
+
+    def _check_steps(self) -> None:
+        """Refuse steps now and then where nothing can wait for them, or on other tokens in every chunk."""
+        optimiser, every = type(self.optimiser).__name__, self.every
+        if every > 1 and not self.optimiser.has_momentum:
+            raise ValueError(
+                f"{optimiser} every={every}: what is written waits in a momentum for its step, and it has none"
+            )
+        if self.window.chunk % every:
+            raise ValueError(
+                f"{optimiser} every={every} does not divide the chunk of {self.window.chunk} tokens: make the chunk a "
+                "multiple of it, or take None, a step at the end of every chunk"
+            )
 
     def vary(self, **parts: Mapping[str, Any]) -> Rule:
         """The rule with fields of its parts changed: ``rule.vary(optimiser={"every": 16}, window={"size": 4})``.
