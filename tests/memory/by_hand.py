@@ -75,10 +75,13 @@ def star(x, a=None, degree=16):
     return out
 
 
-def star_basis(columns, keys):
-    """sum_j column_j phi*(x_j)^T."""
-    size = star(keys[0]).shape[0] if len(keys) else star(torch.zeros(keys.shape[1])).shape[0]
-    return [columns @ torch.stack([star(x) for x in keys]) if len(keys) else columns.new_zeros(len(columns), size)]
+def star_basis(matrix, keys, degree=16):
+    """M_0 on the entries of degree 1, and sum_j column_j phi*(x_j)^T."""
+    dim = keys.shape[1]
+    first, columns = matrix[:, :dim], matrix[:, dim:]
+    full = first.new_zeros(len(first), degree**dim)
+    full[:, [degree ** (dim - 1 - i) for i in range(dim)]] = first
+    return [full + columns @ torch.stack([star(x) for x in keys]) if len(keys) else full]
 
 
 def same(matrix, keys):

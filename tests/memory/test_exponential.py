@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
 from atlas_memory.memory import (
@@ -37,10 +38,10 @@ def randn(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def outputs_and_gradients(form, problem):
+def outputs_and_gradients(form, problem, initial):
     y, _ = form(*problem.arguments())
     gate = problem.gates
-    leaves = [problem.q, problem.k, problem.v, gate.eta, gate.alpha, gate.theta, gate.gamma]
+    leaves = [problem.q, problem.k, problem.v, gate.eta, gate.alpha, gate.theta, gate.gamma, *initial]
     loss = (y * randn(3, *y.shape)).sum() + 0.0 * sum(x.sum() for x in leaves)
     return [y, *torch.autograd.grad(loss, leaves)]
 
@@ -48,7 +49,7 @@ def outputs_and_gradients(form, problem):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", NAMED)
 def test_it_is_the_limit_of_the_polynomial_kernels(name, form):
-    """The same rule with all monomials up to degree 16, a_j = 1/j!, and the lifted M_0 at zero."""
+    """The same rule with all monomials up to degree 16, a_j = 1/j!, and a lifted M_0 that is zero but in degree 1."""
     size = 1 if RULES[name].window.size == 1 else 3
     rule = RULES[name].vary(window={"size": size, "chunk": 4}, features={"kind": "Exponential", "horizon": None})
     problem = random_problem(rule, 0, batch=1, time=11, dim=2)
@@ -56,11 +57,11 @@ def test_it_is_the_limit_of_the_polynomial_kernels(name, form):
     finite = replace(rule, features=lifted)
     shapes = finite.shapes(2)
     initial = tuple(
-        torch.zeros(2, *shape).double() if up else m
+        F.pad(m, (1, shape[1] - 1 - m.shape[-1])) if up else m
         for m, shape, up in zip(problem.params.initial, shapes, rule.network.lifted, strict=True)
     )
     other = replace(problem, rule=finite, params=Params(initial, lifted.initial_sqrt_a()))
-    ours, theirs = outputs_and_gradients(FORMS[form], problem), outputs_and_gradients(FORMS[form], other)
+    ours, theirs = (outputs_and_gradients(FORMS[form], p, problem.params.initial) for p in (problem, other))
     assert max(error(a, b) for a, b in zip(ours, theirs, strict=True)) < 1e-8
 
 
@@ -86,6 +87,7 @@ def test_dot_with_a_matrix_is_the_delta_rule_in_its_feature_space(form):
     products of alpha, and y_t = sum_{i<=t} A_{t,i} u_i exp(k_i.q_t)."""
     rule = replace(RULES["dot"], network=Linear(), optimiser=GradientDescent(bounded=False), window=Window(1, 1))
     problem = random_problem(rule, 0, batch=1, heads=1, time=12, dim=3)
+    problem.params = Params((torch.zeros(1, 3, 3).double(),))
     q, k, v = (x[0, 0].detach() for x in (problem.q, problem.k, problem.v))
     problem.gates = replace(problem.gates, eta=0.3 * problem.gates.eta.detach())
     eta, alpha, gamma = (
@@ -97,7 +99,7 @@ def test_dot_with_a_matrix_is_the_delta_rule_in_its_feature_space(form):
         held = u.mT @ (k[:t] @ k[t]).exp()
         u = torch.cat([alpha[t] * u, 2 * (eta[t] * gamma[t] * (v[t] - held))[None]])
         assert error(y[0, 0, t], u.mT @ (k[: t + 1] @ q[t]).exp()) < 1e-10
-    assert error(state.weights[0][0, 0], u.mT) < 1e-10 and torch.equal(state.keys[0, 0], k)
+    assert error(state.weights[0][0, 0, :, 3:], u.mT) < 1e-10 and torch.equal(state.keys[0, 0], k)
 
 
 def erase(problem, before):

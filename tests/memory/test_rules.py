@@ -73,7 +73,7 @@ ROWS = {
     "titans": (Identity(), MLP(2, 4), FADING, Momentum()),
     "moneta": (Identity(), MLP(2, 4, norm=True), LqNorm(4, to_start=True), GradientDescent()),
     "yaad": (Identity(), MLP(2, 4, norm=True), FADING, GradientDescent()),
-    "memora": (Identity(), MLP(2, 4, norm=True), Softmax(to_start=True), GradientDescent()),
+    "memora": (Identity(), MLP(2, 4, norm=True), Softmax(scale=0.25, to_start=True), GradientDescent()),
     "hope": (Identity(), MLP(2, 4), FADING, DeltaGradientDescent()),
     "deltanet": (Identity(), Linear(), Keep(), DeltaGradientDescent(bounded=False)),
     "gated-deltanet": (Identity(), Linear(), Decay(), DeltaGradientDescent(bounded=False, after_decay=True)),
@@ -249,4 +249,4 @@ def test_a_matrix_memory_starts_at_zero_unless_a_layer_norm_would_see_it():
     (random,) = RULES["ttt-linear"].initial_weights(heads=2, dim=3)
     assert zero.count_nonzero() == 0 and random.count_nonzero() == random.numel() == 2 * 3 * 4
     lifted, second = RULES["dot"].initial_weights(heads=2, dim=3)
-    assert lifted.shape == (2, 12, 0) and second.shape == (2, 3, 12)
+    assert lifted.shape == (2, 12, 3) and second.shape == (2, 3, 12) and lifted.count_nonzero() == lifted.numel()

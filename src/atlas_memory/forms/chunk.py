@@ -57,7 +57,7 @@ def read_chunk(
     for i, (held, (keys, _), plan) in enumerate(zip(memory, met, plans, strict=True)):
         write = lift.write if network.lifted[i] else partial(add, keys.inputs)
         initial = params.initial[i]
-        parts.append(Part(setting, held, initial, *rule.home(i, initial), keys, write, plan))
+        parts.append(Part(setting, held, initial, *rule.retention.home(initial), keys, write, plan))
     deltas = _updates(parts, trace, error, response)
     outputs: list[Tensor] = []
     after = []

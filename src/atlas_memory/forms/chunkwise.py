@@ -48,8 +48,9 @@ def chunkwise(
     recompute: int | None = None,
     compiled: bool = False,
     spaces: Spaces = DEFAULT,
+    kernels: bool | None = None,
 ) -> tuple[Tensor, MemoryState]:
-    """The outputs y_t = M_t(phi(q_t)) and the state after the last token; arguments as for ``recurrent``, and three
+    """The outputs y_t = M_t(phi(q_t)) and the state after the last token; arguments as for ``recurrent``, and four
     that change how the same numbers are computed:
 
     Args:
@@ -59,22 +60,26 @@ def chunkwise(
         compiled: have ``torch.compile`` make one kernel sequence of a chunk; it needs a C++ compiler (on a GPU, Triton)
             and half a minute at the first call. Inside a ``torch.compile`` of yours it changes nothing.
         spaces: how Muon orthogonalises; by default as is cheapest.
+        kernels: whether a Triton kernel reads the whole sequence (docs/kernels.md; Muon's is chosen in
+            ``gram_polynomial``). True: it must; False: never; None: where there is one and the environment has
+            ATLAS_MEMORY_KERNELS=1.
 
     Raises:
-        ValueError: as ``recurrent``; ``recompute`` below 1.
+        ValueError: as ``recurrent``; ``recompute`` below 1; ``kernels`` is True, and this call has no kernel.
 
     FLOPs a token and matrix (m x F), N = b + c - 1: about 8 m F for reads and writes at the chunk's ends and
     4 N (m + d) inside for gradient descent and momentum; Muon adds about 40 m^3 / every in output space.
     """
     if recompute is not None and recompute < 1:
         raise ValueError(f"recompute must be a number of chunks >= 1 or None, got {recompute!r}")
-    return compute(partial(_chunkwise, recompute, compiled, spaces), rule, params, q, k, v, gates, state)
+    return compute(partial(_chunkwise, recompute, compiled, spaces, kernels), rule, params, q, k, v, gates, state)
 
 
 def _chunkwise(
     recompute: int | None,
     compiled: bool,
     spaces: Spaces,
+    kernels: bool | None,
     rule: Rule,
     params: Params,
     q: Tensor,
@@ -87,8 +92,7 @@ def _chunkwise(
     if q.shape[-2] == 0:
         return q.new_zeros(q.shape), initial_state(rule, params.initial, k) if state is None else state
     gate = gates.complete(q, rule.window.size)
-    by_kernel = gates.length is None and dispatch.supports(rule, q.device.type, q.dtype, q.shape, gate)
-    if by_kernel and (state is None or not (state.seen % rule.window.chunk).any()):  # it begins where a chunk begins
+    if dispatch.taken(kernels, _no_kernel, rule, q, gates.length, gate, state):
         from ..kernels.chunk import chunk_recurrence
 
         return chunk_recurrence(rule, q, k, v, gate, state or initial_state(rule, params.initial, k))
@@ -104,6 +108,18 @@ def _chunkwise(
         y, reading = read(params, group, left, reading)
         outputs.append(y)
     return torch.cat(outputs, 2), end(reading, q)
+
+
+def _no_kernel(
+    rule: Rule, q: Tensor, length: Tensor | None, gate: CompleteGates, state: MemoryState | None
+) -> str | None:
+    """Why no chunk kernel computes a call, see ``dispatch.taken``; None: one does."""
+    if length is not None:
+        return "knows padding: leave gates.length out"
+    why = dispatch.chunk_refusal(rule, q.device.type, q.dtype, q.shape, gate)
+    if why is None and state is not None and bool((state.seen % rule.window.chunk).any()):
+        return f"begins inside a chunk: give a state after a multiple of {rule.window.chunk} tokens"
+    return why
 
 
 class Reading(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..mathematics.gates import pick
 from ..mathematics.rules import Rule
-from ..mathematics.state import MemoryState
+from ..mathematics.state import MemoryState, map_columns
 from .bands import take
 from .grid import Grid, tokens_before
 from .parts import Held, Where
@@ -81,4 +82,5 @@ class OnKeys:
         return state.map_lifted(self.rule, pick_columns, keys)
 
     def _each(self, memory: tuple[Held, ...], fn: Callable[[Tensor], Tensor]) -> tuple[Held, ...]:
-        return tuple(h.map(fn) if self.rule.by_key(i) else h for i, h in enumerate(memory))
+        of_keys = partial(map_columns, fn, self.keys.shape[-1])
+        return tuple(h.map(of_keys) if self.rule.by_key(i) else h for i, h in enumerate(memory))

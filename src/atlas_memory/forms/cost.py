@@ -26,7 +26,7 @@ def state_bytes(rule: Rule, dim: int, heads: int) -> int | None:
         return None
     columns, past = _columns(rule) if rule.features.endless else 0, rule.window.size - 1
     shapes = enumerate(rule.shapes(dim))
-    entries = sum(m * (columns if rule.by_key(i) else f) for i, (m, f) in shapes)
+    entries = sum(m * (f + rule.by_key(i) * columns) for i, (m, f) in shapes)
     copies = 2 + rule.accumulators + rule.retention.settles  # weights, frozen, sums, dual
     window = past * (2 * dim + rule.bias.has_delta)
     return 4 * heads * (copies * entries + window + columns * dim) + 8  # and ``seen``
@@ -79,11 +79,11 @@ def _scalars(rule: Rule, dim: int) -> int:
 def _work(rule: Rule, dim: int, i: int, spaces: Spaces) -> Work:
     """Of matrix i."""
     rows, columns = rule.shapes(dim)[i]
-    apply = rows * (_columns(rule) if rule.by_key(i) else columns)
+    apply = rows * (columns + (_columns(rule) if rule.by_key(i) else 0))
     write = 0 if rule.by_key(i) else rows * columns
     inner = dim if rule.network.lifted[i] else columns
     solves = (rule.live and i + 1 == len(rule.shapes(dim))) or rule.optimiser.erases
-    home = rule.retention.to_start and not rule.by_key(i)
+    home = rows * columns if rule.retention.to_start else 0
     return Work(rule, rows, columns, apply, write, inner, solves, home, spaces)
 
 
@@ -94,7 +94,7 @@ def _keeping(work: Work) -> int:
     if work.rule.retention.settles:
         first = work.solves and not optimiser.waits
         total += b * work.apply + (n * work.apply if first else 0)  # W_0, which is not the frozen one
-    return total + (b * work.apply if work.home and work.reads else 0)
+    return total + (b * work.home if work.reads else 0)
 
 
 def _columns(rule: Rule) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import dispatch
 from ..mathematics.orthogonal import COEFFICIENTS, CONVERGENT, reciprocal_or_zero
 from .gram_eigenvalues import by_eigenvalues, eigenvalues_pay, gradient_by_eigenvalues
 
@@ -50,6 +51,7 @@ def gram_polynomial(
     steps: int = 5,
     floor: Tensor | None = None,
     eigenvalues: bool | None = None,
+    kernels: bool | None = None,
 ) -> Tensor:
     """Q with NS(S) = Q S, from ``gram`` = S S^T ``[..., m, m]``, symmetric; same shape and dtype. (4 steps - 3) m^3
     multiply-adds. The gradient is symmetric, too.
@@ -61,18 +63,15 @@ def gram_polynomial(
     the errors of the G it began with.
 
     One or two cores go by eigenvalues in float64 (gram_eigenvalues.py; ``eigenvalues``: always or never), and a GPU may
-    take a kernel (docs/kernels.md).
+    take a Triton kernel (``kernels``, as for ``chunkwise``).
 
     ``floor`` ``[..., 1, 1]``, f > 0: Q S is then (S S^T + f I)^(-1/2) S, as ``saturate`` has it for f = 1: what is
     worked on is (G + f I) / (tr G + f), with ``CONVERGENT`` coefficients.
     """
-    if gram.is_cuda:
-        from ..kernels.dispatch import supports_gram
+    if dispatch.taken(kernels, dispatch.gram_refusal, gram.device.type, gram.dtype, gram.shape[-1]):
+        from ..kernels.gram_newton_schulz import gram_newton_schulz
 
-        if supports_gram(gram.device.type, gram.dtype, gram.shape[-1]):
-            from ..kernels.gram_newton_schulz import gram_newton_schulz
-
-            return gram_newton_schulz(gram, steps, floor)
+        return gram_newton_schulz(gram, steps, floor)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     coefficients = COEFFICIENTS
     if floor is not None:

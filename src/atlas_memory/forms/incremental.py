@@ -176,7 +176,7 @@ def _written(
     sums, step = optimiser.step(old.sums, old.weights, g, at)
     step = step if rule.every == 1 else pick(when.due, step, torch.zeros_like(step))
     initial = params.initial[i]
-    before = Old(old.weights, old.frozen, old.dual, initial, *rule.home(i, initial))
+    before = Old(old.weights, old.frozen, old.dual, initial, *rule.home(initial, old.weights))
     kept = rule.retention.keep(before, step, alpha, when.first, when.last)
     shown = optimiser.shown(sums, kept.weights, when.due)
     if optimiser.turns:
@@ -201,9 +201,7 @@ def _apply(rule: Rule, params: Params, i: int, w: Tensor, u: Tensor, keys: Tenso
     """W phi(u), or W u where matrix i is not lifted."""
     if not rule.network.lifted[i]:
         return u @ w.mT
-    if rule.features.endless:
-        return rule.features.kernel(u, keys) @ w.mT
-    return rule.features.expand(u, params.sqrt_a) @ w.mT
+    return rule.features.columns(u, keys, params.sqrt_a) @ w.mT
 
 
 def _applier(rule: Rule, params: Params, weights: tuple[Tensor, ...], keys: Tensor) -> Apply:

@@ -36,13 +36,13 @@ class Lift:
         kernel = partial(rule.features.kernel, sqrt_a=params.sqrt_a)
         to_keys, to_queries = once(partial(kernel, k, k)), once(partial(kernel, q, k))
         sizes = [k.shape[-2], q.shape[-2]]
-        if columns is None:
-            f, cut, write = rule.features.expand(kq, params.sqrt_a), None, None
-        else:
-            f, cut, write = kernel(kq, columns.keys[..., : columns.filled, :]), columns.filled, _into(columns)
+        filled = k if columns is None else columns.keys[..., : columns.filled, :]
+        f = rule.features.columns(kq, filled, params.sqrt_a)
+        cut, write = (None, None) if columns is None else (f.shape[-1], _into(columns))
 
         def apply(f: Tensor, w: Tensor) -> Tensor:
-            return times(f, w if cut is None else w[..., :cut])
+            w = w if cut is None else w[..., :cut]
+            return times(f if cut is None else f[..., : w.shape[-1]], w)  # M_0 has the first columns only
 
         def both(w: Tensor) -> tuple[Tensor, Tensor]:
             of_keys, of_queries = apply(f, w).split(sizes, -2)
@@ -90,5 +90,6 @@ def add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
 
 
 def _into(columns: Columns) -> Write:
-    """A write is a sum into the window tokens' columns."""
-    return lambda w, a: w.scatter_add(-1, columns.window[:, None, None].expand(*w.shape[:-1], -1), a.mT)
+    """A write is a sum into the window tokens' columns, which come after those of M_0."""
+    at = columns.window[:, None, None] + columns.keys.shape[-1]
+    return lambda w, a: w.scatter_add(-1, at.expand(*w.shape[:-1], -1), a.mT)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..mathematics.retention import widened
 from ..mathematics.rules import Rule
 from ..mathematics.state import Matrix
 from .fast_weight import Schedule, Seen, Tokens
@@ -85,7 +86,8 @@ class Part:
     """One matrix over one chunk.
 
     Attributes:
-        held: the matrix at its start; initial: its M_0; home, dual_home: what W and A fade to, None for zero.
+        held: the matrix at its start; initial: its M_0; home, dual_home: what W and A fade to, None for zero; on
+            phi* the columns of M_0 only.
         keys: how it meets the window tokens; write: see ``Tokens``.
         plan: its scalars.
     """
@@ -102,7 +104,8 @@ class Part:
     @property
     def from_home(self) -> Tensor:
         """What is left of W_0 beside what it fades to, which fades to zero."""
-        return self.held.weights if self.home is None else self.held.weights - self.home
+        w = self.held.weights
+        return w if self.home is None else w - widened(self.home, w)
 
     def tokens(self, deltas: Tensor) -> Tokens:
         """The window tokens with their deltas, or with those of pairs."""

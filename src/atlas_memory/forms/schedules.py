@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,47 @@ from .parts import Chunk
 Weights = tuple[Tensor, ...]
 
 
+class Fading(NamedTuple):
+    """What alpha and theta do over a chunk, the same for all matrices; leading dimensions as those of ``Schedule``.
+
+    Attributes:
+        retained: cA ``[..., b]``, after each token; to_steps: D_alpha at the J tokens after which a step is taken,
+            ``[..., b, J]``.
+        momentum: cT ``[..., b]`` and D_theta, under Muon only its rows at those tokens, unless what waits is shown;
+            None without momentum.
+        plain: D_alpha ``[..., b, b]``, where errors see what plain steps would have changed.
+    """
+
+    retained: Tensor
+    to_steps: Tensor
+    momentum: tuple[Tensor, Tensor] | None = None
+    plain: Tensor | None = None
+
+    @staticmethod
+    def of(rule: Rule, chunk: Chunk) -> Fading:
+        """Of a chunk."""
+        alpha, at = by_channel(chunk.alpha), tokens_of_steps(rule)
+        to_steps = decay_matrix(alpha, columns=at)
+        retained = _from_start(alpha, to_steps)
+        if not rule.optimiser.has_momentum:
+            return Fading(retained, to_steps)
+        theta, waits = by_channel(_from_step_to_step(rule, chunk.theta)), rule.optimiser.waits
+        fading = decay_matrix(theta, rows=at if waits and not _shows(rule) else EVERYTHING)
+        plain = None
+        if waits and rule.live:
+            plain = to_steps if rule.every == 1 else decay_matrix(alpha)
+        return Fading(retained, to_steps, (_from_start(theta, fading), fading), plain)
+
+
+def tokens_of_steps(rule: Rule) -> slice:
+    """The tokens of a chunk after which a step is taken."""
+    return slice(rule.every - 1, None, rule.every)
+
+
+def _shows(rule: Rule) -> bool:
+    return rule.optimiser.shows and rule.window.read != "frozen"
+
+
 def schedules(
     rule: Rule,
     params: Params,
@@ -26,12 +69,12 @@ def schedules(
     pairs: Pairs | None,
 ) -> list[Schedule]:
     """All scalars of a chunk, for every matrix; where steps are not bounded they are the same for all."""
+    fading = Fading.of(rule, chunk)
     if not rule.optimiser.bounded:
-        return [_schedule(rule, chunk, None, pairs)] * len(frozen)
+        return [_schedule(rule, chunk, fading, None, pairs)] * len(frozen)
     assert response is not None
-    return [
-        _schedule(rule, chunk, _over_window(chunk, size), pairs) for size in rule.sizes(frozen, trace, response, params)
-    ]
+    sizes = rule.sizes(frozen, trace, response, params)
+    return [_schedule(rule, chunk, fading, _over_window(chunk, size), pairs) for size in sizes]
 
 
 def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
@@ -44,35 +87,32 @@ def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
     return (chunk.window @ size[..., None])[..., 0] + (1.0 - own) * size[..., n - b :]
 
 
-def _schedule(rule: Rule, chunk: Chunk, size: Tensor | None, pairs: Pairs | None) -> Schedule:
+def _schedule(rule: Rule, chunk: Chunk, fading: Fading, size: Tensor | None, pairs: Pairs | None) -> Schedule:
     """Of one matrix."""
     single = chunk.window.dim() == chunk.theta.dim()
     rates = rule.optimiser.rates(chunk.theta, chunk.eta, size, rule.every, rule.window.chunk)
-    theta = _from_step_to_step(rule, rates.theta)
-    alpha, theta, apply, write = (by_channel(x) for x in (chunk.alpha, theta, rates.apply, rates.write))
-    applied = torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, :]
-    at = slice(rule.every - 1, None, rule.every)  # tokens after which a step is taken
-    fading = decay_matrix(alpha, columns=at)
-    decay = fading * applied[..., at]
-    retained = _from_start(alpha, fading)
-    live = rule.live
-    if live and not rule.optimiser.waits:
-        return _live_schedule(rule, chunk, pairs, retained, decay, theta, write)
+    apply, write = by_channel(rates.apply), by_channel(rates.write)
+    at, before = tokens_of_steps(rule), rule.window.read == "before"
+    decay = fading.to_steps * torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, at]
+    if rule.live and not rule.optimiser.waits:
+        mix, gamma, inertia = _of_live(fading, decay, write, chunk, pairs)
+        return Schedule(fading.retained, decay, gamma, rule.every, before, inertia, mix)
     weights = write * chunk.window[..., None, :] if single else write[..., None] * chunk.window[..., None, :, :]
-    inertia, plain, shown = None, None, None
-    if rule.optimiser.has_momentum:
-        shows = rule.optimiser.shows and rule.window.read != "frozen"
-        fading = decay_matrix(theta, rows=EVERYTHING if shows else at)
-        if live and rates.plain is not None:
-            weights = _of_pairs(fading * write[..., None, :], chunk, pairs)
-            plain = _of_pairs(decay_matrix(alpha) * by_channel(rates.plain)[..., None, :], chunk, pairs)
-        else:
-            weights = fading * weights[..., None, :] if single else fading @ weights
-        carried, last = _from_start(theta, fading), weights[..., -1, :]  # weights are P now
-        if shows:
-            shown, weights = _shown(rule, carried, weights), weights[..., at, :]
-        inertia = Inertia(carried, carried[..., at], last, plain, shown)
-    return Schedule(retained, decay, weights, rule.every, rule.window.read == "before", inertia)
+    if fading.momentum is None:
+        return Schedule(fading.retained, decay, weights, rule.every, before, None)
+    plain, shown, (carried, by_theta) = None, None, fading.momentum
+    if fading.plain is not None and rates.plain is not None:
+        weights = _of_pairs(by_theta * write[..., None, :], chunk, pairs)
+        plain = _of_pairs(fading.plain * by_channel(rates.plain)[..., None, :], chunk, pairs)
+    else:
+        weights = by_theta * weights[..., None, :] if single else by_theta @ weights
+    last = weights[..., -1, :]  # weights are P now
+    if _shows(rule):
+        shown = _shown(rule, carried, weights)
+    if weights.shape[-2] > decay.shape[-1]:
+        weights = weights[..., at, :]
+    inertia = Inertia(carried, carried[..., at], last, plain, shown)
+    return Schedule(fading.retained, decay, weights, rule.every, before, inertia)
 
 
 def _of_pairs(x: Tensor, chunk: Chunk, pairs: Pairs | None) -> Tensor:
@@ -100,19 +140,18 @@ def _from_step_to_step(rule: Rule, theta: Tensor) -> Tensor:
     return torch.where(slot % rule.every == 0, theta, 1.0)
 
 
-def _live_schedule(
-    rule: Rule, chunk: Chunk, pairs: Pairs | None, retained: Tensor, decay: Tensor, theta: Tensor, write: Tensor
-) -> Schedule:
-    """As ``_schedule``, for updates of pairs, and with R at hand: it is read twice."""
-    gamma, inertia, mix = chunk.window if pairs is None else pairs.gates(chunk.window), None, decay
+def _of_live(
+    fading: Fading, decay: Tensor, write: Tensor, chunk: Chunk, pairs: Pairs | None
+) -> tuple[Tensor, Tensor, Inertia | None]:
+    """R, the gates of the window and the momentum for updates of pairs. R is at hand, since it is read twice."""
+    gamma, mix, inertia = chunk.window if pairs is None else pairs.gates(chunk.window), decay, None
     gamma = gamma[..., None, :]
-    if rule.optimiser.has_momentum:
-        fading = decay_matrix(theta) * write[..., None, :]
-        carried, last = theta.cumprod(-1), fading[..., -1, :]
-        mix = decay @ fading
+    if fading.momentum is not None:
+        carried, by_theta = fading.momentum
+        weights = by_theta * write[..., None, :]
+        mix, last = decay @ weights, weights[..., -1, :]
         inertia = Inertia(carried, carried, (last if pairs is None else pairs.each(last, -1)) * gamma)
-    mix = (mix if pairs is None else pairs.each(mix, -1)) * gamma[..., None, :]
-    return Schedule(retained, decay, gamma, rule.every, rule.window.read == "before", inertia, mix)
+    return (mix if pairs is None else pairs.each(mix, -1)) * gamma[..., None, :], gamma, inertia
 
 
 def _from_start(factor: Tensor, fading: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..mathematics.gates import pick
-from ..mathematics.retention import NonLinearRetention
+from ..mathematics.retention import NonLinearRetention, widened
 from .bands import decay_matrix
 from .fast_weight import Seen, Steps, scale, scale_rows
 from .parts import Part
@@ -69,4 +69,4 @@ def _settling(part: Part) -> NonLinearRetention:
 
 
 def _to_home(w: Tensor, home: Tensor | None) -> Tensor:
-    return w if home is None else w + home
+    return w if home is None else w + widened(home, w)

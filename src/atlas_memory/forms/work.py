@@ -24,7 +24,8 @@ class Count(NamedTuple):
 @dataclass(frozen=True)
 class Work:
     """One matrix: its rule and sizes; the multiply-adds of applying it to a token, of adding a token to it and of one
-    entry of the kernel; whether its updates solve a triangular system, and whether it fades to M_0."""
+    entry of the kernel; whether its updates solve a triangular system; and the multiply-adds of applying what it fades
+    to, 0 for zero."""
 
     rule: Rule
     rows: int
@@ -33,7 +34,7 @@ class Work:
     write: int
     inner: int
     solves: bool
-    home: bool
+    home: int
     spaces: Spaces
 
     @property
@@ -78,7 +79,7 @@ def plain_work(work: Work) -> Count:
     if rule.optimiser.has_momentum and reads:
         total += b * work.taken + b * work.apply
     if work.solves:
-        total += work.updates**2 * m // 2 + (n * work.apply if work.home else 0)  # the system
+        total += work.updates**2 * m // 2 + n * work.home  # the system
         total += b * work.taken + n * work.apply if rule.optimiser.has_momentum else 0
         total += 2 * n * work.write + n * work.apply if rule.retention.lag else 0
     return Count(work.solves, reads, total, n * work.write)

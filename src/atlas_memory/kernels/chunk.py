@@ -1,8 +1,8 @@
 """The chunk recurrence of gradient descent over a whole sequence, in two kernels: forward, and its gradient.
 
-The same function as forms/chunkwise.py for the rules that ``dispatch.supports`` admits. The forward kernel leaves the
-memory before every chunk behind, ``ceil(time / chunk)`` memories a head, from which the backward kernel recomputes each
-chunk; where no gradient is wanted only two are kept. The equations: chunk_parts.py and chunk_backward.py.
+The same function as forms/chunkwise.py for the rules that ``dispatch.chunk_refusal`` admits. The forward kernel leaves
+the memory before every chunk behind, ``ceil(time / chunk)`` memories a head, from which the backward kernel recomputes
+each chunk; where no gradient is wanted only two are kept. The equations: chunk_parts.py and chunk_backward.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def chunk_recurrence(
     """Read and write from ``state``, every row of which must stand at the start of a chunk.
 
     Args:
-        rule: one that ``dispatch.supports`` admits.
+        rule: one that ``dispatch.chunk_refusal`` admits.
         q, k, v: ``[batch, heads, time, dim]``, time >= 1; float32, bfloat16 or (in the interpreter) float64.
         gate: eta, alpha ``[batch, heads, time]`` and gamma ``[batch, heads, time, c]``; theta and delta are not read.
 

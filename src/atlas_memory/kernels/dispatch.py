@@ -1,12 +1,14 @@
-"""Which calls take a kernel: functions of device type, dtype, shapes and rule, and of a switch. No Triton is imported.
+"""Which calls take a kernel: functions of device type, dtype, shapes and rule, and of what the caller asks. No Triton
+is imported.
 
-No kernel has run on a GPU yet. Until one has been measured there, they wait to be asked for: ATLAS_MEMORY_KERNELS=1 in
-the environment.
+No kernel has run on a GPU yet. Until one has been measured there, they wait to be asked for: ``kernels=True``, or
+ATLAS_MEMORY_KERNELS=1 in the environment.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
 import torch
@@ -21,6 +23,9 @@ from ..mathematics.rules import Rule
 
 SWITCH = "ATLAS_MEMORY_KERNELS"
 """The environment variable that lets kernels be taken."""
+
+INTERPRETER = "TRITON_INTERPRET"
+"""The environment variable by which Triton runs kernels on the CPU, to try them."""
 
 KINDS: dict[str, tuple[type, ...]] = {
     "features": (Identity,),
@@ -41,31 +46,77 @@ GRAM_SIZE = 64
 """The largest Gram matrix: at 128 the backward kernel asks for more shared memory than an SM of an H200 has."""
 
 
-def supports(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gate: CompleteGates) -> bool:
-    """Whether kernels/chunk.py computes ``rule`` for q of this device type, dtype and ``shape``
-    ``[batch, heads, time, dim]``: an MLP of depth 2 or a matrix on plain keys, L2 or the dot product, gradient descent,
-    bare steps at frozen gradients, linear retention to zero, gates one a head, float32 on CUDA, and widths that fit."""
+def taken(kernels: bool | None, refusal: Callable[..., str | None], *call: object) -> bool:
+    """Whether a call takes its kernel.
+
+    Args:
+        kernels: True: asked for; False: never; None: where the environment variable ``SWITCH`` is 1.
+        refusal: what says of ``call`` why it has no kernel, and what would help; None: it has one.
+
+    Raises:
+        ValueError: a kernel was asked for, and the call has none.
+    """
+    if kernels is False or (kernels is None and os.environ.get(SWITCH) != "1"):
+        return False
+    why = refusal(*call)
+    if kernels and why is not None:
+        raise ValueError(f"kernels=True, but no kernel {why}; or leave kernels out")
+    return why is None
+
+
+def chunk_refusal(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gate: CompleteGates) -> str | None:
+    """Why kernels/chunk.py does not compute ``rule`` for q of this device type, dtype and ``shape``
+    ``[batch, heads, time, dim]``, to follow "no kernel"; None: it does.
+
+    It computes an MLP of depth 2 or a matrix on plain keys, L2 or the dot product, gradient descent, bare steps at
+    frozen gradients, linear retention to zero, gates one a head, in float32 on CUDA, at widths that fit.
+    """
+    return _of_rule(rule) or _of_shape(rule, shape, gate) or _of_device(device, dtype)
+
+
+def gram_refusal(device: str, dtype: torch.dtype, size: int) -> str | None:
+    """Why kernels/gram_newton_schulz.py does not take Gram matrices of this device type and dtype, ``size`` x ``size``,
+    to follow "no kernel"; None: it does."""
+    if not 0 < size <= GRAM_SIZE:
+        return f"takes Gram matrices of {size} rows: they must have 1 to {GRAM_SIZE}"
+    return _of_device(device, dtype)
+
+
+def _of_rule(rule: Rule) -> str | None:
+    for part, kinds in KINDS.items():
+        if (kind := type(getattr(rule, part))) not in kinds:
+            return f"knows {kind.__name__}: {part} must be {_or(known.__name__ for known in kinds)}"
     network, window = rule.network, rule.window
-    return (
-        device == "cuda"
-        and dtype == torch.float32
-        and all(type(getattr(rule, part)) in kinds for part, kinds in KINDS.items())
-        and len(network.lifted) <= 2
-        and not network.bias
-        and not network.norm
-        and not rule.optimiser.bounded
-        and not rule.live
-        and not rule.retention.to_start
-        and window.read == "after"
-        and window.chunk in CHUNKS
-        and window.size <= window.chunk + 1
-        and shape[-1] in WIDTHS
-        and _fits(len(network.lifted) == 2, shape[-1], window.chunk + window.size - 1)
-        and shape[0] * shape[1] * shape[2] > 0
-        and gate.eta.dim() == 3
-        and gate.alpha.dim() == 3
-        and available()
-    )
+    size, chunk = window.size, window.chunk
+    unknown = {
+        "knows a memory of more than two matrices: network must have depth=2": len(network.lifted) > 2,
+        "knows biases: network must have bias=False": network.bias,
+        "knows the layer norm: network must have norm=False": network.norm,
+        "knows bounded steps: optimiser must have bounded=False": rule.optimiser.bounded,
+        "knows live errors: optimiser must have live=False": rule.live,
+        "fades to M_0: retention must have to_start=False": rule.retention.to_start,
+        f"reads {window.read!r}: window must have read='after'": window.read != "after",
+        f"has chunks of {chunk}: window must have chunk={_or(CHUNKS)}": chunk not in CHUNKS,
+        f"has a window of {size} on chunks of {chunk}: size must be at most chunk + 1": size > chunk + 1,
+    }
+    return next((why for why, is_so in unknown.items() if is_so), None)
+
+
+def _or(choices: Iterable[object]) -> str:
+    return " or ".join(map(str, choices))
+
+
+def _of_shape(rule: Rule, shape: torch.Size, gate: CompleteGates) -> str | None:
+    dim, tokens, deep = shape[-1], rule.window.chunk + rule.window.size - 1, len(rule.network.lifted) == 2
+    if dim not in WIDTHS:
+        return f"has heads of width {dim}: it must be {_or(WIDTHS)}"
+    if not _fits(deep, dim, tokens):
+        return f"fits into shared memory with heads of {dim} and {tokens} tokens a chunk: take smaller heads or chunks"
+    if shape[0] * shape[1] * shape[2] == 0:
+        return f"reads nothing: q is {list(shape)}"
+    if gate.eta.dim() != 3 or gate.alpha.dim() != 3:
+        return "has gates a channel: give eta and alpha as [batch, heads, time]"
+    return None
 
 
 def _fits(deep: bool, dim: int, tokens: int) -> bool:
@@ -75,11 +126,10 @@ def _fits(deep: bool, dim: int, tokens: int) -> bool:
     return not (wide and long) if deep else not (wide or long)
 
 
-def supports_gram(device: str, dtype: torch.dtype, size: int) -> bool:
-    """Whether kernels/gram_newton_schulz.py takes Gram matrices of this device type and dtype, ``size`` x ``size``."""
-    return device == "cuda" and dtype == torch.float32 and 0 < size <= GRAM_SIZE and available()
-
-
-def available() -> bool:
-    """Whether kernels were asked for, and ``import triton`` would find it."""
-    return os.environ.get(SWITCH) == "1" and find_spec("triton") is not None
+def _of_device(device: str, dtype: torch.dtype) -> str | None:
+    interpreted = device == "cpu" and os.environ.get(INTERPRETER) == "1"
+    if device != "cuda" and not interpreted:
+        return f"runs on {device}: move everything to a CUDA device, or set {INTERPRETER}=1 for Triton's interpreter"
+    if dtype != torch.float32:
+        return f"computes in {str(dtype).removeprefix('torch.')}: give float32"
+    return None if find_spec("triton") else "runs without Triton: pip install triton"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..forms.bands import take
+from ..mathematics.functions import call
 
 
 class ShortConvolution(nn.Module):
@@ -58,7 +59,7 @@ class ShortConvolution(nn.Module):
         inputs = torch.cat([past, x], 1)
         if time == 0:
             return x, past
-        y = _Convolution.apply(inputs, self.weight.to(x.dtype))
+        y = call(_Convolution, inputs, self.weight.to(x.dtype))
         if length is None:
             return y, inputs[:, time:].clone(memory_format=torch.contiguous_format)  # a view would keep all inputs
         last = length[:, None] + torch.arange(self.size - 1, device=x.device)

@@ -66,7 +66,7 @@ class OmegaMemory(Stateful):
                 raise ValueError(f"{name} must be >= 1, got {value}")
         self.dim, self.heads = dim, heads
         self.rule = resolve_rule(rule, window, chunk_size)
-        self.initial = nn.ParameterList(torch.empty(heads, *shape) for shape in self._learned_shapes())
+        self.initial = nn.ParameterList(torch.empty(heads, *shape) for shape in self.rule.shapes(dim))
         sqrt_a = self.rule.features.initial_sqrt_a()
         self.sqrt_a = None if sqrt_a is None else nn.Parameter(sqrt_a.to(torch.get_default_dtype()))
         norm = self.rule.network.norm
@@ -86,18 +86,12 @@ class OmegaMemory(Stateful):
     def params(self) -> Params:
         """The outer parameters of the inner problem."""
         norm = None if self.norm_gain is None or self.norm_shift is None else (self.norm_gain, self.norm_shift)
-        learned = iter(self.initial)
-        initial = (next(learned) if s[1] else torch.zeros(self.heads, *s) for s in self.rule.shapes(self.dim))
-        return Params(tuple(initial), self.sqrt_a, norm)
-
-    def _learned_shapes(self) -> list[tuple[int, int]]:
-        """Of the matrices that have an M_0 to learn: those on phi* have none."""
-        return [shape for shape in self.rule.shapes(self.dim) if shape[1]]
+        return Params(tuple(self.initial), self.sqrt_a, norm)
 
     def reset_parameters(self) -> None:
-        """A fresh random M_0, the Taylor coefficients of exp, a plain layer norm, and fresh gates."""
+        """A fresh random M_0, the features' starting coefficients, a plain layer norm, and fresh gates."""
         with torch.no_grad():
-            values = (m for m in self.rule.initial_weights(self.heads, self.dim) if m.numel())
+            values = self.rule.initial_weights(self.heads, self.dim)
             for parameter, value in zip(self.initial, values, strict=True):
                 parameter.copy_(value)
             sqrt_a = self.rule.features.initial_sqrt_a()

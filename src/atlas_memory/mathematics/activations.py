@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .functions import call
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
 
 def with_slope(activation: str, h: Tensor) -> tuple[Tensor, Tensor]:
     """sigma(h) and sigma'(h), of any shape, for the exact (erf) GELU or SiLU."""
     function: type[torch.autograd.Function] = _Gelu if activation == "gelu" else _Silu
-    return function.apply(h)
+    return call(function, h)
 
 
 class _WithSlope(torch.autograd.Function):

@@ -34,8 +34,8 @@ def definition(
     rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: CompleteGates, memory: list[Matrix], seen: int
 ) -> tuple[Tensor, list[Matrix]]:
     """Read q ``[time, dim]``, learning from k and v; ``memory`` is what ``seen`` tokens have left, a ``Matrix`` of
-    ``[rows, columns]`` each. On phi*, infinite features that are known by their kernel, it has a column for every key
-    that there will be, zero until it is written.
+    ``[rows, columns]`` each. On phi*, infinite features that are known by their kernel, it has the columns of M_0, and
+    one for every key that there will be, zero until it is written.
 
     Every shape has ``[batch, heads]`` in front: what stands at the same token is read at once.
 
@@ -90,15 +90,13 @@ class Model(NamedTuple):
     v: Tensor
 
     def features(self, i: int, u: Tensor) -> Tensor:
-        """What matrix i multiplies: phi(u), its products with the keys of all columns on phi*, or u itself."""
-        if not self.rule.network.lifted[i]:
-            return u
-        phi = self.rule.features
-        return phi.kernel(u, self.k) if phi.endless else phi.expand(u, self.params.sqrt_a)
+        """What matrix i multiplies: phi(u), on phi* u and its products with the keys of all columns, or u itself."""
+        return self.rule.features.columns(u, self.k, self.params.sqrt_a) if self.rule.network.lifted[i] else u
 
     def write_input(self, i: int, u: Tensor, window: slice) -> Tensor:
         """What a write to matrix i multiplies: the same, or on phi* the one-hot columns of the window's own keys."""
-        return torch.eye(self.k.shape[-2]).to(u)[window] if self.rule.by_key(i) else self.features(i, u)
+        first, keys = self.params.initial[i].shape[-1], self.k.shape[-2]
+        return torch.eye(first + keys).to(u)[first:][window] if self.rule.by_key(i) else self.features(i, u)
 
     def apply(self, weights: list[Tensor]) -> Apply:
         """``(i, u)``: W_i phi(u), or W_i u."""
@@ -137,9 +135,10 @@ class Model(NamedTuple):
     def forget(self, memory: list[Matrix], now: int) -> list[Matrix]:
         """Clear the columns of tokens that are older than phi*'s horizon, if it has one."""
         kept = torch.arange(self.k.shape[-2]).to(self.k) > now - (self.rule.features.horizon or now + 1)
+        kept = torch.cat([kept.new_ones(self.k.shape[-1]), kept])  # M_0 stays
         return [m.map(lambda w: w * kept) if self.rule.by_key(i) else m for i, m in enumerate(memory)]
 
     def old(self, i: int, m: Matrix) -> Old:
         """Matrix i for its retention."""
         initial = self.params.initial[i]
-        return Old(m.weights, m.frozen, m.dual, initial, *self.rule.home(i, initial))
+        return Old(m.weights, m.frozen, m.dual, initial, *self.rule.home(initial, m.weights))

@@ -19,10 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .functions import call
+
 
 def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(|x|^2 + eps^2) along the last axis, of any shape; zero stays zero, with a finite gradient."""
-    return _Normalise.apply(x, eps)[0]
+    return call(_Normalise, x, eps)[0]
 
 
 class _Normalise(torch.autograd.Function):
@@ -57,6 +59,14 @@ class WithEntries:
     """Whether phi is known by its kernel only; a matrix on it then has a column for each key."""
     horizon: int | None = None
     """For an endless one, after how many tokens a key is forgotten; None: never."""
+
+    def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """phi(x): ``[..., dim] -> [..., size(dim)]``."""
+        raise NotImplementedError
+
+    def columns(self, x: Tensor, keys: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """What the columns of a matrix are multiplied by: phi(x) ``[..., size(dim)]``, whatever the keys."""
+        return self.expand(x, sqrt_a)
 
     def expansion_cost(self, dim: int) -> int:
         """Multiply-adds of phi(x) that are matrix products, for x of length ``dim``."""
@@ -163,9 +173,10 @@ class Exponential:
     """phi(x).phi(y) = exp(x.y): phi* of ATLAS Eqs. 22-23, all monomials of all degrees, each weighted as in Polynomial.
 
     It has infinitely many entries and exists as a kernel only. A matrix W that multiplies phi*(x) is held as attention
-    holds its cache: the keys x_j, and a column of coefficients for each, W phi*(x) = sum_j column_j exp(x_j . x). The
-    learned M_0 of such a matrix is zero. The state grows with the tokens read, unless ``horizon`` bounds it: then, at
-    the end of each chunk, tokens that are ``horizon`` or more tokens old leave the memory.
+    holds its cache: the keys x_j, and a column of coefficients for each. Its learned M_0 lies in the entries of degree
+    1, which are x itself, and has the first ``dim`` columns: W phi*(x) = W_0 x + sum_j column_j exp(x_j . x). The state
+    grows with the tokens read, unless ``horizon`` bounds it: then, at the end of each chunk, tokens that are
+    ``horizon`` or more tokens old leave the memory.
     """
 
     horizon: int | None = None
@@ -177,8 +188,8 @@ class Exponential:
             raise ValueError(f"Exponential horizon must be an integer >= 1 or None, got {self.horizon!r}")
 
     def size(self, dim: int) -> int:
-        """Columns before the first token: none."""
-        return 0
+        """Columns before the first token: those of M_0."""
+        return dim
 
     def expansion_cost(self, dim: int) -> int:
         """There is no phi(x) to make."""
@@ -195,6 +206,11 @@ class Exponential:
     def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
         """exp(x_i . y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``."""
         return (x @ y.mT).exp()
+
+    def columns(self, x: Tensor, keys: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """What the columns of a matrix are multiplied by: x, then its kernel with the keys that have one,
+        ``[..., n, dim], [..., m, dim] -> [..., n, dim + m]``."""
+        return torch.cat([x, self.kernel(x, keys)], -1)
 
     def squared_norm(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
         """exp(|x|^2): ``[..., dim] -> [...]``."""

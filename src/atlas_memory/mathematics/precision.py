@@ -46,7 +46,8 @@ def compute(
         broken = Broken.among(k, v, gates)
         k, v, gates = broken.taken_out(k), broken.taken_out(v), gates.map(broken.taken_out)
         y, end = form(rule, params.map(up), up(q), up(k), up(v), gates.map(up), state)
-    return broken.outputs(y).to(q.dtype), end.map(cast(kept_dtype(q))).map(broken.state)
+    down = cast(kept_dtype(q))
+    return broken.outputs(y).to(q.dtype), end.map(lambda t: broken.state(down(t)))
 
 
 class Broken(NamedTuple):
@@ -135,7 +136,7 @@ def check_inputs(
 def _check_state(rule: Rule, batch: int, heads: int, dim: int, state: MemoryState) -> None:
     held = state.keys.shape[-2]
     shapes = enumerate(rule.shapes(dim))
-    expected = [[batch, heads, rows, held if rule.by_key(i) else columns] for i, (rows, columns) in shapes]
+    expected = [[batch, heads, rows, columns + rule.by_key(i) * held] for i, (rows, columns) in shapes]
     got = [list(m.weights.shape) for m in state.matrices]
     if got != expected:
         raise ValueError(

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .gates import pick, rows
@@ -46,6 +47,13 @@ class Kept(NamedTuple):
     weights: Tensor
     settled: Tensor
     dual: Tensor | None
+
+
+def widened(home: Tensor, like: Tensor) -> Tensor:
+    """What W fades to, with zeros for the columns that W has besides: on phi* those of keys. ``[..., rows, columns]``
+    both, ``like`` being W."""
+    more = like.shape[-1] - home.shape[-1]
+    return F.pad(home, (0, more)) if more else home
 
 
 def faded(alpha: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:

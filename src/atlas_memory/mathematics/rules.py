@@ -28,6 +28,7 @@ from .retention import (
     RowNorm,
     Sigmoid,
     Softmax,
+    widened,
 )
 from .step import FLOOR
 from .windows import Window
@@ -154,12 +155,12 @@ class Rule:
         return self.optimiser.sums(self.live)
 
     def by_key(self, i: int) -> bool:
-        """Whether matrix i is on phi*, which has a kernel only: then it has a column a key."""
+        """Whether matrix i is on phi*, which has a kernel only: then it has a column a key, after those of M_0."""
         return self.features.endless and self.network.lifted[i]
 
-    def home(self, i: int, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What W and A of matrix i fade to, given its M_0; None for zero, as M_0 is on phi*."""
-        return (None, None) if self.by_key(i) else self.retention.home(initial)
+    def home(self, initial: Tensor, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What W and A fade to, given M_0 and W; None for zero."""
+        return self.retention.home(widened(initial, like))
 
     def shapes(self, dim: int) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of the memory's matrices for heads of ``dim``."""
@@ -188,7 +189,9 @@ class Rule:
             return tuple(torch.zeros(heads, *shape) for shape in self.shapes(dim))
         retention = self.retention
         with torch.device("cpu"):  # wherever the weights will lie
-            length = float(self.features.squared_norm(torch.full((dim,), dim**-0.5)))  # of a unit key, lifted
+            # Of a unit key, lifted; on phi* as far as M_0 sees it.
+            unit = torch.full((dim,), dim**-0.5)
+            length = 1.0 if self.features.endless else float(self.features.squared_norm(unit))
 
         def draw(rows: int, columns: int, lifted: bool) -> Tensor:
             variance = self.network.hidden_variance(dim) / length if lifted else 1.0 / max(columns, 1)
@@ -258,7 +261,7 @@ RULES: dict[str, Rule] = {
     # Miras Eqs. 24, 26 and 27
     "moneta": replace(MIRAS, bias=Lp(3.0), retention=LqNorm(4.0, to_start=True)),
     "yaad": replace(MIRAS, bias=Huber("mixture")),
-    "memora": replace(MIRAS, retention=Softmax(to_start=True)),
+    "memora": replace(MIRAS, retention=Softmax(scale=0.25, to_start=True)),
     # Nested Learning Eqs. 88-89, the memory that answers the query; SelfModifyingMemory has the others
     "hope": Rule(features=Identity(), optimiser=DeltaGradientDescent(), window=Window(1, 16, read="before")),
     # The delta rule W_t = W_{t-1} (I - eta k k^T) + eta v k^T, to the letter at any chunk; and gated

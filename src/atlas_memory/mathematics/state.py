@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class State:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """The state with ``fn`` applied to every tensor, e.g. ``state.map(lambda x: x.to("cuda"))``."""
-        return replace(self, **{f.name: _map(fn, getattr(self, f.name)) for f in fields(self)})  # type: ignore[type-var,arg-type]
+        return type(self)(*(_map(fn, getattr(self, f.name)) for f in fields(self)))  # type: ignore[arg-type]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor and where it stands, such as ``memory.matrices.0.weights``."""
@@ -71,7 +73,8 @@ class State:
 
 @dataclass(frozen=True, repr=False)
 class Matrix(State):
-    """One matrix of a memory, ``[batch, heads, rows, columns]`` each; on phi* it has a column for every key.
+    """One matrix of a memory, ``[batch, heads, rows, columns]`` each; on phi* it has the columns of M_0
+    and then one for every key.
 
     Attributes:
         weights: W_t, the matrix now.
@@ -125,14 +128,21 @@ class MemoryState(State):
         return replace(self, matrices=tuple(Matrix(w, w) for w in weights))
 
     def map_lifted(self, rule: Rule, fn: Callable[[Tensor], Tensor], keys: Tensor) -> MemoryState:
-        """The state on phi* with ``fn`` applied to all matrices with a column a key, and other ``keys``."""
-        matrices = tuple(m.map(fn) if rule.by_key(i) else m for i, m in enumerate(self.matrices))
+        """The state on phi* with ``fn`` applied to the columns of keys in all matrices that have such, and other
+        ``keys``."""
+        of_keys = partial(map_columns, fn, keys.shape[-1])
+        matrices = tuple(m.map(of_keys) if rule.by_key(i) else m for i, m in enumerate(self.matrices))
         return replace(self, matrices=matrices, keys=keys)
+
+
+def map_columns(fn: Callable[[Tensor], Tensor], first: int, w: Tensor) -> Tensor:
+    """A matrix with ``fn`` applied to its columns but the ``first`` few."""
+    return torch.cat([w[..., :first], fn(w[..., first:])], -1)
 
 
 def initial_state(rule: Rule, initial: tuple[Tensor, ...], k: Tensor) -> MemoryState:
     """The state before the first token: W and A as the retention begins from M_0 (``initial``, each
-    ``[heads, rows, columns]``), S_0 = 0; on phi* M_0 is zero.
+    ``[heads, rows, columns]``), S_0 = 0; on phi* without keys.
 
     ``k`` ``[batch, heads, time, dim]`` gives batch, dim, dtype and device.
     """
@@ -141,10 +151,9 @@ def initial_state(rule: Rule, initial: tuple[Tensor, ...], k: Tensor) -> MemoryS
     keys = past if rule.features.endless else past[..., :0, :]
 
     def begin(i: int, m: Tensor) -> Matrix:
-        w, a = rule.retention.begin(m)  # copied, since M_0 may be trained meanwhile
+        w, a = rule.retention.begin(F.pad(m, (0, keys.shape[2])) if rule.by_key(i) else m)
         dual = None if a is None else a.to(k).repeat(batch, 1, 1, 1)
-        by_key = k.new_zeros(batch, heads, m.shape[-2], keys.shape[2])
-        weights = by_key if rule.by_key(i) else w.to(k).repeat(batch, 1, 1, 1)
+        weights = w.to(k).repeat(batch, 1, 1, 1)  # copied, since M_0 may be trained meanwhile
         return Matrix(weights, weights, (torch.zeros_like(weights),) * rule.accumulators, dual)
 
     return MemoryState(

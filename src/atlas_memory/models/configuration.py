@@ -125,7 +125,8 @@ class AtlasConfig(PreTrainedConfig):
             with torch.device("meta"):  # without weights: a layer refuses what it cannot be
                 self.mixer()
         except ValueError as error:
-            raise ValueError(f"block={self.block!r}: {error}") from error
+            rule = f" with rule={self.rule!r}" if BLOCKS[self.block].memory else ""
+            raise ValueError(f"block={self.block!r}{rule}: {error}") from error
         super().__post_init__(**kwargs)
 
     def _check_sizes(self) -> None:
