@@ -17,13 +17,13 @@ from benchmarks import peak as peaks
 from benchmarks import results
 from benchmarks.learning import LANGUAGE, STUDIES
 from benchmarks.learning.study import run as measure_learning
-from benchmarks.registry import Benchmark, Missing
-from benchmarks.run import Settings
+from benchmarks.registry import Benchmark, Missing, Row
+from benchmarks.run import Settings, demand_device
 from benchmarks.run import run as measure
 from benchmarks.suites import BENCHMARKS
 
 app = typer.Typer(
-    help="Benchmarks of atlas-memory on CPU: what each candidate costs, verified equal to the definition first.",
+    help="Benchmarks of atlas-memory: what each candidate costs, verified equal to the definition first.",
     epilog="Errors are one line; ATLAS_TRACEBACK=1 shows where they come from.",
     no_args_is_help=True,
     add_completion=False,
@@ -46,7 +46,9 @@ def list_() -> None:
 
 @app.command()
 def run(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Benchmarks; none: all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Benchmarks; none: all, without a GPU those on CPU.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json; default docs/performance.")] = None,
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 7,
     threads: Annotated[int, typer.Option(help="Threads of arithmetic.")] = 1,
@@ -57,7 +59,8 @@ def run(
     memory: Annotated[bool, typer.Option(help="Measure peak memory, each candidate in a process of its own.")] = True,
 ) -> None:
     """Verify and measure; write a JSON file each."""
-    chosen = [_benchmark(name) for name in names or BENCHMARKS]
+    chosen = [_benchmark(name) for name in names] if names else measurable()
+    demand_device(chosen, quick)
     limit = (0.0 if quick else 1800.0) if compile_limit is None else compile_limit
     settings = Settings(min(repeats, 2) if quick else repeats, threads, quick, limit, memory)
     folder = results.writable(out or (QUICK if quick else results.FOLDER))
@@ -85,27 +88,51 @@ def learn(
     workers: Annotated[int, typer.Option(help="Processes of one thread each.")] = os.cpu_count() or 1,
     text: Annotated[Path | None, typer.Option(help="Of study language: a text file or folder; default stdlib.")] = None,
     steps: Annotated[int | None, typer.Option(help="Of study language: steps of training.", min=1)] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Of study language: compile what is in a chunk.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A step or two of each, only to see that it works.")] = False,
 ) -> None:
-    """Whether memories write, are taught and remember; write a JSON file each."""
+    """Whether memories write, are taught and remember; write a JSON file each, whenever a row of it is complete. Rows
+    of other cases and widths that the file already has stay in it."""
     for name in names or STUDIES:
         if name not in STUDIES:
             raise ValueError(f"unknown study {name!r}; there are {', '.join(STUDIES)}")
-    if (text or steps) and LANGUAGE.name not in (names or STUDIES):
-        raise ValueError(f"--text and --steps are of study {LANGUAGE.name}: name it, or leave them out")
+    of_language = {"text": None if text is None else str(text), "steps": steps, "compiled": compiled or None}
+    of_language = {name: value for name, value in of_language.items() if value is not None}
+    if of_language and LANGUAGE.name not in (names or STUDIES):
+        raise ValueError(f"--{', --'.join(of_language)}: of study {LANGUAGE.name}; name it, or leave them out")
     folder = results.writable(out or (QUICK if quick else results.LEARNING))
     for study in (STUDIES[name] for name in names or STUDIES):
         chosen = study.cases if cases is None else tuple(cases.split(","))
         heads = study.widths if widths is None else _numbers("widths", widths)
         given: dict[str, object] = {"cases": cases, "widths": widths, "seeds": seeds}
-        if study.name == LANGUAGE.name:
-            changed = {name: value for name, value in (("text", text), ("steps", steps)) if value is not None}
-            study, given = replace(study, measure=partial(study.measure, **changed)), given | changed
-        options = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
-        command = f"python -m benchmarks learn {study.name}{options}{' --quick' if quick else ''}"
+        options = of_language if study.name == LANGUAGE.name else {}
+        study = replace(study, measure=partial(study.measure, **options))
+        settings = "".join(f" --{name}" if value is True else f" --{name} {value}" for name, value in options.items())
+        chosen_too = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
+        command = f"python -m benchmarks learn {study.name}{chosen_too}{settings}{' --quick' if quick else ''}"
+        path, numbers = folder / f"{study.name}.json", _numbers("seeds", seeds)
+        earlier = _earlier(path, settings)
         say = partial(print, file=sys.stderr, flush=True)
-        result = measure_learning(study, chosen, heads, _numbers("seeds", seeds), quick, workers, command, say)
-        print(f"{results.table(result)}\n{results.save(result, folder)}")
+        for result in measure_learning(study, chosen, heads, numbers, quick, workers, command, say, earlier):
+            results.save(result | {"settings": settings}, folder)
+        print(f"{results.table(result)}\n{path}")
+
+
+def _earlier(path: Path, settings: str) -> list[Row]:
+    """The rows of a study's file, to go on with.
+
+    Raises:
+        ValueError: they were made with other settings.
+    """
+    if not path.exists():
+        return []
+    result = results.load(path)
+    if result["settings"] != settings:
+        was = result["settings"] or " no settings"
+        raise ValueError(f"{path} has rows made with{was}, these are with{settings or ' none'}: give another --out")
+    return result["rows"]
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:
@@ -132,8 +159,12 @@ def peak(name: str, candidate: str, index: int, quick: Annotated[bool, typer.Opt
     """Bytes by which this process's peak grows in one call of a candidate: what `run` starts for each."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     benchmark = _benchmark(name)
-    shape = (benchmark.quick if quick else benchmark.shapes)[index]
-    print(peaks.growth(benchmark.candidate(candidate), shape))
+    print(peaks.growth(benchmark.candidate(candidate), benchmark.at(quick)[index]))
+
+
+def measurable() -> list[Benchmark]:
+    """Every benchmark for which this machine has the device."""
+    return [b for b in BENCHMARKS.values() if b.device == "cpu" or torch.cuda.is_available()]
 
 
 def _benchmark(name: str) -> Benchmark:

@@ -14,11 +14,11 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16")
-PACKAGES = ("torch", "numpy", "titans-pytorch")
+PACKAGES = ("torch", "numpy", "titans-pytorch", "triton", "flash-linear-attention")
 
 
-def describe() -> dict[str, Any]:
-    """CPU model, cores that this process may use, vector instructions, memory."""
+def describe(device: str = "cpu") -> dict[str, Any]:
+    """CPU model, cores that this process may use, vector instructions, memory; the GPU, if it is measured on one."""
     found = {"model name": platform.processor() or platform.machine(), "flags": ""}
     info = Path("/proc/cpuinfo")
     for line in info.read_text(encoding="utf-8").splitlines() if info.exists() else []:
@@ -26,7 +26,8 @@ def describe() -> dict[str, Any]:
         if key.strip() in found:
             found[key.strip()] = value.strip()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
+    gpu = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}
+    return gpu | {
         "cpu": found["model name"],
         "cores": cores,
         "flags": [flag for flag in FLAGS if flag in found["flags"].split()],

@@ -1,7 +1,8 @@
 """Timing in turns: every round calls each candidate once, so that what else the machine does falls on all alike.
 
-In the same rounds run the machine's own rates, against which a candidate is set: float32 matrix products of 1024^3 and,
-batched, of [8, 72, 64] x [8, 64, 256] (the size of products within a chunk), and the copy of 64 MiB.
+In the same rounds run the machine's own rates, against which a candidate is set: large matrix products in float32,
+batched ones of the size within a chunk, and copying (``SIZES``); on a GPU also products in TF32 and bfloat16. A GPU is
+waited for wherever a clock is read.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +28,19 @@ LEAST = 0.02
 """Seconds that one timing lasts at least: shorter calls are repeated within it."""
 
 Call = Callable[[], object]
+
+
+class Sizes(NamedTuple):
+    """Of what shows a device's rates: the side of square matrices, n, rows, inner and columns of batched ones, and the
+    floats that are copied."""
+
+    side: int
+    batched: tuple[int, int, int, int]
+    copied: int
+
+
+SIZES = {"cpu": Sizes(1024, (8, 72, 64, 256), 2**24), "cuda": Sizes(8192, (4096, 72, 64, 256), 2**28)}
+"""By device; a GPU is filled by larger ones only."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +86,16 @@ def ready(candidate: Candidate, shape: Shape, verdict: Verdict | None, limit: fl
     if candidate.once:
         return Timed(call, 0.0, operation)
     with deadline(limit if candidate.compile else None):
-        return Timed(call, seconds(call), operation)
+        return Timed(call, seconds(call, device=shape.device), operation)
 
 
 def step(operation: Operation, backward: bool) -> Call:
-    """One call: outputs and all gradients, or outputs in inference mode."""
-    leaves = (operation.x, *operation.parameters)
+    """One call: outputs and all gradients, and what is done with these; or outputs in inference mode."""
 
     def both() -> object:
         y = operation.function(operation.x)
-        return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
+        gradients = torch.autograd.grad(y, operation.leaves, torch.ones_like(y), allow_unused=True)
+        return gradients if operation.update is None else operation.update(gradients)
 
     @torch.inference_mode()
     def forward() -> object:
@@ -89,22 +104,44 @@ def step(operation: Operation, backward: bool) -> Call:
     return both if backward else forward
 
 
-def seconds(call: Call, times: int = 1) -> float:
+def seconds(call: Call, times: int = 1, device: str = "cpu") -> float:
     """Wall time of one of ``times`` calls in a row."""
+    wait(device)
     start = time.perf_counter()
     for _ in range(times):
         call()
+    wait(device)
     return (time.perf_counter() - start) / times
 
 
-def rounds(calls: Mapping[str, Call], repeats: int, budget: float, once: frozenset[str] = frozenset()) -> Rounds:
-    """Time all calls in turns.
+def wait(device: str) -> None:
+    """Until what a GPU was given is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def rounds(
+    calls: Mapping[str, Call],
+    repeats: int,
+    budget: float,
+    once: frozenset[str] = frozenset(),
+    device: str = "cpu",
+) -> Rounds:
+    """Time all calls in turns, but for those for which there is no memory beside the others.
 
     Args:
         repeats: rounds, at least one; fewer, but not under three, where they would take longer than ``budget`` seconds.
         once: names that run in the first round only.
     """
-    warm = {name: seconds(call) for name, call in calls.items() if name not in once}
+    warm: dict[str, float] = {}
+    failed: dict[str, Exception] = {}
+    for name, call in calls.items():
+        try:
+            if name not in once:
+                warm[name] = seconds(call, device=device)
+        except torch.OutOfMemoryError as error:
+            failed[name] = error.with_traceback(None)  # whose frames hold tensors
+    calls = {name: call for name, call in calls.items() if name not in failed}
     times = {name: max(1, math.ceil(LEAST / took)) for name, took in warm.items()}
     total = sum(took * times[name] for name, took in warm.items())
     repeats = max(1, min(repeats, max(3, int(budget / max(total, 1e-9)))))
@@ -115,9 +152,9 @@ def rounds(calls: Mapping[str, Call], repeats: int, budget: float, once: frozens
         with _uncollected():
             for name, call in calls.items():
                 if turn == 0 or name not in once:
-                    found[name].append(seconds(call, times.get(name, 1)))
+                    found[name].append(seconds(call, times.get(name, 1), device))
     wall = time.perf_counter() - start
-    return Rounds(found, (time.process_time() - spent) / wall)
+    return Rounds(found, (time.process_time() - spent) / wall, failed)
 
 
 @contextmanager
@@ -132,10 +169,12 @@ def _uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Seconds of every call in each round, and the share of one core that the process had meanwhile."""
+    """Seconds of every call in each round, the share of one core that the process had meanwhile, and the calls for
+    which there was no memory."""
 
     seconds: dict[str, list[float]]
     cpu_share: float
+    failed: dict[str, Exception] = field(default_factory=dict)
 
     def spread(self, name: str) -> Spread:
         """Of a call's seconds."""
@@ -147,22 +186,41 @@ class Rounds:
         return Spread.of([a / b for a, b in pairs])
 
 
-def rates() -> dict[str, tuple[Call, float]]:
-    """Calls that show what the machine gives, with what each does: FLOPs of the products, bytes of the copy (read and
+def rates(device: str = "cpu") -> dict[str, tuple[Call, float]]:
+    """Calls that show what a device gives, with what each does: FLOPs of the products, bytes of the copy (read and
     written)."""
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator(device).manual_seed(0)
+    side, (count, rows, inner, columns), copied = SIZES[device]
 
     def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=draw)
+        return torch.randn(*size, generator=draw, device=device)
 
-    a, b, c = randn(1024, 1024), randn(1024, 1024), torch.empty(1024, 1024)
-    d, e, f = randn(8, 72, 64), randn(8, 64, 256), torch.empty(8, 72, 256)
-    source, goal = torch.zeros(2**24), torch.empty(2**24)
-    return {
-        "sgemm": (lambda: torch.mm(a, b, out=c), 2.0 * 1024**3),
-        "batched": (lambda: torch.bmm(d, e, out=f), 2.0 * 8 * 72 * 64 * 256),
-        "copy": (lambda: goal.copy_(source), 2.0 * 4 * 2**24),
+    a, b, c = randn(side, side), randn(side, side), torch.empty(side, side, device=device)
+    d, e, f = (
+        randn(count, rows, inner),
+        randn(count, inner, columns),
+        torch.empty(count, rows, columns, device=device),
+    )
+    source, goal = (torch.zeros(copied, device=device) for _ in range(2))
+    found: dict[str, tuple[Call, float]] = {
+        "sgemm": (lambda: torch.mm(a, b, out=c), 2.0 * side**3),
+        "batched": (lambda: torch.bmm(d, e, out=f), 2.0 * count * rows * inner * columns),
+        "copy": (lambda: goal.copy_(source), 2.0 * 4 * copied),
     }
+    if device == "cuda":
+        g, h, i = (x.bfloat16() for x in (a, b, c))
+        found |= {
+            "tf32": (lambda: _in_tf32(a, b, c), 2.0 * side**3),
+            "bf16": (lambda: torch.mm(g, h, out=i), 2.0 * side**3),
+        }
+    return found
+
+
+def _in_tf32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    torch.mm(a, b, out=out)
+    torch.set_float32_matmul_precision(before)
 
 
 class TooLong(RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,14 +33,14 @@ def inputs(shape: Shape, dtype: torch.dtype, time: int | None = None, seed: int 
     """Random x ``[batch, time, width]``, the same numbers in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     size = shape.batch, shape.time if time is None else time, shape.width
-    return torch.randn(*size, generator=generator).to(dtype).requires_grad_()
+    return torch.randn(*size, generator=generator).to(shape.device, dtype).requires_grad_()
 
 
-def seeded(make: Callable[[], nn.Module], dtype: torch.dtype) -> Any:
+def seeded(make: Callable[[], nn.Module], dtype: torch.dtype, device: str = "cpu") -> Any:
     """A module whose parameters do not depend on what was made before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        return make().to(dtype)
+        return make().to(device, dtype)
 
 
 # Our layer
@@ -68,7 +68,7 @@ def memory_layer(
     span = (hierarchy.shard if hierarchy else 0) + 2 * rule.window.chunk if verified is None else verified
 
     def make(shape: Shape, dtype: torch.dtype) -> NeuralMemory:
-        return seeded(partial(NeuralMemory, shape.width, shape.heads, rule, hierarchy=hierarchy), dtype)
+        return seeded(partial(NeuralMemory, shape.width, shape.heads, rule, hierarchy=hierarchy), dtype, shape.device)
 
     def build(shape: Shape, dtype: torch.dtype, wrap: Wrap) -> Operation:
         layer = make(shape, dtype)
@@ -89,8 +89,11 @@ def memory_layer(
     )
 
 
-def by_definition(layer: NeuralMemory) -> NeuralMemory:
-    """The layer with every memory in it read and written token by token."""
+M = TypeVar("M", bound=nn.Module)
+
+
+def by_definition(layer: M) -> M:
+    """The layer or model with every memory in it read and written token by token."""
     for module in layer.modules():
         if isinstance(module, OmegaMemory):
             module.forward = partial(_recurrent, module)  # type: ignore[method-assign]
@@ -137,20 +140,20 @@ def bare_memory(
             return torch.randn(*size, generator=draw, dtype=torch.float64)
 
         per = shape.batch, shape.heads, shape.time
-        x = randn(3, *per, shape.dim)
+        x = torch.stack([l2_normalise(randn(*per, shape.dim)) for _ in range(2)] + [randn(*per, shape.dim)])
         gates = [randn(*per).sigmoid(), (2 + randn(*per)).sigmoid(), randn(*per).sigmoid()]
         gates += [randn(*per, rule.window.size).sigmoid()]
         initial = [randn(shape.heads, *size) * size[1] ** -0.5 for size in rule.shapes(shape.dim)]
         sqrt_a = rule.features.initial_sqrt_a()
         tensors = [*gates, *initial, *([] if sqrt_a is None else [sqrt_a])]
-        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        leaves = [t.to(shape.device, dtype).requires_grad_() for t in tensors]
         end = len(gates) + len(initial)
         params = Params(tuple(leaves[len(gates) : end]), None if sqrt_a is None else leaves[-1])
         given = Gates(*leaves[: len(gates)])
 
-        def function(x: Tensor) -> Tensor:
-            q, k, v = x
-            return form(rule, params, l2_normalise(q), l2_normalise(k), v, given)[0]
+        def whole(x: Tensor) -> tuple[Tensor, ...]:
+            y, end = form(rule, params, *x, given)
+            return y, *end.weights, *end.frozen
 
         def piecewise(x: Tensor) -> Tensor:
             outputs: list[Tensor] = []
@@ -162,12 +165,15 @@ def bare_memory(
                     strict=True,
                 ):
                     q, k, v = parts[0].requires_grad_()
-                    y, state = form(rule, params, l2_normalise(q), l2_normalise(k), v, Gates(*parts[1:]), state)
+                    y, state = form(rule, params, q, k, v, Gates(*parts[1:]), state)
                     torch.autograd.grad(y.sum(), (parts[0], *leaves), allow_unused=True)
                     outputs, state = [*outputs, y.detach()], state.map(torch.detach)
             return torch.cat(outputs, -2)
 
-        return Operation(piecewise if pieces else function, x.to(dtype).requires_grad_(), tuple(leaves))
+        x = x.to(shape.device, dtype).requires_grad_()
+        if pieces:
+            return Operation(piecewise, x, tuple(leaves))
+        return Operation(lambda x: whole(x)[0], x, tuple(leaves), whole=whole)
 
     return Candidate(
         name,
@@ -231,7 +237,7 @@ def sdpa(name: str = "sdpa", **options: Any) -> Candidate:
     """The ``Attention`` mixer."""
 
     def build(shape: Shape, dtype: torch.dtype, wrap: Wrap) -> Operation:
-        mixer = seeded(partial(Attention, shape.width, shape.heads), dtype)
+        mixer = seeded(partial(Attention, shape.width, shape.heads), dtype, shape.device)
         return Operation(wrap(mixer), inputs(shape, dtype), tuple(mixer.parameters()))
 
     return Candidate(name, build, cost=cost.attention, reduce=partial(reduced, tokens=128), **options)
@@ -246,7 +252,7 @@ def titans_pytorch(name: str, chunk: int, asked: dict[str, Any], **options: Any)
         except ImportError as error:
             raise Missing(f"titans-pytorch: {error}; pip install titans-pytorch") from error
         make = partial(Peer, shape.width, dim_head=shape.dim, heads=shape.heads, chunk_size=chunk, **asked)
-        peer = seeded(make, dtype)
+        peer = seeded(make, dtype, shape.device)
         run = wrap(peer)
         return Operation(lambda x: run(x)[0], inputs(shape, dtype), tuple(peer.parameters()))
 

@@ -1,4 +1,4 @@
-"""Peak memory of a candidate, in a process of its own, so that nothing else is counted and nothing hides it.
+"""Peak memory of a candidate, on the CPU in a process of its own, so that nothing else is counted and nothing hides it.
 
 What is reported is the growth of the peak resident set over the level before the first call, of an eager candidate, or
 before the second, of a compiled one, whose first call is compilation. The level holds the interpreter, PyTorch, inputs
@@ -6,6 +6,8 @@ and parameters. The growth holds what the call allocates and the kernel has back
 gradients, outputs, workspaces of the matrix library, pages that the allocator keeps, code first used in the call (a few
 MB; the resolution of the number). It is the kernel's VmHWM, the peak that ``ru_maxrss`` reports, but of this process
 alone: over fork and exec, ``ru_maxrss`` keeps the peak of the parent. The peak is reset before the call.
+
+On a GPU PyTorch itself counts what it gives out (``growth_on_gpu``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import step
+from benchmarks.measure import Call, step
 from benchmarks.registry import Candidate, Shape
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +64,15 @@ def growth_apart(benchmark: str, candidate: str, index: int, quick: bool, limit:
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return None
     return int(done.stdout.split()[-1])
+
+
+def growth_on_gpu(call: Call) -> int:
+    """Bytes by which what PyTorch has given out on the GPU grows in a call that has been made before."""
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    level = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - level
 
 
 def _kilobytes(name: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ class Missing(Exception):
 
 
 class Cost(NamedTuple):
-    """What one forward call needs by the written model (cost.py)."""
+    """What one pass needs by the written model (cost.py)."""
 
     flops: float
     bytes: float
@@ -28,13 +28,15 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """One problem size: x is ``[batch, time, heads * dim]``; ``context`` tokens have been read before it."""
+    """One problem size: x is ``[batch, time, heads * dim]``; ``context`` tokens have been read before it. Everything
+    is made on the CPU, the same numbers everywhere, and moved to ``device``."""
 
     batch: int
     heads: int
     dim: int
     time: int
     context: int = 0
+    device: str = "cpu"
 
     @property
     def width(self) -> int:
@@ -58,15 +60,26 @@ def up_to(tokens: int) -> Callable[[Shape], bool]:
 
 @dataclass(frozen=True)
 class Operation:
-    """A candidate at a shape: ``function(x)``, its gradients taken with respect to x and ``parameters``.
+    """A candidate at a shape: ``function(x)``, its gradients taken with respect to ``leaves``.
 
-    ``facts``: what is known without timing, such as the bytes of a state.
+    Attributes:
+        facts: what is known without timing, such as the bytes of a state.
+        whole: the results of ``function`` and what else the call leaves, such as a state, all of which is verified;
+            None: it leaves nothing else.
+        update: what is done with the gradients, None where there is none, such as a step of an optimiser; timed too.
     """
 
     function: Function
     x: Tensor
     parameters: tuple[Tensor, ...] = ()
     facts: dict[str, float] = field(default_factory=dict)
+    whole: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+    update: Callable[[tuple[Tensor | None, ...]], object] | None = None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """x, unless it is tokens, and ``parameters``."""
+        return (self.x, *self.parameters) if self.x.requires_grad else self.parameters
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -98,9 +111,11 @@ class Candidate:
         oracle: for candidates of ours: the same numbers by the definition, in a dtype. None: of others, which are
             checked for causality, shape and finiteness only.
         cost: the written model, forward; None: not modelled.
+        backward_cost: of the backward pass alone; None: twice the forward's.
         reduce: the shape at which it is verified.
         baseline: the candidate that the others of its ``group`` are compared with.
         compile: built through ``torch.compile``.
+        kernel: made of kernels for float32 alone, and verified to a tolerance of their own.
         backward: forward and backward, or forward only in inference mode.
         once: timed once, without a call to warm up.
         takes: at which shapes it is measured.
@@ -110,10 +125,12 @@ class Candidate:
     build: Callable[[Shape, torch.dtype, Wrap], Operation]
     oracle: Callable[[Shape, torch.dtype], Operation] | None = None
     cost: Callable[[Shape], Cost] | None = None
+    backward_cost: Callable[[Shape], Cost] | None = None
     reduce: Callable[[Shape], Shape] = lambda shape: shape
     baseline: bool = False
     group: str = ""
     compile: bool = False
+    kernel: bool = False
     backward: bool = True
     once: bool = False
     takes: Callable[[Shape], bool] = lambda shape: True
@@ -130,11 +147,12 @@ class Benchmark:
     Attributes:
         name: what the command calls it.
         shows: one sentence.
-        shapes, quick: what is measured, and with ``--quick``.
+        shapes, quick: what is measured on ``device``, and with ``--quick`` on the CPU.
         candidates: see ``Candidate``; one baseline at most in each group.
         columns: of its table; see ``results.COLUMNS``.
         remarks: sentences below the table, computed from its rows.
         profiled: whether the rows also say on what kinds of operation the time goes.
+        device: "cpu" or "cuda".
 
     Raises:
         ValueError: two candidates of one name, or two baselines in one group.
@@ -148,6 +166,7 @@ class Benchmark:
     columns: tuple[str, ...]
     remarks: Callable[[list[Row]], list[str]] = lambda rows: []
     profiled: bool = False
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         names = [c.name for c in self.candidates]
@@ -156,6 +175,10 @@ class Benchmark:
         groups = [c.group for c in self.candidates if c.baseline]
         if len(groups) > len(set(groups)):
             raise ValueError(f"benchmark {self.name} has two baselines in one group; keep one")
+
+    def at(self, quick: bool) -> tuple[Shape, ...]:
+        """The shapes, each on its device."""
+        return self.quick if quick else tuple(replace(shape, device=self.device) for shape in self.shapes)
 
     def candidate(self, name: str) -> Candidate:
         """By its name.

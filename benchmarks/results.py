@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import ROOT
+from benchmarks.measure import SIZES
 from benchmarks.registry import Row
 
 DOCS = ROOT / "docs"
@@ -64,6 +65,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "GFLOP": _scaled("flops", 1e-9),
     "MB moved": _scaled("bytes", 1e-6),
     "of sgemm": _scaled("of_sgemm", 100.0, " %"),
+    "of tf32": _scaled("of_tf32", 100.0, " %"),
     "of batched": _scaled("of_batched", 100.0, " %"),
     "of copy": _scaled("of_copy", 100.0, " %"),
     "peak MB": _scaled("peak", 1e-6),
@@ -79,6 +81,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "bookkeeping": _profile("bookkeeping"),
     "overhead": _profile("overhead"),
     "head": lambda row: str(row["dim"]),
+    "seeds": lambda row: str(len(row["seeds"])),
+    "revision": lambda row: row["revision"],
     "own error after a write": _share("own"),
     "after 99 more": _share("older"),
     "effect at eta / 100": _value("small eta"),
@@ -87,6 +91,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     **{f"gradient {n:,}" if n > 999 else f"gradient {n}": _value(f"gradient {n}") for n in (256, 1024, 4096)},
     **{f"recall {n:,}" if n > 999 else f"recall {n}": _share(f"recall {n}") for n in (128, 512, 1024, 4096)},
     **{f"{n} pairs": _share(f"pairs {n}") for n in (16, 32, 64, 128)},
+    **{f"{n} pairs held": _share(f"held {n}") for n in (16, 32, 64, 128)},
     "parameters": lambda row: f"{row['parameters']:,.0f}",
     "training": _bits("training"),
     **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "512-1,024")},
@@ -105,7 +110,9 @@ def save(result: dict[str, Any], folder: Path) -> Path:
     if result["quick"] and folder.resolve().is_relative_to(DOCS):
         raise ValueError(f"quick results do not go into {DOCS.name}/: leave --quick out, or give another --out")
     path = folder / f"{result['benchmark']}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
     return path
 
 
@@ -186,13 +193,21 @@ def _made(result: dict[str, Any]) -> str:
     at, versions = result["machine"], result["versions"]
     threads = f"{result['threads']} thread{'s' if result['threads'] > 1 else ''}"
     flags = ", ".join(at["flags"])
-    titans = versions.get("titans-pytorch")
-    peers = f", titans-pytorch {titans}" if titans else ""
+    named = ("triton", "flash-linear-attention") if "gpu" in at else ("titans-pytorch",)
+    peers = "".join(f", {name} {versions[name]}" for name in named if versions.get(name))
+    gpu = f"{at['gpu']}; " if "gpu" in at else ""
     load = f"load {result['load_before']:.1f} before, {result['load_after']:.1f} after"
     return (
-        f"{at['cpu']}, {at['cores']} cores ({flags}), {threads}, {load}; torch {versions['torch']}{peers}; "
-        f"{result['date']}, revision {result['revision']}."
+        f"{gpu}{at['cpu']}, {at['cores']} cores ({flags}), {threads}, {load}; torch {versions['torch']}{peers}; "
+        f"{result['date']}, revision {result['revision']}.{_earlier(result)}"
     )
+
+
+def _earlier(result: dict[str, Any]) -> str:
+    """Where and when rows were made that come from earlier runs of a study."""
+    made = {(r["revision"], r["cpu"], r["date"]) for r in result["rows"] if "cpu" in r}
+    others = sorted(m for m in made if m[0] != result["revision"])
+    return "".join(f" Rows of revision {revision}: {cpu}, {date}." for revision, cpu, date in others)
 
 
 def _rates(result: dict[str, Any]) -> str:
@@ -208,8 +223,11 @@ def _rates(result: dict[str, Any]) -> str:
     least = min(row["cpu_share"] for row in result["rows"] if "cpu_share" in row)
     counts = sorted({row["rounds"] for row in result["rows"] if "rounds" in row})
     turns = f"rounds: {counts[0]}" if len(counts) == 1 else f"rounds: {counts[0]} to {counts[-1]}"
+    side, (count, rows, inner, columns), _ = SIZES[result.get("device", "cpu")]
+    more = f" ({span('tf32')} in TF32, {span('bf16')} in bfloat16)" if "tf32" in rates[0] else ""
     return (
-        f"Measured in the same rounds: {span('sgemm')} GFLOP/s in products of 1024^3, {span('batched')} in "
-        f"[8, 72, 64] x [8, 64, 256], {span('copy')} GB/s of copying; {turns}; the process had at least "
+        f"Measured in the same rounds: {span('sgemm')} GFLOP/s in products of {side}^3{more}, {span('batched')} in "
+        f"[{count}, {rows}, {inner}] x [{count}, {inner}, {columns}], {span('copy')} GB/s of copying; {turns}; the "
+        f"process had at least "
         f"{100 * least:.0f} % of its core{'s' if result['threads'] > 1 else ''}."
     )

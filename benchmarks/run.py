@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 import torch._inductor.config
 
 from benchmarks import machine, measure, peak
-from benchmarks.cost import BACKWARD
+from benchmarks.cost import BACKWARD, total
 from benchmarks.measure import Rounds, Timed, TooLong
 from benchmarks.profile import shares
-from benchmarks.registry import Benchmark, Candidate, Missing, Row, Shape
+from benchmarks.registry import Benchmark, Candidate, Cost, Missing, Row, Shape
 from benchmarks.verify import Unverified, Verdict, verify
 
 PATIENCE = 60.0
@@ -40,72 +41,122 @@ class Settings:
 
 
 def run(benchmark: Benchmark, settings: Settings, command: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """The result, as the JSON file has it.
+    """The result, as the JSON file has it; arguments as for ``Run``."""
+    whole = Run(benchmark, settings, command, say)
+    slow: set[str] = set()
+    for index, shape in enumerate(benchmark.at(settings.quick)):
+        whole.measure(index, [c for c in benchmark.candidates if c.takes(shape) and c.name not in slow])
+        slow |= {row["candidate"] for row in whole.result["rows"] if row.get("median", 0.0) > PATIENCE}
+    return whole.result
+
+
+def demand_device(benchmarks: Iterable[Benchmark], quick: bool) -> None:
+    """What stands before all benchmarks.
+
+    Raises:
+        Missing: one is measured on a GPU, and there is none.
+    """
+    names = [benchmark.name for benchmark in benchmarks if benchmark.device == "cuda"]
+    if names and not quick and not torch.cuda.is_available():
+        hint = "--quick, or --dry-run of python -m benchmarks.gpu, tries it on the CPU"
+        raise Missing(f"no CUDA device, which is needed by {', '.join(names)}: {hint}")
+
+
+class Run:
+    """A benchmark being measured, a shape after another; ``result`` is what the JSON file has, so far.
 
     Args:
         command: what to print above the table.
         say: gets a line about each candidate as it comes.
     """
-    torch.set_num_threads(settings.threads)
-    torch.set_flush_denormal(True)  # numbers below 1e-38 are slow, and an untrained memory fades to such
-    if benchmark.profiled:  # else a profile does not see what compiled code calls
-        torch._inductor.config.cpp.enable_kernel_profile = True
-    result = {
-        "benchmark": benchmark.name,
-        "shows": benchmark.shows,
-        "command": command,
-        "quick": settings.quick,
-        "threads": settings.threads,
-        "date": machine.now(),
-        "revision": machine.revision(),
-        "machine": machine.describe(),
-        "versions": machine.versions(),
-        "load_before": measure.load(),
-        "columns": list(benchmark.columns),
-    }
-    rows: list[Row] = []
-    verdicts: dict[tuple[str, Shape], Verdict] = {}
-    slow: set[str] = set()
-    for index, shape in enumerate(benchmark.quick if settings.quick else benchmark.shapes):
-        found = [c for c in benchmark.candidates if c.takes(shape) and c.name not in slow]
-        rows += _at(benchmark, found, shape, index, settings, verdicts, say)
-        slow |= {row["candidate"] for row in rows if row.get("median", 0.0) > PATIENCE}
-    result |= {"load_after": measure.load(), "rows": rows, "remarks": benchmark.remarks(rows)}
-    return result
 
+    def __init__(self, benchmark: Benchmark, settings: Settings, command: str, say: Callable[[str], None]) -> None:
+        demand_device([benchmark], settings.quick)
+        torch.set_num_threads(settings.threads)
+        torch.set_flush_denormal(True)  # numbers below 1e-38 are slow, and an untrained memory fades to such
+        if benchmark.profiled:  # else a profile does not see what compiled code calls
+            torch._inductor.config.cpp.enable_kernel_profile = True
+        self.benchmark, self.settings, self.say = benchmark, settings, say
+        self.verdicts: dict[tuple[str, Shape], Verdict] = {}
+        device = "cpu" if settings.quick else benchmark.device
+        self.result: dict[str, Any] = {
+            "benchmark": benchmark.name,
+            "shows": benchmark.shows,
+            "command": command,
+            "quick": settings.quick,
+            "threads": settings.threads,
+            "device": device,
+            "date": machine.now(),
+            "revision": machine.revision(),
+            "machine": machine.describe(device),
+            "versions": machine.versions(),
+            "load_before": measure.load(),
+            "columns": list(benchmark.columns),
+            "rows": [],
+        }
+        self._add([])
 
-def _at(
-    benchmark: Benchmark,
-    candidates: list[Candidate],
-    shape: Shape,
-    index: int,
-    settings: Settings,
-    verdicts: dict[tuple[str, Shape], Verdict],
-    say: Callable[[str], None],
-) -> list[Row]:
-    """The rows of all candidates at a shape."""
-    rows = {c.name: _about(c, shape) for c in candidates}
-    timed: dict[str, Timed] = {}
-    for candidate in candidates:
-        row = rows[candidate.name]
+    def measure(self, index: int, candidates: list[Candidate]) -> None:
+        """Some candidates at the benchmark's shape number ``index``, in turns."""
+        shape = self.benchmark.at(self.settings.quick)[index]
+        rows = {c.name: _about(c, shape) for c in candidates}
         try:
-            timed[candidate.name] = _prepare(candidate, shape, row, settings, verdicts)
-        except Exception as error:  # one candidate must not end the others' run; what it said is in the table
-            row["check"] = _line(error)
-        say(f"{benchmark.name}: {candidate.name}, {shape}: {row['check']}")
-    rates = measure.rates()
-    calls = {name: t.call for name, t in timed.items()} | {name: call for name, (call, _) in rates.items()}
-    once = frozenset(c.name for c in candidates if c.once)
-    found = measure.rounds(calls, settings.repeats, BUDGET, once)
-    speeds = {name: amount / found.spread(name).median for name, (_, amount) in rates.items()}
-    baselines = {c.group: c.name for c in candidates if c.baseline and c.name in timed}
-    for candidate in candidates:
-        if candidate.name in timed:
+            self._fill(rows, candidates, shape, index)
+        except Exception as error:  # such as a GPU that is lost must not take with it what was found before
+            for row in rows.values():
+                if "median" not in row:
+                    row["check"] = "; ".join(text for text in (row.get("check"), _line(error)) if text)
+        self._add(list(rows.values()))
+
+    def _fill(self, rows: dict[str, Row], candidates: list[Candidate], shape: Shape, index: int) -> None:
+        if shape.device == "cuda":  # what other shapes have left
+            gc.collect()
+            torch.cuda.empty_cache()
+        timed: dict[str, Timed] = {}
+        for candidate in candidates:
             row = rows[candidate.name]
-            _times(row, candidate, shape, found, speeds, baselines.get(candidate.group))
-            _finish(row, benchmark, candidate, timed[candidate.name], index, settings)
-            say(f"{benchmark.name}: {candidate.name}, {shape}: {1e3 * row['median']:.1f} ms")
-    return list(rows.values())
+            try:
+                timed[candidate.name] = _prepare(candidate, shape, row, self.settings, self.verdicts)
+            except Exception as error:  # one candidate must not end the others' run; what it said is in the table
+                row["check"] = _line(error)
+            self.say(f"{self.benchmark.name}: {candidate.name}, {shape}: {row['check']}")
+        rates = measure.rates(shape.device)
+        calls = {name: t.call for name, t in timed.items()} | {name: call for name, (call, _) in rates.items()}
+        once = frozenset(c.name for c in candidates if c.once)
+        found = measure.rounds(calls, self.settings.repeats, BUDGET, once, shape.device)
+        speeds = {name: amount / found.spread(name).median for name, (_, amount) in rates.items()}
+        for name, why in found.failed.items():
+            rows[name]["check"] = _line(why)
+            del timed[name]
+        baselines = {c.group: c.name for c in candidates if c.baseline and c.name in timed}
+        for candidate in candidates:
+            if candidate.name in timed:
+                row = rows[candidate.name]
+                _times(row, candidate, shape, found, speeds, baselines.get(candidate.group))
+                self._finish(row, candidate, timed[candidate.name], index, shape)
+                self.say(f"{self.benchmark.name}: {candidate.name}, {shape}: {1e3 * row['median']:.1f} ms")
+
+    def leave_out(self, index: int, candidates: list[Candidate], why: str) -> None:
+        """Rows that say why the candidates were not measured at this shape."""
+        shape = self.benchmark.at(self.settings.quick)[index]
+        self._add([_about(c, shape) | {"check": f"not timed: {why}"} for c in candidates])
+
+    def _add(self, rows: list[Row]) -> None:
+        self.result["rows"] += rows
+        self.result |= {"load_after": measure.load(), "remarks": self.benchmark.remarks(self.result["rows"])}
+
+    def _finish(self, row: Row, candidate: Candidate, timed: Timed, index: int, shape: Shape) -> None:
+        """What is measured outside the rounds."""
+        row |= timed.operation.facts
+        if self.benchmark.profiled:
+            row["profile"] = shares(timed.call)
+        if not self.settings.memory or "peak MB" not in self.benchmark.columns:
+            return
+        if shape.device == "cuda":
+            row["peak"] = peak.growth_on_gpu(timed.call)
+        elif self.benchmark.device == "cpu":
+            limit = 600.0 + 20 * row["median"] + (self.settings.compile_limit if candidate.compile else 0.0)
+            row["peak"] = peak.growth_apart(self.benchmark.name, candidate.name, index, self.settings.quick, limit)
 
 
 def _about(candidate: Candidate, shape: Shape) -> Row:
@@ -142,21 +193,14 @@ def _times(
         ratio = found.ratio(candidate.name, baseline)
         row |= {"baseline": baseline, "ratio": ratio.median, "ratio_p20": ratio.low, "ratio_p80": ratio.high}
     if candidate.cost is not None:
-        passes = 1.0 + BACKWARD if candidate.backward else 1.0
-        flops, moved = (passes * amount for amount in candidate.cost(shape))
-        row |= {"flops": flops, "bytes": moved}
-        row |= {"of_sgemm": flops / spread.median / speeds["sgemm"], "of_copy": moved / spread.median / speeds["copy"]}
-        row |= {"of_batched": flops / spread.median / speeds["batched"]}
-
-
-def _finish(row: Row, benchmark: Benchmark, candidate: Candidate, timed: Timed, index: int, settings: Settings) -> None:
-    """What is measured outside the rounds."""
-    row |= timed.operation.facts
-    if benchmark.profiled:
-        row["profile"] = shares(timed.call)
-    if settings.memory and "peak MB" in benchmark.columns:
-        limit = 600.0 + 20 * row["median"] + (settings.compile_limit if candidate.compile else 0.0)
-        row["peak"] = peak.growth_apart(benchmark.name, candidate.name, index, settings.quick, limit)
+        parts = [candidate.cost(shape)]
+        if candidate.backward and candidate.backward_cost is not None:
+            parts.append(candidate.backward_cost(shape))
+        elif candidate.backward:
+            parts.append(Cost(*(BACKWARD * amount for amount in parts[0])))
+        flops, moved = total(*parts)
+        row |= {"flops": flops, "bytes": moved, "of_copy": moved / spread.median / speeds["copy"]}
+        row |= {f"of_{name}": flops / spread.median / speed for name, speed in speeds.items() if name != "copy"}
 
 
 def _line(error: Exception) -> str:

@@ -1,9 +1,10 @@
 """Whether memories learn: studies, by name, beside the benchmarks of speed."""
 
+from .holds import HOLDS
 from .language import LANGUAGE
 from .reach import REACH
 from .recall import CAPACITY, RECALL
 from .study import Study
 from .writes import WRITES
 
-STUDIES: dict[str, Study] = {s.name: s for s in (WRITES, REACH, RECALL, CAPACITY, LANGUAGE)}
+STUDIES: dict[str, Study] = {s.name: s for s in (WRITES, HOLDS, REACH, RECALL, CAPACITY, LANGUAGE)}

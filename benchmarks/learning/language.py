@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from atlas_memory import set_execution
 from atlas_memory.data import Corpus, RandomCrops, byte_tokenizer
 from atlas_memory.data.crops import join
 from atlas_memory.memory import RULES
@@ -68,11 +69,21 @@ def by_place(net: AtlasForCausalLM, tokens: np.ndarray, stretches: int) -> dict[
     return {f"{first}-{last}": float(bits[:, max(first - 1, 0) : last - 1].mean()) for first, last in PLACES}
 
 
-def bits(case: str, dim: int, seed: int, quick: bool, text: Path | None = None, steps: int = STEPS) -> dict[str, float]:
+def bits(
+    case: str,
+    dim: int,
+    seed: int,
+    quick: bool,
+    text: Path | None = None,
+    steps: int = STEPS,
+    compiled: bool = False,
+) -> dict[str, float]:
     """See ``LANGUAGE``."""
     corpus, tokenizer = Corpus.load(text), byte_tokenizer()
     torch.manual_seed(seed)
     net = model(case, dim)
+    if compiled and case in RULES:
+        set_execution(net, compiled=True)
     started = time.process_time()
     training = train(net, join(tokenizer, corpus.train), seed, 2 if quick else steps)
     seconds = time.process_time() - started
@@ -90,5 +101,16 @@ LANGUAGE = Study(
     cases=("attention", "swa", *RULES),
     widths=(16,),
     measure=bits,
-    columns=("candidate", "head", "parameters", "training", "0-128", "128-512", "512-1,024", "seconds"),
+    columns=(
+        "candidate",
+        "head",
+        "parameters",
+        "training",
+        "0-128",
+        "128-512",
+        "512-1,024",
+        "seconds",
+        "seeds",
+        "revision",
+    ),
 )

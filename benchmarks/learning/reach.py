@@ -42,5 +42,15 @@ REACH = Study(
     cases=tuple(RULES),
     widths=(16, 32),
     measure=measure,
-    columns=("candidate", "head", "reach", "gradient 256", "gradient 1,024", "gradient 4,096", "growth"),
+    columns=(
+        "candidate",
+        "head",
+        "reach",
+        "gradient 256",
+        "gradient 1,024",
+        "gradient 4,096",
+        "growth",
+        "seeds",
+        "revision",
+    ),
 )

@@ -44,14 +44,16 @@ class Task:
 class Recall(nn.Module):
     """Two symbols a token, one mixer between two residual ends, a guess of the value."""
 
-    def __init__(self, case: str, task: Task, dim: int) -> None:
+    def __init__(self, case: str, task: Task, dim: int, narrow: bool = True) -> None:
         super().__init__()
         width = dim * HEADS
         kinds = task.symbols + NOISE
         self.pairs = task.pairs
         self.key, self.value = nn.Embedding(kinds, width), nn.Embedding(kinds + 1, width)
         self.norm = nn.RMSNorm(width)
-        block, options = ("attention", {}) if case == "attention" else ("lmm", {"rule": laptop(case), "eps": 1e-6})
+        block, options = (
+            ("attention", {}) if case == "attention" else ("lmm", {"rule": laptop(case, narrow=narrow), "eps": 1e-6})
+        )
         self.mixer = BLOCKS[block].make(width, HEADS, **options)
         self.out = nn.Linear(width, task.symbols)
 
@@ -61,11 +63,11 @@ class Recall(nn.Module):
         return self.out((x + self.mixer(x)[0])[:, -self.pairs :])
 
 
-def trained(case: str, task: Task, dim: int, seed: int, length: int, steps: int) -> Recall:
+def trained(case: str, task: Task, dim: int, seed: int, length: int, steps: int, narrow: bool = True) -> Recall:
     """After ``steps`` of AdamW at 1e-2 on batches of 32, warm-up and cosine."""
     torch.manual_seed(seed)
     g = torch.Generator().manual_seed(seed)
-    model = Recall(case, task, dim)
+    model = Recall(case, task, dim, narrow)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         for group in optimiser.param_groups:
@@ -100,9 +102,9 @@ def many_pairs(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
     found = {}
     for pairs in (4,) if quick else (16, 32, 64, 128):
         task = Task(pairs=pairs, symbols=max(2 * pairs, 64), room=2 * pairs)
-        model = trained(case, task, dim, seed, 3 * pairs, 2 if quick else 600)
+        model = trained(case, task, dim, seed, 3 * pairs, 2 if quick else 600, narrow=False)
         found[f"pairs {pairs}"] = right(model, task, 3 * pairs)
-    size = None if case == "attention" else state_bytes(laptop(case), dim, HEADS)
+    size = None if case == "attention" else state_bytes(laptop(case, narrow=False), dim, HEADS)
     return found | ({} if size is None else {"state_bytes": float(size)})
 
 
@@ -114,15 +116,16 @@ RECALL = Study(
     cases=("attention", *RULES),
     widths=(16, 32, 64),
     measure=through_noise,
-    columns=("candidate", "head", "recall 128", "recall 512", "recall 1,024", "recall 4,096"),
+    columns=("candidate", "head", "recall 128", "recall 512", "recall 1,024", "recall 4,096", "seeds", "revision"),
 )
 
 CAPACITY = Study(
     name="capacity",
     shows="16, 32, 64 and 128 pairs, of twice as many symbols (64 at least), with as many tokens of noise among them: "
-    "the share of right answers after 600 steps for each number of pairs, and the bytes of state of the layer.",
+    "the share of right answers after 600 steps for each number of pairs, and the bytes of state of the layer. "
+    "Memories are as wide as their rules have them.",
     cases=("attention", "gated-deltanet", "deltanet", "swla", "ttt-linear", "titans", "omeganet", "atlas", "hope"),
     widths=(16,),
     measure=many_pairs,
-    columns=("candidate", "head", "16 pairs", "32 pairs", "64 pairs", "128 pairs", "state kB"),
+    columns=("candidate", "head", "16 pairs", "32 pairs", "64 pairs", "128 pairs", "state kB", "seeds", "revision"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -44,12 +44,12 @@ class Study:
     columns: tuple[str, ...]
 
 
-def laptop(name: str, window: int = 4) -> Rule:
-    """The rule at a size that is trained in a minute: a memory as wide as its head, short windows, chunks of 16, and
-    Muon once a chunk."""
+def laptop(name: str, window: int = 4, narrow: bool = True) -> Rule:
+    """The rule at a size that is trained in a minute: a memory as wide as its head where it is to be ``narrow``, short
+    windows, chunks of 16, and Muon once a chunk."""
     rule = RULES[name]
     changes: dict[str, dict[str, Any]] = {"window": {"size": min(window, rule.window.size), "chunk": CHUNK}}
-    if hasattr(rule.network, "expansion"):
+    if narrow and hasattr(rule.network, "expansion"):
         changes["network"] = {"expansion": 1}
     if isinstance(rule.optimiser, Muon):
         changes["optimiser"] = {"every": None}
@@ -65,8 +65,13 @@ def run(
     workers: int,
     command: str,
     say: Callable[[str], None],
-) -> dict[str, Any]:
-    """The result, as the JSON file has it: every case at every width, with every seed.
+    earlier: list[Row],
+) -> Iterator[dict[str, Any]]:
+    """Every case at every width, with every seed: the result as the JSON file has it, anew whenever a row is complete,
+    since a study takes hours.
+
+    Args:
+        earlier: rows of an earlier run; those of other cases and widths are kept, each with its own revision.
 
     Raises:
         ValueError: a case that the study does not have.
@@ -86,19 +91,29 @@ def run(
         "load_before": measure.load(),
         "columns": list(study.columns),
     }
+    made = {"date": result["date"], "revision": result["revision"], "cpu": machine.describe()["cpu"]}
+    rows: dict[tuple[int, int], Row] = {
+        (row["dim"], study.cases.index(row["candidate"])): row for row in earlier if row["candidate"] in study.cases
+    }
     jobs = [(case, width, seed) for width in widths for case in cases for seed in seeds]
-    rows: dict[tuple[str, int], Row] = {}
     with ProcessPoolExecutor(workers, initializer=_alone) as pool:
-        found = pool.map(partial(_measured, study.measure, quick), jobs)
-        for (case, width, seed), numbers in zip(jobs, found, strict=True):
-            row = rows.setdefault((case, width), {"candidate": case, "dim": width, "seeds": []})
-            row["seeds"].append({"seed": seed, **numbers})
+        found: list[dict[str, float]] = []
+        for job, numbers in zip(jobs, pool.map(partial(_measured, study.measure, quick), jobs), strict=True):
+            case, width, seed = job
             say(f"{study.name}: {case}, heads of {width}, seed {seed}: {_brief(numbers)}")
-    for row in rows.values():
-        for name in row["seeds"][0]:
-            if name != "seed":
-                row[name] = statistics.fmean(seed[name] for seed in row["seeds"])
-    return result | {"load_after": measure.load(), "rows": list(rows.values()), "remarks": []}
+            found.append({"seed": seed, **numbers})
+            if len(found) == len(seeds):
+                means = {name: statistics.fmean(f[name] for f in found) for name in numbers}
+                rows[width, study.cases.index(case)] = {
+                    "candidate": case,
+                    "dim": width,
+                    "seeds": found,
+                    **means,
+                    **made,
+                }
+                found = []
+                in_order = [rows[place] for place in sorted(rows)]
+                yield result | {"load_after": measure.load(), "rows": in_order, "remarks": []}
 
 
 def _measured(function: Measure, quick: bool, job: tuple[str, int, int]) -> dict[str, float]:

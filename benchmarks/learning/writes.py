@@ -68,5 +68,13 @@ WRITES = Study(
     cases=tuple(RULES),
     widths=(16, 32, 64),
     measure=measure,
-    columns=("candidate", "head", "own error after a write", "after 99 more", "effect at eta / 100"),
+    columns=(
+        "candidate",
+        "head",
+        "own error after a write",
+        "after 99 more",
+        "effect at eta / 100",
+        "seeds",
+        "revision",
+    ),
 )

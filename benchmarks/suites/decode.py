@@ -25,7 +25,7 @@ RULE = resolve_rule(OMEGANET, chunk_size=64)
 
 
 def _layer(shape: Shape, dtype: torch.dtype) -> NeuralMemory:
-    return seeded(partial(NeuralMemory, shape.width, shape.heads, RULE), dtype)
+    return seeded(partial(NeuralMemory, shape.width, shape.heads, RULE), dtype, shape.device)
 
 
 def _steps(layer: NeuralMemory, shape: Shape, dtype: torch.dtype, wrap: Wrap) -> Operation:
@@ -68,7 +68,7 @@ def decode_attention(name: str, **options: Any) -> Candidate:
     """Softmax attention over a cache of keys and values that has room for all from the start."""
 
     def build(shape: Shape, dtype: torch.dtype, wrap: Wrap) -> Operation:
-        mixer: Attention = seeded(partial(Attention, shape.width, shape.heads), dtype)
+        mixer: Attention = seeded(partial(Attention, shape.width, shape.heads), dtype, shape.device)
         with torch.inference_mode():
             past = mixer.split(inputs(shape, dtype, shape.context, seed=1))[1:]
             cache = torch.cat([past, past.new_zeros(*past.shape[:3], shape.time, shape.dim)], 3)
@@ -94,7 +94,7 @@ def decode_cache(name: str, **options: Any) -> Candidate:
     token makes new tensors of all keys and values."""
 
     def build(shape: Shape, dtype: torch.dtype, wrap: Wrap) -> Operation:
-        mixer: Attention = seeded(partial(Attention, shape.width, shape.heads), dtype)
+        mixer: Attention = seeded(partial(Attention, shape.width, shape.heads), dtype, shape.device)
         with torch.inference_mode():
             past = mixer.split(inputs(shape, dtype, shape.context, seed=1))[1:]
 

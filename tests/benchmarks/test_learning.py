@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.cli import main
-from benchmarks.learning import STUDIES, reach, writes
+from benchmarks.learning import STUDIES, holds, reach, writes
 from benchmarks.learning.recall import Recall, Task
 from benchmarks.results import COLUMNS
 
@@ -47,16 +47,28 @@ def test_a_quick_run(capsys, tmp_path: Path) -> None:
         ]
         assert main([*arguments, "--out", str(tmp_path)]) == 0
         rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
-        assert [row["candidate"] for row in rows] == ["titans", "gated-deltanet"]
+        asked = [case for case in STUDIES[name].cases if case in ("titans", "gated-deltanet")]
+        assert [row["candidate"] for row in rows] == asked
         assert all(len(row["seeds"]) == 1 for row in rows)
     assert "| titans | 4 |" in capsys.readouterr().out
+
+
+def test_rows_of_earlier_runs_stay_and_are_in_order(capsys, tmp_path: Path) -> None:
+    run = ["learn", "writes", "--quick", "--widths", "4", "--workers", "1", "--out", str(tmp_path)]
+    path = tmp_path / "writes.json"
+    for case in ("titans", "atlas", "titans"):
+        assert main([*run, "--cases", case]) == 0
+    assert [row["candidate"] for row in json.loads(path.read_text())["rows"]] == ["atlas", "titans"]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": " --steps 3"}))
+    assert main([*run, "--cases", "titans"]) == 1
+    assert "rows made with --steps 3, these are with none: give another --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (["learn", "recal"], "unknown study 'recal'; there are writes, reach, recall, capacity, language"),
-        (["learn", "writes", "--steps", "3"], "--text and --steps are of study language"),
+        (["learn", "recal"], "unknown study 'recal'; there are writes, holds, reach, recall, capacity, language"),
+        (["learn", "writes", "--steps", "3", "--compiled"], "--steps, --compiled: of study language"),
         (["learn", "language", "--cases", "titans", "--text", "no-such-file"], "'no-such-file' does not exist"),
         (["learn", "writes", "--cases", "titan"], "study writes has no case 'titan'"),
         (["learn", "writes", "--widths", "a"], "widths must be whole numbers with commas between, got 'a'"),
@@ -72,6 +84,14 @@ def test_a_write_is_felt_and_eta_decides_how_much(name) -> None:
     found = writes.measure(name, 16, seed=0, quick=True)
     most = 0.85 if name == "atlas" else 0.55  # values of length 4, four times Muon's limit (docs/learning.md)
     assert found["own"] < most and found["small eta"] < 0.05
+
+
+def test_polynomial_features_hold_more_than_the_entries_they_are_made_of() -> None:
+    """ATLAS's claim, where the highest degree leads; under the Taylor series a fresh memory does not."""
+    cases = ("deltanet", "swla (highest degree)", "omeganet (highest degree)")
+    plain, lifted, deep = (holds.measure(case, 16, seed=0, quick=False) for case in cases)
+    assert plain["held 32"] < 0.5 < 0.75 < min(lifted["held 32"], deep["held 32"])
+    assert lifted["held 64"] > 4 * plain["held 64"]
 
 
 @pytest.mark.parametrize("name", writes.WRITES.cases)

@@ -34,10 +34,18 @@ def test_well_formed(benchmark: Benchmark) -> None:
 
 
 def test_every_candidate_of_ours_has_a_definition() -> None:
-    """Only attention and the peer are checked without one."""
+    """Only attention and the peers are checked without one."""
     for benchmark in BENCHMARKS.values():
         others = {c.name for c in benchmark.candidates if c.oracle is None}
-        assert all(name.startswith(("softmax attention", "titans-pytorch")) for name in others)
+        assert all(name.startswith(("softmax attention", "titans-pytorch", "gated-deltanet of fla")) for name in others)
+
+
+def test_shapes_are_on_the_device_of_their_benchmark_and_quick_ones_on_the_cpu() -> None:
+    for benchmark in BENCHMARKS.values():
+        assert benchmark.device == ("cuda" if benchmark.name.startswith("gpu-") else "cpu")
+        assert {shape.device for shape in benchmark.at(quick=False)} == {benchmark.device}
+        assert benchmark.at(quick=True) == benchmark.quick
+        assert {shape.device for shape in benchmark.quick} == {"cpu"}
 
 
 def test_names_and_baselines_are_unique() -> None:

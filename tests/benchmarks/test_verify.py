@@ -13,7 +13,7 @@ from benchmarks import measure
 from benchmarks.operations import bare_memory, sdpa, titans_pytorch
 from benchmarks.registry import Benchmark, Candidate, Missing, Operation, Shape, as_it_is
 from benchmarks.run import Settings, run
-from benchmarks.verify import Unverified, Verdict, demand, verify
+from benchmarks.verify import Unverified, Verdict, demand, of_kernel, verify
 
 RULE = RULES["atlas-linear"].vary(window={"size": 2, "chunk": 8})
 SHAPE = Shape(batch=1, heads=2, dim=4, time=16)
@@ -54,6 +54,37 @@ def test_a_candidate_with_infinities_is_refused() -> None:
         return y / 0.0, state
 
     assert not verify(bare_memory("wrong", RULE, infinite), SHAPE).passed
+
+
+def state_wrong(*arguments):
+    y, state = chunkwise(*arguments)
+    return y, state.map(lambda x: x * 1.01 if x.is_floating_point() else x)
+
+
+def test_the_memory_that_is_left_is_verified_too() -> None:
+    verdict = verify(bare_memory("wrong", RULE, state_wrong), SHAPE)
+    assert not verdict.passed and verdict.text.startswith("refused: result ")
+
+
+@pytest.mark.parametrize("off,passes", [(5e-5, True), (1e-3, False)])
+def test_a_kernel_has_a_tolerance_of_its_own_and_is_not_asked_for_float64(off, passes) -> None:
+    def kernel(rule, params, q, *others):
+        assert q.dtype == torch.float32
+        y, state = chunkwise(rule, params, q, *others)
+        return y * (1.0 + off), state
+
+    verdict = verify(bare_memory("kernel", RULE, kernel, kernel=True), SHAPE)
+    assert verdict.passed is passes and verdict.text.startswith("off by " if passes else "refused: ")
+    assert ("allowed a kernel: 1e-04 or 4 times that" in verdict.text) is passes
+
+
+def test_a_kernel_may_be_four_times_as_far_as_the_definition_in_float32() -> None:
+    truth, own = {"y": torch.ones(4)}, {"y": torch.ones(4) * 1.001}
+    for off, passes in ((1.0035, True), (1.0045, False)):
+        assert of_kernel({"y": torch.ones(4) * off}, own, truth).passed is passes
+    small = {"y": torch.ones(4), "gradient": torch.ones(4)}  # each tensor for itself
+    found = {"y": torch.ones(4), "gradient": torch.ones(4) * 1.003}
+    assert not of_kernel(found, small | {"y": torch.ones(4) * 1.01}, small).passed
 
 
 def test_nothing_of_ours_is_timed_unverified() -> None:
@@ -117,6 +148,36 @@ def test_a_call_too_long_is_given_up() -> None:
             pass
     with measure.deadline(5.0):
         pass
+
+
+def test_what_is_done_with_the_gradients_is_part_of_a_call() -> None:
+    tokens, weight, seen = torch.tensor([1, 2]), torch.ones(3, requires_grad=True), []
+    operation = Operation(lambda x: weight[x], tokens, (weight,), update=seen.append)
+    assert operation.leaves == (weight,)  # tokens have no gradient
+    measure.step(operation, backward=True)()
+    assert [g.tolist() for g in seen[0]] == [[0.0, 1.0, 1.0]]
+
+
+def test_a_call_without_memory_beside_the_others_is_left_out() -> None:
+    def full() -> None:
+        raise torch.OutOfMemoryError("the GPU is full")
+
+    found = measure.rounds({"a": partial(sleep, 0.02), "full": full}, 2, 10.0)
+    assert list(found.seconds) == ["a"] and str(found.failed["full"]) == "the GPU is full"
+
+
+def test_a_machine_that_fails_does_not_take_with_it_what_was_found() -> None:
+    def breaks(*arguments):
+        calls.append(1)
+        if len(calls) > 2:  # verified and built, and then
+            raise RuntimeError("the GPU is lost")
+        return chunkwise(*arguments)
+
+    calls: list[int] = []
+    result = run(benchmark(GOOD, bare_memory("breaks", RULE, breaks)), QUIETLY, "command", lambda line: None)
+    good, broken = result["rows"]
+    assert "the GPU is lost" in broken["check"] and broken["check"].startswith("off by ")
+    assert good["check"].startswith("off by ")
 
 
 def test_turns_and_ratios() -> None:

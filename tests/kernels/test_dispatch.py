@@ -1,4 +1,5 @@
-"""Which calls take a kernel: a function of device type and shapes, so that no CUDA is needed to ask it."""
+"""Which calls take a kernel: a function of device type and shapes, so that no CUDA is needed to ask it; and what
+``kernels=`` of the forms says."""
 
 import subprocess
 import sys
@@ -8,8 +9,23 @@ import pytest
 import torch
 
 from atlas_memory.kernels import dispatch
-from atlas_memory.kernels.dispatch import supports, supports_gram
-from atlas_memory.memory import MLP, RULES, Decay, DotProduct, Gates, GradientDescent, Identity, Keep, Linear, Rule
+from atlas_memory.kernels.dispatch import chunk_refusal, gram_refusal, taken
+from atlas_memory.memory import (
+    MLP,
+    RULES,
+    Decay,
+    DotProduct,
+    Gates,
+    GradientDescent,
+    Identity,
+    Keep,
+    Linear,
+    Rule,
+    chunkwise,
+    gram_polynomial,
+)
+
+from ..memory.problems import error, random_problem
 
 BARE = GradientDescent(bounded=False, live=False)
 RULE = replace(RULES["omeganet"], features=Identity(), retention=Decay(), optimiser=BARE)
@@ -22,11 +38,16 @@ def _installed(monkeypatch):
     monkeypatch.setenv(dispatch.SWITCH, "1")
 
 
-def ask(rule: Rule = RULE, device="cuda", dtype=torch.float32, shape=SHAPE, channels=False) -> bool:
+def ask(
+    rule: Rule = RULE, device="cuda", dtype=torch.float32, shape=SHAPE, channels=False, kernels: bool | None = None
+) -> bool:
     eta = torch.empty(shape if channels else shape[:3], device="meta")
-    return supports(
-        rule, device, dtype, shape, Gates(eta).complete(torch.empty(shape, device="meta"), rule.window.size)
-    )
+    gate = Gates(eta).complete(torch.empty(shape, device="meta"), rule.window.size)
+    return taken(kernels, chunk_refusal, rule, device, dtype, shape, gate)
+
+
+def ask_gram(device: str, dtype: torch.dtype, size: int) -> bool:
+    return taken(None, gram_refusal, device, dtype, size)
 
 
 @pytest.mark.parametrize(
@@ -58,42 +79,95 @@ def test_named_rules_are_refused_unless_all_of_it_is_covered(name):
     assert ask(bare) == (isinstance(rule.features, Identity) and linear and not rule.network.norm and after)
 
 
+def refused(why: str, **call) -> None:
+    """Quietly where it is left open, with the reason in one line where kernels are asked for."""
+    assert not ask(**call)
+    with pytest.raises(ValueError, match=f"kernels=True, but no kernel {why}.*; or leave kernels out") as caught:
+        ask(kernels=True, **call)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
-    "options",
+    "options,why",
     [
-        {"retention": {"to_start": True}},
-        {"network": {"depth": 3}},
-        {"network": {"bias": True}},
-        {"network": {"norm": True}},
-        {"window": {"read": "before"}},
-        {"window": {"chunk": 8}},
-        {"window": {"chunk": 128}},
-        {"window": {"size": 18, "chunk": 16}},
-        {"optimiser": {"kind": "Muon"}},
-        {"optimiser": {"kind": "Momentum"}},
-        {"bias": {"kind": "Lp"}},
-        {"features": {"kind": "Polynomial"}},
+        ({"retention": {"to_start": True}}, "fades to M_0: retention must have to_start=False"),
+        ({"network": {"depth": 3}}, "knows a memory of more than two matrices: network must have depth=2"),
+        ({"network": {"bias": True}}, "knows biases: network must have bias=False"),
+        ({"network": {"norm": True}}, "knows the layer norm: network must have norm=False"),
+        ({"window": {"read": "before"}}, "reads 'before': window must have read='after'"),
+        ({"window": {"chunk": 8}}, "has chunks of 8: window must have chunk=16 or 32 or 64"),
+        ({"window": {"chunk": 128}}, "has chunks of 128"),
+        ({"window": {"size": 18, "chunk": 16}}, "has a window of 18 on chunks of 16: size must be at most chunk"),
+        ({"optimiser": {"bounded": True}}, "knows bounded steps: optimiser must have bounded=False"),
+        ({"optimiser": {"live": True}}, "knows live errors: optimiser must have live=False"),
+        ({"optimiser": {"kind": "Muon"}}, "knows Muon: optimiser must be GradientDescent"),
+        ({"optimiser": {"kind": "Momentum"}}, "knows Momentum: optimiser must be GradientDescent"),
+        ({"bias": {"kind": "Lp"}}, "knows Lp: bias must be L2 or DotProduct"),
+        ({"features": {"kind": "Polynomial"}}, "knows Polynomial: features must be Identity"),
     ],
 )
-def test_rules_without_a_kernel(options):
-    assert not ask(RULE.vary(**options))
+def test_rules_without_a_kernel(options, why):
+    refused(why, rule=RULE.vary(**options))
 
 
 def test_calls_without_a_kernel(monkeypatch):
-    assert not ask(device="cpu")
-    assert not ask(dtype=torch.float64)
-    assert not ask(shape=torch.Size([2, 4, 100, 48]))
-    assert not ask(shape=torch.Size([2, 4, 0, 64]))
-    assert not ask(channels=True)
+    monkeypatch.delenv(dispatch.INTERPRETER)
+    refused("runs on cpu: move everything to a CUDA device", device="cpu")
+    refused("computes in float64: give float32", dtype=torch.float64)
+    refused("has heads of width 48: it must be 16 or 32 or 64 or 128", shape=torch.Size([2, 4, 100, 48]))
+    refused("reads nothing", shape=torch.Size([2, 4, 0, 64]))
+    refused("has gates a channel: give eta and alpha as", channels=True)
     monkeypatch.setattr(dispatch, "find_spec", lambda _: None)
-    assert not ask()
-    assert not supports_gram("cuda", torch.float32, 64)
+    refused("runs without Triton: pip install triton")
+    assert not ask_gram("cuda", torch.float32, 64)
 
 
 def test_no_kernel_is_taken_unasked(monkeypatch):
+    assert not ask(kernels=False)
     monkeypatch.delenv(dispatch.SWITCH)
     assert not ask()
-    assert not supports_gram("cuda", torch.float32, 64)
+    assert not ask_gram("cuda", torch.float32, 64)
+    assert ask(kernels=True)
+
+
+def test_the_forms_refuse_with_a_reason(monkeypatch):
+    """On the CPU, and what only the call itself knows: padding."""
+    monkeypatch.delenv(dispatch.INTERPRETER)
+    rule = RULE.vary(window={"size": 1, "chunk": 16}, network={"expansion": 1})
+    problem = random_problem(rule, 0, batch=1, heads=1, time=5, dim=16, dtype=torch.float32)
+    with pytest.raises(ValueError, match="no kernel runs on cpu: move everything to a CUDA device"):
+        chunkwise(*problem.arguments(), kernels=True)
+    with pytest.raises(ValueError, match="no kernel runs on cpu: move everything to a CUDA device"):
+        gram_polynomial(torch.eye(16), kernels=True)
+    with pytest.raises(ValueError, match="no kernel takes Gram matrices of 65 rows: they must have 1 to 64"):
+        gram_polynomial(torch.eye(65), kernels=True)
+    padded = replace(problem, gates=replace(problem.gates, length=torch.tensor([3])))
+    with pytest.raises(ValueError, match=r"no kernel knows padding: leave gates\.length out"):
+        chunkwise(*padded.arguments(), kernels=True)
+
+
+def test_the_forms_take_kernels_where_they_are_asked_for(monkeypatch):
+    """In the interpreter: True takes one, False none, and None one where the environment says so."""
+    pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
+    from atlas_memory.kernels import chunk, gram_newton_schulz
+
+    calls = []
+    for module, name in ((chunk, "chunk_recurrence"), (gram_newton_schulz, "gram_newton_schulz")):
+        form = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *call, form=form, name=name: (calls.append(name), form(*call))[1])
+    rule = RULE.vary(window={"size": 1, "chunk": 16}, network={"expansion": 1})
+    problem = random_problem(rule, 0, batch=1, heads=1, time=20, dim=16, dtype=torch.float32)
+    keys, results = problem.k.detach()[0, 0, :, :16], []
+    for kernels, switch, expected in ((True, "0", 2), (False, "1", 0), (None, "0", 0), (None, "1", 2)):
+        monkeypatch.setenv(dispatch.SWITCH, switch)
+        calls.clear()
+        y, state = chunkwise(*problem.arguments(), kernels=kernels)
+        results.append((y, gram_polynomial(keys.mT @ keys, kernels=kernels)))
+        assert len(calls) == expected
+    for y, polynomial in results:
+        assert error(y, results[1][0]) < 1e-5 and error(polynomial, results[1][1]) < 1e-4
+    with pytest.raises(ValueError, match="no kernel begins inside a chunk: give a state after a multiple of 16 tokens"):
+        chunkwise(*problem.arguments(), state, kernels=True)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +186,12 @@ def test_shared_memory(network, dim, size, fits):
     assert ask(rule, shape=torch.Size([2, 4, 9, dim])) == fits
 
 
-def test_gram_matrices():
-    assert supports_gram("cuda", torch.float32, 64) and supports_gram("cuda", torch.float32, 5)
-    assert not supports_gram("cpu", torch.float32, 64)
-    assert not supports_gram("cuda", torch.float64, 64)  # Muon's `precise`
-    assert not supports_gram("cuda", torch.float32, 128)
+def test_gram_matrices(monkeypatch):
+    monkeypatch.delenv(dispatch.INTERPRETER)
+    assert ask_gram("cuda", torch.float32, 64) and ask_gram("cuda", torch.float32, 5)
+    assert not ask_gram("cpu", torch.float32, 64)
+    assert not ask_gram("cuda", torch.float64, 64)  # Muon's `precise`
+    assert not ask_gram("cuda", torch.float32, 128)
 
 
 def test_the_library_does_not_need_triton():
@@ -124,7 +199,7 @@ def test_the_library_does_not_need_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, atlas_memory\n"
-        "from atlas_memory.kernels.dispatch import supports\n"
+        "from atlas_memory.kernels.dispatch import taken\n"
         "y, _ = atlas_memory.NeuralMemory(32, 2, rule='omeganet')(torch.randn(1, 9, 32))\n"
         "print(tuple(y.shape), any(m.startswith('atlas_memory.kernels.chunk') for m in sys.modules))\n"
     )
