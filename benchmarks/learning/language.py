@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atlas_memory import set_execution
-from atlas_memory.data import Corpus, RandomCrops, byte_tokenizer
-from atlas_memory.data.crops import join
+from atlas_memory.data import Corpus, RandomCrops, Tokens, byte_tokenizer
 from atlas_memory.memory import RULES
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.models.presets import PRESETS
@@ -85,9 +84,9 @@ def bits(
     if compiled and case in RULES:
         set_execution(net, compiled=True)
     started = time.process_time()
-    training = train(net, join(tokenizer, corpus.train), seed, 2 if quick else steps)
+    training = train(net, Tokens.of(tokenizer, corpus.train).ids, seed, 2 if quick else steps)
     seconds = time.process_time() - started
-    found = by_place(net, join(tokenizer, corpus.held_out), 8 if quick else 128)
+    found = by_place(net, Tokens.of(tokenizer, corpus.held_out).ids, 8 if quick else 128)
     sizes = {"parameters": float(net.num_parameters()), "seconds": seconds}
     return {"training": training, **found, **sizes}
 

@@ -61,6 +61,7 @@ def train(
     """Train a model on text: your own, or the Python standard library's source."""
     _quiet()
     from atlas_memory.training.config import load_config
+    from atlas_memory.training.processes import process
     from atlas_memory.training.trainer import train as run
 
     settings = load_config(config, overrides or [])
@@ -74,7 +75,8 @@ def train(
             file=sys.stderr,
         )
         raise typer.Exit(130)
-    print(done)
+    if process() == 0:
+        print(done)
 
 
 @app.command()

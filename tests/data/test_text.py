@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_memory.data import Corpus, Document, RandomCrops, byte_tokenizer
-from atlas_memory.data.crops import join
+from atlas_memory.data import Corpus, RandomCrops
 
 
 def folder_of(path: Path, count: int) -> Path:
@@ -100,11 +99,6 @@ def test_unreadable_file(tmp_path) -> None:
     (tmp_path / "secret.txt").chmod(0)
     with pytest.raises(ValueError, match="cannot be read"):
         Corpus.load(tmp_path / "secret.txt")
-
-
-def test_documents_are_joined_with_ends() -> None:
-    tokens = join(byte_tokenizer(), [Document("a", "hi"), Document("b", "é")])
-    assert tokens.tolist() == [104, 105, 256, 195, 169, 256]
 
 
 def test_crops() -> None:

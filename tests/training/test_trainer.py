@@ -160,7 +160,7 @@ def test_another_run_is_no_resumption(copy) -> None:
         ("model.windw=3", r"unknown key model.windw \(=3\); did you mean model.window\?"),
         ("model.hidden_size=15", "hidden_size=15"),
         ("model.vocab_size=100", "model.vocab_size=100 is smaller than the tokenizer's 258"),
-        ("data.seq_len=100000", "data.seq_len=100000 is longer than the whole training text"),
+        ("data.seq_len=100000", "data.seq_len=100000 times 2 rows is more than the training text"),
         ("train.bf16=true", "train.bf16=True needs a CUDA device"),
         ("data.path=/nowhere", "data.path='/nowhere' does not exist"),
     ],

@@ -1,23 +1,10 @@
-"""Training examples: random crops of the joined documents."""
+"""Training examples: crops at random places of the documents, one behind the other."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-
-from atlas_memory.data.text import Document
-from atlas_memory.data.tokens import encode
-
-
-def join(tokenizer: Any, documents: Sequence[Document]) -> np.ndarray:
-    """All documents as one array of ids, int32 `[tokens]`, each closed by the tokenizer's end-of-text
-    token."""
-    end = np.asarray([tokenizer.eos_token_id], dtype=np.int32)
-    return np.concatenate([part for d in documents for part in (encode(tokenizer, d.text), end)])
 
 
 class RandomCrops(Dataset[dict[str, torch.Tensor]]):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..forms.bands import overlapping, take
 from ..mathematics.state import State
+from .documents import read_documents
 from .padding import pack, unpack
 from .rotary import check_heads, rotary, rotate
 from .stateful import Stateful
@@ -74,9 +75,15 @@ class FullAttention(_Attention):
     grows = True
 
     def forward(
-        self, x: Tensor, state: AttentionState | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: AttentionState | None = None,
+        mask: Tensor | None = None,
+        document_starts: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
         """Attend; continue from `state` if there is one. Arguments and results as for `SlidingWindowAttention`."""
+        if document_starts is not None:
+            return read_documents(self, x, state, mask, document_starts)
         batch, time, dim = x.shape
         state = self._start(x, 0, state)
         lengths: Tensor | int = time
@@ -136,6 +143,7 @@ class SlidingWindowAttention(_Attention):
         state: AttentionState | None = None,
         mask: Tensor | None = None,
         prefix: Tensor | None = None,
+        document_starts: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
         """Attend; continue from `state` if there is one.
 
@@ -145,6 +153,7 @@ class SlidingWindowAttention(_Attention):
             mask: `[batch, time]`, nonzero for real tokens; padding may be anywhere and its outputs are zero.
             prefix: `[tokens, dim]`, tokens that every token sees beside its window (Titans, Fig. 3b). They have no
                 position: a distance that grows with the stream would leave what was met in training.
+            document_starts: `[batch, time]`, nonzero at the first token of every document; it sees none before.
 
         Returns:
             y `[batch, time, dim]` in x's dtype, and the new state.
@@ -152,6 +161,8 @@ class SlidingWindowAttention(_Attention):
         Raises:
             ValueError: The state is of another batch size, or the mask does not fit x.
         """
+        if document_starts is not None:
+            return read_documents(self, x, state, mask, document_starts, prefix=prefix)
         batch, time, dim = x.shape
         state = self._start(x, self.window - 1, state)
         if mask is None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..forms.bands import shift_right, take
 from ..mathematics.state import State
+from .documents import read_documents
 from .memory import LayerState, NeuralMemory
 from .persistent import PersistentTokens
 from .rotary import check_heads, rotary, rotate
@@ -104,15 +105,21 @@ class MemoryAsContext(Stateful):
         self.attention_norm = nn.RMSNorm(dim, eps)
 
     def forward(
-        self, x: Tensor, state: ContextState | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: ContextState | None = None,
+        mask: Tensor | None = None,
+        document_starts: Tensor | None = None,
     ) -> tuple[Tensor, ContextState]:
-        """x `[batch, time, dim]`, mask `[batch, time]`; returns y `[batch, time, dim]` and the state.
+        """x `[batch, time, dim]`, mask and document_starts `[batch, time]`; y `[batch, time, dim]` and the state.
 
         Raises:
             ValueError: x, state or mask of a shape that does not fit.
         """
         self.check_x(x, self.q.weight)
         self.check_state(state, ContextState)
+        if document_starts is not None:
+            return read_documents(self, x, state, mask, document_starts)
         return self.read_real(x, state, mask)
 
     def _read(self, x: Tensor, state: ContextState | None, length: Tensor | None) -> tuple[Tensor, ContextState]:

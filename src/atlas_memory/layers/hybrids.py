@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..mathematics.state import State
 from .attention import AttentionState, SlidingWindowAttention
+from .documents import read_documents
 from .memory import LayerState, NeuralMemory
 from .persistent import PersistentTokens, WithPersistentTokens
 from .stateful import Stateful
@@ -56,9 +57,15 @@ class MemoryAsGate(Stateful):
         self.attention_norm = nn.RMSNorm(dim, eps)
 
     def forward(
-        self, x: Tensor, state: HybridState | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: HybridState | None = None,
+        mask: Tensor | None = None,
+        document_starts: Tensor | None = None,
     ) -> tuple[Tensor, HybridState]:
-        """x `[batch, time, dim]`, mask `[batch, time]`; returns y `[batch, time, dim]` and the state."""
+        """x `[batch, time, dim]`, mask and document_starts `[batch, time]`; y `[batch, time, dim]` and the state."""
+        if document_starts is not None:
+            return read_documents(self, x, state, mask, document_starts)
         prefix = self.memory.tokens.weight if isinstance(self.memory, WithPersistentTokens) else None
         memory, memory_state = self.memory(x, state.memory if state else None, mask)
         attention, attention_state = self.attention(x, state.attention if state else None, mask, prefix)
@@ -87,9 +94,15 @@ class MemoryAsLayer(Stateful):
         self.attention = SlidingWindowAttention(dim, heads, attention_window)
 
     def forward(
-        self, x: Tensor, state: HybridState | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: HybridState | None = None,
+        mask: Tensor | None = None,
+        document_starts: Tensor | None = None,
     ) -> tuple[Tensor, HybridState]:
-        """x `[batch, time, dim]`, mask `[batch, time]`; returns y `[batch, time, dim]` and the state."""
+        """x `[batch, time, dim]`, mask and document_starts `[batch, time]`; y `[batch, time, dim]` and the state."""
+        if document_starts is not None:
+            return read_documents(self, x, state, mask, document_starts)
         x, memory_state = self.memory(x, state.memory if state else None, mask)
         y, attention_state = self.attention(x, state.attention if state else None, mask)
         return y, HybridState(memory_state, attention_state)

@@ -17,6 +17,7 @@ from ..mathematics.precision import kept_dtype
 from ..mathematics.state import State
 from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
 from .convolution import ShortConvolution
+from .documents import read_documents
 from .gates import GateProjection
 from .hierarchy import HierarchicalGates, HierarchicalMemory, Hierarchy
 from .omega import OmegaMemory
@@ -104,7 +105,11 @@ class NeuralMemory(Stateful):
         return self.memory.rule
 
     def forward(
-        self, x: Tensor, state: LayerState | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        mask: Tensor | None = None,
+        document_starts: Tensor | None = None,
     ) -> tuple[Tensor, LayerState]:
         """Read x, learning from it.
 
@@ -113,6 +118,9 @@ class NeuralMemory(Stateful):
             state: where an earlier call stopped; None: fresh memories.
             mask: ``[batch, time]``, nonzero at real tokens, in any pattern. Others are skipped as if absent; their
                 outputs are zero. None: all real.
+            document_starts: ``[batch, time]``, nonzero at the first token of every document, from which on the layer
+                reads as if nothing had been before. A row whose first token is not marked goes on from ``state``.
+                None: nothing begins in this call.
 
         Returns:
             y ``[batch, time, dim]`` and the state.
@@ -122,6 +130,8 @@ class NeuralMemory(Stateful):
         """
         self.check_x(x, self.qkv.weight)
         self.check_state(state, LayerState)
+        if document_starts is not None:
+            return read_documents(self, x, state, mask, document_starts)
         return self.read_real(x, state, mask)
 
     def retrieve(self, x: Tensor, memory: Any) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .documents import read_documents
 from .stateful import Stateful
 
 
@@ -44,8 +45,12 @@ class WithPersistentTokens(Stateful):
         self.mixer = mixer
         self.tokens = tokens
 
-    def forward(self, x: Tensor, state: Any = None, mask: Tensor | None = None) -> tuple[Tensor, Any]:
-        """x `[batch, time, dim]`, mask `[batch, time]`; returns y `[batch, time, dim]` and the mixer's state."""
+    def forward(
+        self, x: Tensor, state: Any = None, mask: Tensor | None = None, document_starts: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """x `[batch, time, dim]`, mask and document_starts `[batch, time]`; y like x, and the mixer's state."""
+        if document_starts is not None:
+            return read_documents(self, x, state, mask, document_starts)
         before = state
         if state is None:
             _, before = self.mixer(self.tokens.weight.to(x.dtype).expand(x.shape[0], -1, -1))

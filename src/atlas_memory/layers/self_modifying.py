@@ -41,6 +41,7 @@ from ..memory import (
     l2_normalise,
 )
 from .convolution import ShortConvolution
+from .documents import read_documents
 from .gates import HALF_LIVES
 from .memory import LayerState
 from .omega import INCREMENTAL_TOKENS, OmegaMemory
@@ -158,7 +159,11 @@ class SelfModifyingMemory(Stateful):
         return self.memory.rule
 
     def forward(
-        self, x: Tensor, state: LayerState | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        mask: Tensor | None = None,
+        document_starts: Tensor | None = None,
     ) -> tuple[Tensor, LayerState]:
         """Read x, learning from it.
 
@@ -168,6 +173,9 @@ class SelfModifyingMemory(Stateful):
                 ``MEMORIES``; None: fresh memories.
             mask: ``[batch, time]``, nonzero at real tokens, in any pattern. Others are skipped as if absent; their
                 outputs are zero. None: all real.
+            document_starts: ``[batch, time]``, nonzero at the first token of every document, from which on the layer
+                reads as if nothing had been before. A row whose first token is not marked goes on from ``state``.
+                None: nothing begins in this call.
 
         Returns:
             y ``[batch, time, dim]`` and the state.
@@ -177,6 +185,8 @@ class SelfModifyingMemory(Stateful):
         """
         self.check_x(x, self.q.weight)
         self.check_state(state, LayerState)
+        if document_starts is not None:
+            return read_documents(self, x, state, mask, document_starts)
         return self.read_real(x, state, mask)
 
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:

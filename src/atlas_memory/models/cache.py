@@ -10,7 +10,7 @@ class AtlasCacheLayer(CacheLayerMixin):
     """The state of one block: memory and window of attention; keys and values of every token in full attention only.
 
     Attributes:
-        state: What the block returned, or None before the first token. Detached: no gradient flows through.
+        state: What the block returned, or None before the first token; without its graph, unless `keep_graph`.
         seen: Columns of tokens read, padding included, as `generate` counts them.
     """
 
@@ -18,16 +18,21 @@ class AtlasCacheLayer(CacheLayerMixin):
     is_croppable = False
     is_sliding = False
 
-    def __init__(self) -> None:
+    def __init__(self, keep_graph: bool = False) -> None:
         super().__init__()
+        self.keep_graph = keep_graph
         self.state: Any = None
         self.seen = 0
 
     def write(self, state: Any, tokens: int) -> None:
         """Replace the state after reading `tokens` more columns."""
-        self.state = state.map(Tensor.detach)
+        self.state = state if self.keep_graph else state.detach()
         self.seen += tokens
         self.is_initialized = True
+
+    def restore(self, state: Any, seen: int) -> None:
+        """Put back a state that was kept elsewhere, and how many columns had been read."""
+        self.state, self.seen, self.is_initialized = state, seen, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The state is made by the block itself, so nothing is done here."""
@@ -73,10 +78,26 @@ class AtlasCacheLayer(CacheLayerMixin):
 
 
 class AtlasCache(Cache):
-    """One `AtlasCacheLayer` for each of `num_hidden_layers` blocks; pass it as `past_key_values`."""
+    """One `AtlasCacheLayer` for each of `num_hidden_layers` blocks; pass it as `past_key_values`.
 
-    def __init__(self, num_hidden_layers: int) -> None:
-        super().__init__(layers=[AtlasCacheLayer() for _ in range(num_hidden_layers)])
+    Args:
+        num_hidden_layers: Of the model.
+        keep_graph: Let gradients flow from one call into those before it; `detach` ends that.
+    """
+
+    def __init__(self, num_hidden_layers: int, keep_graph: bool = False) -> None:
+        super().__init__(layers=[AtlasCacheLayer(keep_graph) for _ in range(num_hidden_layers)])
+
+    def detach(self) -> None:
+        """Keep what was read, and let go of the graph by which it was made."""
+        for block in self.blocks:
+            if block.state is not None:
+                block.state = block.state.detach()
+
+    @property
+    def blocks(self) -> list[AtlasCacheLayer]:
+        """The part of each block."""
+        return check_cache(self, len(self.layers))
 
 
 def check_cache(cache: Any, num_hidden_layers: int) -> list[AtlasCacheLayer]:

@@ -10,6 +10,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from ..layers.blocks import MemoryBlock
+from ..layers.documents import Documents
+from ..layers.stateful import Stateful
 from .cache import AtlasCache, check_cache
 from .configuration import AtlasConfig
 
@@ -82,6 +84,7 @@ class AtlasModel(AtlasPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        document_starts: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Read tokens.
@@ -93,6 +96,8 @@ class AtlasModel(AtlasPreTrainedModel):
             past_key_values: The state to continue from; it is updated.
             use_cache: Return the state. By default as the configuration says, and not in training.
             output_hidden_states: Also return the embeddings and each block's output, the last one normed.
+            document_starts: `[batch, time]`, nonzero at the first token of every document of a row. Each is read as if
+                it were alone; a row whose first token is not marked goes on from `past_key_values`.
             kwargs: What transformers passes to every model, positions for instance; not used.
 
         Raises:
@@ -108,15 +113,22 @@ class AtlasModel(AtlasPreTrainedModel):
         caches = None if past_key_values is None else check_cache(past_key_values, len(self.layers))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        mask = _mask_of_call(attention_mask, x.shape[1])
+        time, mask = x.shape[1], _mask_of_call(attention_mask, x.shape[1])
+        documents = Documents.of(document_starts, x)
+        if documents:
+            x, mask = documents.split(x), documents.mask(mask)
 
         hidden_states = [x]
         for i, layer in enumerate(self.layers):
-            x, state = layer(x, caches[i].state if caches else None, mask)
+            before = caches[i].state if caches else None
+            x, state = layer(x, documents.begin(cast(Stateful, layer.mixer), before) if documents else before, mask)
             if caches:
-                caches[i].write(state, x.shape[1])
+                caches[i].write(documents.end(state) if documents else state, time)
             hidden_states.append(x)
-        x = hidden_states[-1] = self.norm(x)
+        hidden_states[-1] = self.norm(x)
+        if documents:
+            hidden_states = [documents.join(h) for h in hidden_states]
+        x = hidden_states[-1]
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values,
@@ -151,12 +163,15 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        shift_labels: Tensor | None = None,
+        document_starts: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict next tokens; arguments as for `AtlasModel.forward`, and these.
 
         Args:
             labels: `[batch, time]` int64, the inputs themselves (they are shifted here); -100 does not count.
+            shift_labels: `[batch, time]` int64, in place of labels: what follows each token, also the last one.
             logits_to_keep: Compute logits of the last so many positions (0: of all), or of these positions.
         """
         outputs = self.model(
@@ -166,12 +181,15 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            document_starts=document_starts,
             return_dict=True,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss = None
-        if labels is not None:
+        if labels is not None or shift_labels is not None:
+            if shift_labels is not None:
+                kwargs["shift_labels"] = shift_labels.contiguous()
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,

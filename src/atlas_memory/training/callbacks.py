@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from atlas_memory.training.processes import largest, process, processes
+
 
 class Clock(TrainerCallback):
     """How much of the run is done, by steps or by minutes, whichever is further; stops the run when all
@@ -23,13 +25,20 @@ class Clock(TrainerCallback):
         self.steps = steps
         self.limit = math.inf if max_minutes is None else 60 * max_minutes
         self._before, self._start = elapsed, None
+        self._shared = elapsed
 
     _start: float | None
 
     @property
     def elapsed(self) -> float:
-        """Seconds of training, those before a resume included."""
+        """Seconds of training, those before a resume included; the same in all processes, if there are several."""
+        if processes() > 1:
+            return self._shared
         return self._before + (0.0 if self._start is None else time.monotonic() - self._start)
+
+    def _share_time(self) -> None:
+        passed = 0.0 if self._start is None else time.monotonic() - self._start
+        (self._shared,) = largest(self._before + passed)
 
     def share(self, step: int) -> float:
         return min(1.0, max(step / self.steps, self.elapsed / self.limit))
@@ -38,31 +47,34 @@ class Clock(TrainerCallback):
         self._start = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._share_time()
         if self.share(state.global_step) >= 1:
             control.should_training_stop = control.should_save = True
 
 
 class StopOnInterrupt(TrainerCallback):
-    """The first Ctrl-C finishes the step, saves a checkpoint and stops; the second is an ordinary one."""
+    """The first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and stops; the second is an ordinary one."""
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopOnInterrupt:
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
-    def _handle(self, *_: object) -> None:
+    def _handle(self, number: int, _frame: object) -> None:
         self.interrupted = True
-        signal.signal(signal.SIGINT, self._previous)
+        signal.signal(number, self._previous[number])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.interrupted = bool(largest(self.interrupted)[0])
         if self.interrupted:
             control.should_training_stop = control.should_save = True
 
@@ -96,6 +108,8 @@ class JsonLog(TrainerCallback):
             "grad_norm": logs["grad_norm"],
             "elapsed": round(self.clock.elapsed, 3),
         }
+        if process() > 0:
+            return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.last) + "\n")
 

@@ -42,11 +42,22 @@ class ModelSection(_Section):
 
 class DataSection(_Section):
     """Which text, cut how. `path` None: the standard library's source. `tokenizer`: "bytes", a name or a
-    folder."""
+    folder.
+
+    `order`, how examples of `seq_len` tokens are taken from the documents:
+
+    * "stream": every row reads documents from beginning to end, a segment a step, and keeps what it remembers from one
+      step to the next; gradients stay within a segment. `pass_states`: the share of documents that are begun with what
+      the row remembers of the document before, in place of an empty memory.
+    * "packed": the same segments, each of which begins with an empty memory.
+    * "crops": segments at random places, over the ends of documents, each with an empty memory.
+    """
 
     path: str | None = None
     tokenizer: str = "bytes"
     seq_len: int = Field(default=256, ge=2)
+    order: Literal["stream", "packed", "crops"] = "stream"
+    pass_states: float = Field(default=0.0, ge=0, le=1)
 
 
 class TrainSection(_Section):
@@ -55,7 +66,8 @@ class TrainSection(_Section):
 
     steps: int = Field(default=1000, ge=1)
     max_minutes: float | None = Field(default=None, gt=0)
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: int = Field(default=16, ge=1)  # rows of one process in one pass
+    gradient_accumulation_steps: int = Field(default=1, ge=1)  # passes a step
     optimizer: Literal["adamw", "m3"] = "adamw"
     learning_rate: float | None = Field(default=None, gt=0)  # None: the preset's
     warmup_steps: int = Field(default=50, ge=0)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
+from atlas_memory.training.carried import damage
 from atlas_memory.training.config import ConfigError, RunConfig, load_config, nearest
 
 logger = logging.getLogger(__name__)
@@ -182,15 +183,16 @@ def _broken(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be continued from, or None."""
     try:
         _shapes(checkpoint / WEIGHTS)
-        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-            with (checkpoint / name).open("rb") as file:
+        states = list(checkpoint.glob("rng_state*.pth")) or [checkpoint / "rng_state.pth"]  # one of every process
+        for path in (checkpoint / "optimizer.pt", checkpoint / "scheduler.pt", *states):
+            with path.open("rb") as file:
                 torch.PyTorchFileReader(file)  # reads the directory at the end of the file, not the tensors
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (ValueError, RuntimeError, OSError) as error:
         return f"a file is damaged ({str(error).splitlines()[0]})"
-    return None
+    return damage(checkpoint)
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +18,14 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from atlas_memory.data import Corpus, RandomCrops, load_tokenizer
-from atlas_memory.data.crops import join
+from atlas_memory.data import Corpus, RandomCrops, Segments, Tokens, load_tokenizer
 from atlas_memory.models import PRESETS, AtlasForCausalLM
 from atlas_memory.training.callbacks import Clock, JsonLog, ProgressBar, StopOnInterrupt
+from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.config import ConfigError, RunConfig, load_config
 from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
+from atlas_memory.training.processes import process, processes
 from atlas_memory.training.runs import (
     check_fit,
     cut_log,
@@ -35,6 +35,8 @@ from atlas_memory.training.runs import (
     read_log,
     saved_config,
 )
+
+Examples = RandomCrops | Segments
 
 # What may differ between a run and its resumption: everything else would make it another run.
 _MAY_CHANGE = frozenset({"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device"})
@@ -59,9 +61,10 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     (from the beginning if there is none). Everything that can be wrong is checked before a file is written:
     ValueError.
     """
-    console = console or Console(stderr=True)
+    console = console or Console(stderr=True, quiet=process() > 0)
     folder = Path(config.output_dir)
-    _check_folder(folder, config, resume)
+    if process() == 0:
+        _check_folder(folder, config, resume)
     _check_device(config)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
@@ -72,15 +75,15 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     checkpoint = newest_checkpoint(folder) if resume and config.model.init_from is not None else None
     architecture = model_config(config, tokenizer) if checkpoint is None else saved_config(checkpoint)
     corpus = Corpus.load(config.data.path)
-    examples = RandomCrops(
-        join(tokenizer, corpus.train),
-        config.data.seq_len,
-        config.train.steps * config.train.batch_size,
-        config.train.seed,
-    )
+    examples = _examples(config, Tokens.of(tokenizer, corpus.train))
     model = first_model(config, architecture) if checkpoint is None else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    if config.data.order == "stream" and any(getattr(layer, "grows", False) for layer in model.modules()):
+        raise ConfigError(
+            "data.order='stream' keeps what rows remember, and the state of this model grows with what it reads: "
+            "take data.order=packed or crops"
+        )
     console.print(f"{corpus}", highlight=False, soft_wrap=True, markup=False)
     console.print(
         f"model: {config.model.init_from or config.model.preset}, {model.num_parameters():,} parameters",
@@ -88,9 +91,19 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     )
 
     folder.mkdir(parents=True, exist_ok=True)
-    with _only_process(folder):
-        config.save(folder / "run.yaml")
+    with _only_run(folder):
+        if process() == 0:
+            config.save(folder / "run.yaml")
         return _run(config, folder, model, tokenizer, examples, resume, console)
+
+
+def _examples(config: RunConfig, tokens: Tokens) -> Examples:
+    """The training examples, in the order in which they are read."""
+    data, run = config.data, config.train
+    rows = run.batch_size * run.gradient_accumulation_steps * processes()
+    if data.order == "crops":
+        return RandomCrops(tokens.ids, data.seq_len, run.steps * rows, run.seed)
+    return Segments(tokens, data.seq_len, rows, run.steps, run.seed, data.pass_states)
 
 
 def _run(
@@ -98,7 +111,7 @@ def _run(
     folder: Path,
     model: Any,
     tokenizer: Any,
-    examples: RandomCrops,
+    examples: Examples,
     resume: bool,
     console: Console,
 ) -> Outcome:
@@ -116,7 +129,8 @@ def _run(
         check_fit(checkpoint, model, config.model.preset)
     if resume:
         console.print(f"resuming at step {done}", highlight=False)
-        cut_log(folder, done)
+        if process() == 0:
+            cut_log(folder, done)
 
     log = JsonLog(folder / "log.jsonl", clock)
     bar = ProgressBar(clock, log, console)
@@ -137,9 +151,10 @@ def _run(
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         bar.close()
-    model.save_pretrained(folder)
-    trainer.save_state()  # tells load_run how old the saved model is
-    tokenizer.save_pretrained(folder)
+    if process() == 0:
+        model.save_pretrained(folder)
+        trainer.save_state()  # tells load_run how old the saved model is
+        tokenizer.save_pretrained(folder)
     stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
 
@@ -147,13 +162,32 @@ def _run(
 class _Trainer(Trainer):
     """The Trainer with our order of examples, our parameter groups and a schedule that knows the clock."""
 
-    def __init__(self, run: RunConfig, clock: Clock, model: nn.Module, examples: RandomCrops, **kwargs: Any) -> None:
+    def __init__(self, run: RunConfig, clock: Clock, model: nn.Module, examples: Examples, **kwargs: Any) -> None:
         self.run, self.clock, self.network, self.examples = run.train, clock, model, examples
         self.peak = run.train.learning_rate or PRESETS[run.model.preset].learning_rate
         super().__init__(model=model, train_dataset=examples, **kwargs)
+        self.carried = None
+        if run.data.order == "stream":
+            rows, passes = self.run.batch_size, self.run.gradient_accumulation_steps
+            self.carried = CarriedStates(model, rows, passes, self.args.process_index, self.args.world_size)
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
-        return SequentialSampler(self.examples)  # the crops are random already
+        return SequentialSampler(self.examples)  # which are in the order in which they are to be read
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.carried is not None:
+            inputs = {**inputs, "past_key_values": self.carried.next()}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:  # of every process, before older checkpoints are deleted
+        super()._save_rng_state(output_dir)
+        if self.carried is not None:
+            self.carried.save(Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if self.carried is not None and checkpoint is not None:
+            self.carried.load(Path(checkpoint))
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         # Only matrices of linear layers decay: not embeddings, norms, biases, nor a memory's M_0 and a_i.
@@ -194,6 +228,7 @@ def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         output_dir=str(folder),
         max_steps=run.steps,
         per_device_train_batch_size=run.batch_size,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
         max_grad_norm=run.grad_clip,
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -202,6 +237,8 @@ def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         save_total_limit=run.keep_checkpoints,
         seed=run.seed,
         use_cpu=not cuda,  # and so never MPS, which lacks float64
+        ddp_backend=("nccl" if cuda else "gloo") if processes() > 1 else None,
+        ddp_find_unused_parameters=False,  # a layer leaves none without a gradient
         bf16=_has_bf16(config) if run.bf16 is None else run.bf16,
         dataloader_pin_memory=cuda,
         use_cache=True,  # what the saved configuration says; no state is kept in training
@@ -220,8 +257,6 @@ def _has_bf16(config: RunConfig) -> bool:
 def _check_device(config: RunConfig) -> None:
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device='cuda', but PyTorch sees no CUDA device: use auto or cpu")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("atlas train runs in one process: start it without torchrun or accelerate launch")
     if config.train.bf16 and not _has_bf16(config):
         raise ConfigError("train.bf16=True needs a CUDA device that computes in bfloat16: leave it out")
 
@@ -249,8 +284,11 @@ def _check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
 
 
 @contextmanager
-def _only_process(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, so that two processes never write one run."""
+def _only_run(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, so that a run is never written twice at a time; its first process holds it."""
+    if process() > 0:
+        yield
+        return
     lock = FileLock(folder / ".lock", timeout=0)
     try:
         lock.acquire()

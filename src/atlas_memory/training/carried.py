@@ -1,0 +1,104 @@
+"""What the rows of a training run remember from one step to the next, and how a checkpoint keeps it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from atlas_memory.models.cache import AtlasCache
+
+FILES = "memory-*.safetensors"  # one of every process
+
+
+def damage(folder: Path) -> str | None:
+    """Why the states in a checkpoint cannot be read, or None; a checkpoint without any is well."""
+    paths = list(folder.glob(FILES))
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                written = int(file.metadata()["processes"])
+        except SafetensorError as error:
+            return f"{path.name} is damaged or cut short ({error})"
+        if written != len(paths):
+            return f"{len(paths)} of {written} processes wrote what their rows remember"
+    return None
+
+
+class CarriedStates:
+    """The states of all layers at the end of each row's last segment, without their graphs.
+
+    A process reads `accumulation` batches of `batch` rows a step. Rows are counted over all processes: batch a of
+    process p has the rows from `(a * processes + p) * batch` on, as the sampler deals them.
+
+    Args:
+        model: An `AtlasForCausalLM`, whose states have a constant size.
+        batch: Rows in a batch of one process.
+        accumulation: Batches a step.
+        process, processes: Which one this is, and how many there are.
+    """
+
+    def __init__(self, model: Any, batch: int, accumulation: int = 1, process: int = 0, processes: int = 1) -> None:
+        self._blocks = model.model.layers
+        self._caches = [AtlasCache(len(self._blocks)) for _ in range(accumulation)]
+        self._rows = [
+            range((a * processes + process) * batch, (a * processes + process + 1) * batch) for a in range(accumulation)
+        ]
+        self._turn, self._process, self._processes = 0, process, processes
+
+    def next(self) -> AtlasCache:
+        """The cache of the batch that is read next; reading updates it."""
+        cache = self._caches[self._turn]
+        self._turn = (self._turn + 1) % len(self._caches)
+        return cache
+
+    def save(self, folder: Path) -> None:
+        """Write the states of this process's rows, if there has been a step."""
+        if not self._caches[0].get_seq_length():
+            return
+        tensors = {}
+        for a, cache in enumerate(self._caches):
+            for i, held in enumerate(cache.blocks):
+                for name, tensor in held.state.named_tensors():
+                    tensors[f"{a}.{i}.{name}"] = tensor.contiguous().clone()
+        rows = [[r.start, r.stop] for r in self._rows]
+        metadata = {
+            "rows": json.dumps(rows),
+            "seen": str(self._caches[0].get_seq_length()),
+            "processes": str(self._processes),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / FILES.replace("*", str(self._process)), metadata=metadata)
+
+    def load(self, folder: Path) -> None:
+        """Read what all processes saved, and take this one's rows of it, however they were dealt then.
+
+        Raises:
+            ValueError: Rows are missing: another number of rows was trained.
+        """
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        seen = 0
+        for path in sorted(folder.glob(FILES)):
+            with safe_open(path, framework="pt") as file:
+                seen = int(file.metadata()["seen"])
+                batches = json.loads(file.metadata()["rows"])
+                for key in file.keys():  # noqa: SIM118
+                    a, name = key.split(".", 1)
+                    for row, value in zip(range(*batches[int(a)]), file.get_tensor(key), strict=True):
+                        found.setdefault(row, {})[name] = value
+        for rows, cache in zip(self._rows, self._caches, strict=True):
+            if missing := [row for row in rows if row not in found]:
+                raise ValueError(
+                    f"{str(folder)!r} holds what {len(found)} rows remember, and row {missing[0]} is not among them: "
+                    "train with as many rows (batch_size x gradient_accumulation_steps x processes) as before"
+                )
+            for i, (block, held) in enumerate(zip(self._blocks, cache.blocks, strict=True)):
+                like = block.mixer.initial_state().detach()
+                names = [f"{i}.{name}" for name, _ in like.named_tensors()]
+                values = iter([torch.stack([found[row][name] for row in rows]) for name in names])
+                device = next(like.tensors()).device
+                held.restore(like.map(lambda _, values=values, device=device: next(values).to(device)), seen)

@@ -1,0 +1,28 @@
+"""One process of several, as torchrun and accelerate start them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed
+
+
+def process() -> int:
+    """Which of the processes this is, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def processes() -> int:
+    """How many processes train together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def largest(*values: float) -> tuple[float, ...]:
+    """The largest of each value over all processes; all must ask."""
+    if processes() == 1:
+        return values
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    gathered = torch.tensor(values, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(gathered, torch.distributed.ReduceOp.MAX)
+    return tuple(gathered.tolist())

@@ -1,0 +1,158 @@
+"""A document in a row of several is the document alone."""
+
+import pytest
+import torch
+
+from atlas_memory.models import AtlasConfig, AtlasForCausalLM
+from atlas_memory.models.cache import AtlasCache
+from tests.memory.problems import error
+
+from .mixers import DIM, MIXERS, build, grows
+
+TIME = 23
+STARTS = ((0, 5, 6, 17), (9,))  # the second row goes on with an earlier document first
+PIECES = ((0, 0, 5), (0, 5, 6), (0, 6, 17), (0, 17, 23), (1, 0, 9), (1, 9, 23))
+
+
+def problem(name):
+    mixer = build(name, torch.float64)
+    x = torch.randn(2, TIME, DIM, dtype=torch.float64, requires_grad=True)
+    starts = torch.zeros(2, TIME)
+    for row, places in enumerate(STARTS):
+        starts[row, list(places)] = 1
+    return mixer, x, starts
+
+
+def apart(mixer, x, before=None):
+    """Every document alone, put together; the second row's first one after `before`."""
+    found = [mixer(x[r : r + 1, a:b], before if (r, a) == (1, 0) else None) for r, a, b in PIECES]
+    ys = [y for y, _ in found]
+    return torch.cat([torch.cat(ys[:4], 1), torch.cat(ys[4:], 1)]), (found[3][1], found[5][1])
+
+
+def gradients(y, mixer, x):
+    wanted = [x, *mixer.parameters()]
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    return torch.autograd.grad((y * weights).sum(), wanted, allow_unused=True, materialize_grads=True)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_documents_are_read_as_if_alone(name):
+    mixer, x, starts = problem(name)
+    y, state = mixer(x, document_starts=starts)
+    alone, after = apart(mixer, x)
+    assert error(y, alone) < 1e-8
+    for got, wanted in zip(gradients(y, mixer, x), gradients(alone, mixer, x), strict=True):
+        assert (got - wanted).norm() <= 1e-8 * (1 + wanted.norm())
+    if not grows(name):
+        rows = [list(one.tensors()) for one in after]
+        for i, tensor in enumerate(state.tensors()):
+            assert error(tensor.double(), torch.cat([rows[0][i], rows[1][i]]).double()) < 1e-8
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_document_that_goes_on(name):
+    """A row whose first token starts nothing goes on from the state; beside states that grow it is refused."""
+    mixer, x, starts = problem(name)
+    state = mixer(torch.randn(2, 6, DIM, dtype=torch.float64))[1].detach()
+    if grows(name):
+        with pytest.raises(ValueError, match="has a state that grows with what it reads"):
+            mixer(x, state, document_starts=starts)
+        return
+    y, _ = mixer(x, state, document_starts=starts)
+    alone, _ = apart(mixer, x, state.map(lambda t: t[1:]))
+    assert error(y, alone) < 1e-8
+    for got, wanted in zip(gradients(y, mixer, x), gradients(alone, mixer, x), strict=True):
+        assert (got - wanted).norm() <= 1e-8 * (1 + wanted.norm())
+
+
+@pytest.mark.parametrize("name", ["lmm-atlas", "lmm-titans", "lmm-tnt-hierarchy", "mac-titans", "hope", "attention"])
+def test_no_document_sees_another(name):
+    """Bitwise, whatever another holds."""
+    mixer, x, starts = problem(name)
+    other = x.detach().clone()
+    other[0, 6:17] = 1e3 * torch.randn(11, DIM, dtype=torch.float64)
+    y, z = (mixer(part, document_starts=starts)[0] for part in (x, other))
+    same = (y == z).all(-1)
+    assert same[0, :6].all() and same[0, 17:].all() and same[1].all() and not same[0, 6:17].any()
+
+
+@pytest.mark.parametrize("name", ["lmm-atlas", "mag-persistent", "attention"])
+def test_padding_between_documents(name):
+    mixer, x, starts = problem(name)
+    mask = torch.rand(2, TIME) > 0.3
+    y, _ = mixer(x, None, mask, document_starts=starts)
+    for r, a, b in PIECES:
+        real = mask[r, a:b]
+        assert (y[r, a:b][~real] == 0).all()
+        if real.any():
+            assert error(y[r, a:b][real], mixer(x[r : r + 1, a:b][:, real])[0][0]) < 1e-8
+
+
+def test_wrong_starts_are_refused():
+    mixer, x, starts = problem("lmm-titans")
+    with pytest.raises(ValueError, match=r"document_starts has shape \[2, 22\] but the tokens are .* \[2, 23\]"):
+        mixer(x, document_starts=starts[:, 1:])
+    state = mixer(x[:1])[1]
+    with pytest.raises(ValueError, match="x has batch size 2 but the state has 1"):
+        mixer(x, state, document_starts=starts)
+    y, _ = mixer(x, document_starts=torch.zeros(2, TIME))
+    assert torch.equal(y, mixer(x)[0])
+    assert mixer(x[:, :0], document_starts=starts[:, :0])[0].shape == (2, 0, DIM)
+
+
+def model(**options):
+    torch.manual_seed(0)
+    config = AtlasConfig.preset("nano", hidden_size=16, num_attention_heads=2, chunk_size=4, **options)
+    return AtlasForCausalLM(config).double().train()
+
+
+@pytest.mark.parametrize("options", [{"rule": "titans"}, {"rule": "atlas"}, {"block": "mac"}, {"block": "hope"}])
+def test_a_model_reads_packed_rows_in_segments(options):
+    """Losses and gradients of packed rows, read at once or in segments that carry the state and its graph, are those of
+    every document alone."""
+    net = model(**options)
+    ids = torch.randint(0, 256, (2, TIME + 1))
+    starts = torch.zeros(2, TIME, dtype=torch.bool)
+    for row, places in enumerate(STARTS):
+        starts[row, list(places)] = True
+
+    def loss(inputs, labels, **more):
+        out = net(input_ids=inputs, shift_labels=labels, **more)
+        value = torch.nn.functional.cross_entropy(out.logits.transpose(1, 2), labels, reduction="none")
+        assert abs(out.loss - value.mean()) < 1e-5  # transformers computes it in float32
+        return value.sum() / (2 * TIME)
+
+    alone = sum(loss(ids[r : r + 1, a:b], ids[r : r + 1, a + 1 : b + 1]) for r, a, b in PIECES)
+    packed = loss(ids[:, :-1], ids[:, 1:], document_starts=starts)
+    cache = AtlasCache(net.config.num_hidden_layers, keep_graph=True)
+    cuts = ((0, 7), (7, 8), (8, TIME))
+    parts = [
+        loss(ids[:, a:b], ids[:, a + 1 : b + 1], document_starts=starts[:, a:b], past_key_values=cache) for a, b in cuts
+    ]
+    parameters = list(net.parameters())
+    wanted = torch.autograd.grad(alone, parameters, materialize_grads=True, allow_unused=True)
+    for other in (packed, sum(parts)):
+        assert abs(other - alone) < 1e-8
+        for got, want in zip(torch.autograd.grad(other, parameters, allow_unused=True), wanted, strict=True):
+            assert (got - want).norm() <= 1e-8 * (1 + want.norm())
+    assert cache.get_seq_length() == TIME
+    assert any(t.requires_grad for t in cache.blocks[0].state.tensors())
+    cache.detach()
+    assert not any(t.requires_grad for t in cache.blocks[0].state.tensors())
+
+
+def test_a_cache_keeps_no_graph_by_default():
+    net = model(rule="titans")
+    out = net(input_ids=torch.randint(0, 256, (1, 9)), use_cache=True)
+    assert not any(t.requires_grad for t in out.past_key_values.blocks[0].state.tensors())
+
+
+def test_hidden_states_of_packed_rows():
+    net = model(rule="titans")
+    ids, starts = torch.randint(0, 256, (1, 12)), torch.zeros(1, 12)
+    starts[0, 5] = 1
+    hidden = net(input_ids=ids, document_starts=starts, output_hidden_states=True).hidden_states
+    second = net(input_ids=ids[:, 5:], output_hidden_states=True).hidden_states
+    for whole, part in zip(hidden, second, strict=True):
+        assert error(whole[:, 5:], part) < 1e-8

@@ -1,0 +1,226 @@
+"""The orders of the examples: what rows remember; neither a kill nor another cut of the batch changes a run."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atlas_memory.training import RunConfig, trainer
+from atlas_memory.training.carried import CarriedStates, damage
+from atlas_memory.training.config import ConfigError
+from atlas_memory.training.runs import newest_checkpoint, read_log
+from atlas_memory.training.trainer import train
+from tests.training.small import overrides, settings
+
+FRESH = multiprocessing.get_context("forkserver")  # processes that begin with what is imported, and no threads
+FRESH.set_forkserver_preload(["atlas_memory.training.trainer"])
+ORDERS = ("stream", "packed", "crops")
+
+
+def losses(folder: Path) -> list[float]:
+    return [entry["loss"] for entry in read_log(folder)]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(one: Path, two: Path) -> bool:
+    a, b = weights(one), weights(two)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def near(one: Path, two: Path, tolerance: float) -> bool:
+    a, b = weights(one), weights(two)
+    return all((a[name] - b[name]).abs().max() <= tolerance * (1 + a[name].abs().max()) for name in a)
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory) -> dict[str, Path]:
+    """A run of six steps in each order."""
+    found = {}
+    for order in ORDERS:
+        folder = tmp_path_factory.mktemp(order)
+        train(settings(folder, f"data.order={order}"))
+        found[order] = folder / "run"
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_resumed_run_is_bitwise_the_same(wholes, tmp_path, order: str, monkeypatch) -> None:
+    with monkeypatch.context() as patch:  # killed while step 5 is read
+        calls = iter(range(100))
+
+        def stop(self, *args, **kwargs):
+            if next(calls) == 4:
+                raise KeyboardInterrupt
+            return compute_loss(self, *args, **kwargs)
+
+        compute_loss = trainer._Trainer.compute_loss
+        patch.setattr(trainer._Trainer, "compute_loss", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings(tmp_path, f"data.order={order}"))
+    assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-3"
+    train(settings(tmp_path, f"data.order={order}"), resume=True)
+    assert losses(tmp_path / "run") == losses(wholes[order])
+    assert same(tmp_path / "run", wholes[order])
+
+
+def test_the_orders_differ_and_rows_remember(wholes, tmp_path) -> None:
+    assert len({tuple(losses(wholes[order])) for order in ORDERS}) == 3
+    states = load_file(wholes["stream"] / "checkpoint-6" / "memory-0.safetensors")
+    seen = states["0.0.memory.seen"]
+    assert seen.shape == (2,) and (seen <= 6 * 16).all() and seen.max() > 16
+    assert not list(wholes["packed"].glob("checkpoint-*/memory-*"))
+
+
+def test_states_are_carried_as_one_long_reading(wholes, tmp_path, monkeypatch) -> None:
+    """The memory of a row after some steps is what one call over its whole document leaves, at fixed weights."""
+    read: list[torch.Tensor] = []
+    kept: list[CarriedStates] = []
+    compute_loss = trainer._Trainer.compute_loss
+
+    def keep(self, model, inputs, *args, **kwargs):
+        read.append(inputs["input_ids"].clone())
+        kept.append(self.carried)
+        return compute_loss(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(trainer._Trainer, "compute_loss", keep)
+    (tmp_path / "corpus").mkdir()
+    for i in range(4):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} " * 500)
+    train(settings(tmp_path, "train.learning_rate=1e-30", "train.weight_decay=0", "train.steps=3"))
+    model = trainer.first_model(settings(tmp_path), trainer.saved_config(tmp_path / "run"))
+    model.load_state_dict(weights(tmp_path / "run"), strict=False)
+    model.tie_weights()
+    cache = model.eval()(input_ids=torch.cat(read, 1), use_cache=True).past_key_values
+    for block, held in zip(cache.blocks, kept[0].next().blocks, strict=True):
+        for one, two in zip(block.state.tensors(), held.state.tensors(), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_accumulation_is_a_larger_batch(tmp_path, order: str) -> None:
+    """8 x 1 and 1 x 8, with documents that end anywhere."""
+    common = (f"data.order={order}", "train.steps=4", "train.learning_rate=0.001", "data.seq_len=32")
+    one = tmp_path / "one"
+    train(settings(one, *common, "train.batch_size=8"))
+    two = tmp_path / "two"
+    train(settings(two, *common, "train.batch_size=1", "train.gradient_accumulation_steps=8"))
+    assert losses(one / "run") == pytest.approx(losses(two / "run"), rel=1e-6)
+    assert near(one / "run", two / "run", 1e-5)
+
+
+def part(rank: int, port: int, config: RunConfig) -> None:
+    """One process of two."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    train(config)
+
+
+def two_processes(config: RunConfig) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    parts = [FRESH.Process(target=part, args=(rank, port, config)) for rank in range(2)]
+    for process in parts:
+        process.start()
+    for process in parts:
+        process.join(300)
+    assert [process.exitcode for process in parts] == [0, 0]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_processes_are_one_with_a_batch_twice_as_large(tmp_path, order: str) -> None:
+    common = (f"data.order={order}", "train.steps=4", "train.learning_rate=0.001", "train.save_every=2")
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(settings(one, *common, "train.batch_size=4"))
+    two_processes(settings(two, *common))
+    assert losses(one / "run") == pytest.approx(losses(two / "run"), rel=1e-5)
+    assert near(one / "run", two / "run", 1e-5)
+    assert (two / "run" / "checkpoint-4" / "memory-1.safetensors").exists() == (order == "stream")
+
+
+def test_one_process_goes_on_with_what_two_remember(tmp_path) -> None:
+    common = ("train.learning_rate=0.001", "train.save_every=4")
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(settings(one, *common, "train.batch_size=4"))
+    two_processes(settings(two, *common))
+    shutil.rmtree(two / "run" / "checkpoint-6")
+    saved = two / "run" / "run.yaml"
+    saved.write_text(saved.read_text().replace("batch_size: 2", "batch_size: 4"))
+    train(settings(two, *common, "train.batch_size=4"), resume=True)
+    assert losses(one / "run") == pytest.approx(losses(two / "run"), rel=1e-5)
+
+
+def test_torchrun(tmp_path) -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*start, "-m", "atlas_memory", "train", *overrides(tmp_path, "train.steps=2")]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": step 2, loss") == 1
+    assert len(read_log(tmp_path / "run")) == 2
+
+
+def test_a_run_killed_again_and_again_ends_the_same(tmp_path) -> None:
+    """SIGKILL at ten random moments, wherever it falls: in a step, in a checkpoint, at the end."""
+    config = ("train.steps=60", "train.save_every=2")
+    train(settings(tmp_path / "whole", *config))
+    folder, chance = tmp_path / "killed", random.Random(0)
+    run = folder / "run"
+    for kill in range(11):
+        process = FRESH.Process(target=train, args=(settings(folder, *config), kill > 0))
+        process.start()
+        if kill < 10:
+            while process.is_alive() and not list(run.glob("checkpoint-*")):
+                time.sleep(0.01)
+            goal = len(read_log(run)) + chance.randint(1, 4)
+            while process.is_alive() and len(read_log(run)) < goal:
+                time.sleep(0.002)
+            time.sleep(chance.uniform(0, 0.05))
+            process.kill()
+        process.join(120)
+        assert process.exitcode in ((0,) if kill == 10 else (0, -signal.SIGKILL))
+    assert losses(run) == losses(tmp_path / "whole" / "run")
+    assert same(run, tmp_path / "whole" / "run")
+
+
+def test_sigterm_saves_what_was_reached(tmp_path) -> None:
+    process = FRESH.Process(target=train, args=(settings(tmp_path, "train.steps=100000", "train.save_every=100000"),))
+    process.start()
+    while process.is_alive() and len(read_log(tmp_path / "run")) < 3:
+        time.sleep(0.01)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 0
+    assert newest_checkpoint(tmp_path / "run") is not None
+
+
+def test_damaged_memories_are_found(wholes, tmp_path) -> None:
+    checkpoint = wholes["stream"] / "checkpoint-6"
+    assert damage(checkpoint) is None
+    data = (checkpoint / "memory-0.safetensors").read_bytes()
+    (tmp_path / "memory-0.safetensors").write_bytes(data[:200])
+    assert "memory-0.safetensors is damaged or cut short" in damage(tmp_path)
+    for name in ("memory-0", "memory-1"):
+        (tmp_path / f"{name}.safetensors").write_bytes(data)
+    assert damage(tmp_path) == "2 of 1 processes wrote what their rows remember"
+    model = trainer.first_model(settings(tmp_path), trainer.saved_config(wholes["stream"]))
+    with pytest.raises(ValueError, match="holds what 2 rows remember, and row 2 is not among them: train with as many"):
+        CarriedStates(model, 4).load(checkpoint)
+
+
+def test_a_state_that_grows_is_not_carried(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"data.order='stream' keeps what rows remember, and the state .* grows"):
+        train(settings(tmp_path, "model.rule=dot"))
+    assert not (tmp_path / "run").exists()
