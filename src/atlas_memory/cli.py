@@ -91,17 +91,18 @@ def generate(
 ) -> None:
     """Write text with a trained model."""
     _quiet()
-    from atlas_memory.evaluation.report import sample
+    from atlas_memory.evaluation.sampling import sample
     from atlas_memory.training.runs import load_run
 
-    print(sample(load_run(run), prompt, max_new_tokens, temperature, top_k, seed, greedy))
+    loaded = load_run(run)
+    print(sample(loaded.model, loaded.tokenizer, prompt, max_new_tokens, temperature, top_k, seed, greedy))
 
 
 @app.command()
 def evaluate(
     run: RunFolder,
     data: Annotated[Path | None, typer.Option(help="Score all of this text, not the run's own held-out part.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens a stream; default 8 times the training length.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens a stream; default 8 training lengths or 8,192.")] = None,
     streams: Annotated[int, typer.Option(min=0, help="Read at most so many streams; 0: all.")] = 64,
     writes: Annotated[Writes, typer.Option(help="Memory on, its writes off, or both.")] = Writes.both,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -109,8 +110,7 @@ def evaluate(
     """Bits per byte of held-out text, overall and by position."""
     _quiet()
     from atlas_memory.data.text import Corpus
-    from atlas_memory.evaluation.perplexity import bits_per_byte
-    from atlas_memory.evaluation.report import BEYOND
+    from atlas_memory.evaluation.perplexity import bits_per_byte, reading_length
     from atlas_memory.training.config import RunConfig
     from atlas_memory.training.runs import load_run
 
@@ -120,7 +120,7 @@ def evaluate(
     trained = (loaded.config or RunConfig()).data
     corpus = Corpus.load(trained.path if data is None else data)
     documents = corpus.held_out if data is None else corpus.train + corpus.held_out
-    length = BEYOND * trained.seq_len if length is None else length
+    length = reading_length(trained.seq_len) if length is None else length
     scores = {
         name: bits_per_byte(loaded.model, loaded.tokenizer, documents, length, enabled, streams or None)
         for name, enabled in (("memory_on", True), ("writes_off", False))
@@ -150,7 +150,7 @@ def evaluate(
 def report(run: RunFolder) -> None:
     """Evaluate a run and write RUN/report/: a page, pictures and numbers."""
     _quiet()
-    from atlas_memory.evaluation.report import write_report
+    from atlas_memory.report import write_report
 
     numbers = write_report(run)
     margin = numbers["margin"]

@@ -21,6 +21,11 @@ SEGMENT = 256  # tokens given to the model in one call
 ROWS = 8  # streams read side by side
 
 
+def reading_length(seq_len: int) -> int:
+    """How many tokens of a stream tell what a model that was trained on `seq_len` does beyond them."""
+    return max(8 * seq_len, 8192)
+
+
 @dataclass(frozen=True)
 class Score:
     """Bits and bytes of every stream in every bucket of positions.

@@ -1,4 +1,4 @@
-"""What happens beside the training step: the clock, the log, the progress bar, Ctrl-C."""
+"""What happens beside the training step: the clock, held-out text, the log, the progress bar, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from atlas_memory.data import Document
+from atlas_memory.evaluation.perplexity import bits_per_byte
 from atlas_memory.training.processes import largest, process, processes
 
 
@@ -41,7 +44,10 @@ class Clock(TrainerCallback):
         (self._shared,) = largest(self._before + passed)
 
     def share(self, step: int) -> float:
-        return min(1.0, max(step / self.steps, self.elapsed / self.limit))
+        return self.share_at(step, self.elapsed)
+
+    def share_at(self, step: int, elapsed: float) -> float:
+        return min(1.0, max(step / self.steps, elapsed / self.limit))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._start = time.monotonic()
@@ -79,11 +85,36 @@ class StopOnInterrupt(TrainerCallback):
             control.should_training_stop = control.should_save = True
 
 
-class JsonLog(TrainerCallback):
-    """Appends one line a step to a file: step, loss (nats a token), learning rate, gradient norm, seconds."""
+class HeldOut(TrainerCallback):
+    """Reads held-out text every so many steps, and at the end: bits per byte of `streams` streams, always the same,
+    eight times as long as a training example."""
 
-    def __init__(self, path: Path, clock: Clock) -> None:
-        self.path, self.clock = path, clock
+    streams = 8
+
+    def __init__(self, model: Any, tokenizer: Any, documents: Sequence[Document], seq_len: int, every: int) -> None:
+        self.model, self.tokenizer, self.documents = model, tokenizer, documents
+        self.length, self.every = 8 * seq_len, every
+        self.bits: float | None = None
+        """Of the step that has just ended; None where nothing was read."""
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.bits = None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if process() > 0 or not self.every:
+            return
+        if state.global_step % self.every == 0 or control.should_training_stop or state.global_step == args.max_steps:
+            self.bits = bits_per_byte(
+                self.model, self.tokenizer, self.documents, self.length, streams=self.streams
+            ).overall
+
+
+class JsonLog(TrainerCallback):
+    """Appends one line a step to a file: step, loss (nats a token), learning rate, gradient norm, seconds; and bits per
+    byte of held-out text where it was read."""
+
+    def __init__(self, path: Path, clock: Clock, held_out: HeldOut) -> None:
+        self.path, self.clock, self.held_out = path, clock, held_out
         self.last: dict[str, float] = {}
 
     def on_log(
@@ -108,6 +139,8 @@ class JsonLog(TrainerCallback):
             "grad_norm": logs["grad_norm"],
             "elapsed": round(self.clock.elapsed, 3),
         }
+        if self.held_out.bits is not None:
+            self.last["held_out_bits_per_byte"] = self.held_out.bits
         if process() > 0:
             return
         with self.path.open("a", encoding="utf-8") as file:
@@ -115,16 +148,17 @@ class JsonLog(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """A bar over the share of the run that is done; without a terminal, a plain line at every tenth."""
+    """A bar over the share of the run that is done: steps, loss, held-out bits a byte, tokens a second, learning rate
+    and the time that is left; without a terminal a line for the first step, every tenth of the run and every minute."""
 
-    def __init__(self, clock: Clock, log: JsonLog, console: Console) -> None:
-        self.clock, self.log, self.console = clock, log, console
-        self._tenth = 0
+    def __init__(self, clock: Clock, log: JsonLog, console: Console, tokens_per_step: int) -> None:
+        self.clock, self.log, self.console, self.tokens_per_step = clock, log, console, tokens_per_step
+        self._tenth, self._printed, self._shown, self._held_out = 0, -math.inf, -1, ""
+        self._began = (0, 0.0)
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%  {task.fields[text]}"),
-            TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
         )
@@ -132,17 +166,39 @@ class ProgressBar(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._tenth = int(10 * self.clock.share(state.global_step))
+        self._began = (state.global_step, self.clock.elapsed)
         self._bar.start()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.log.last.get("step") != state.global_step:
+        if self.log.last.get("step") != state.global_step or self._shown == state.global_step:
             return
-        share = self.clock.share(state.global_step)
-        text = f"step {state.global_step}  loss {self.log.last['loss']:.3f}"
+        self._shown = state.global_step
+        share, now = self.clock.share(state.global_step), self.clock.elapsed
+        text = self._text(state.global_step, share, now)
         self._bar.update(self._task, completed=share, text=text)
-        if not self.console.is_terminal and int(10 * share) > self._tenth:
-            self._tenth = int(10 * share)
-            self.console.print(f"training {share:4.0%}  {text}  {self.log.last['elapsed']:.0f} s", highlight=False)
+        if self.console.is_terminal:
+            return
+        if int(10 * share) > self._tenth or now - self._printed >= 60 or "held_out_bits_per_byte" in self.log.last:
+            self._tenth, self._printed = int(10 * share), now
+            self.console.print(f"training {share:4.0%}  {text}", highlight=False, soft_wrap=True)
+
+    def _text(self, step: int, share: float, now: float) -> str:
+        last, (first, before) = self.log.last, self._began
+        if "held_out_bits_per_byte" in last:
+            self._held_out = f"  held out {last['held_out_bits_per_byte']:.3f} bits/byte"
+        speed = (step - first) * self.tokens_per_step / max(now - before, 1e-9)
+        start = self.clock.share_at(first, before)
+        left = (now - before) * (1 - share) / max(share - start, 1e-9)
+        return (
+            f"step {step:,} of {'at most ' if self.clock.limit < math.inf else ''}{self.clock.steps:,}  "
+            f"loss {last['loss']:.3f} nats/token{self._held_out}  {speed:,.0f} tokens/s  "
+            f"rate {last['learning_rate']:.1e}  {_time(now)} passed, {_time(left)} left"
+        )
 
     def close(self) -> None:
         self._bar.stop()
+
+
+def _time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"

@@ -73,6 +73,7 @@ class TrainSection(_Section):
     warmup_steps: int = Field(default=50, ge=0)
     weight_decay: float = Field(default=0.1, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
+    evaluate_every: int = Field(default=200, ge=0)  # steps between readings of held-out text; 0: none
     save_every: int = Field(default=200, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     gradient_checkpointing: bool = False

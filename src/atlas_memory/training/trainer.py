@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,9 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from atlas_memory.data import Corpus, RandomCrops, Segments, Tokens, load_tokenizer
+from atlas_memory.data import Corpus, Document, RandomCrops, Segments, Tokens, load_tokenizer
 from atlas_memory.models import PRESETS, AtlasForCausalLM
-from atlas_memory.training.callbacks import Clock, JsonLog, ProgressBar, StopOnInterrupt
+from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.config import ConfigError, RunConfig, load_config
 from atlas_memory.training.optimisers import M3, m3_groups
@@ -39,7 +39,9 @@ from atlas_memory.training.runs import (
 Examples = RandomCrops | Segments
 
 # What may differ between a run and its resumption: everything else would make it another run.
-_MAY_CHANGE = frozenset({"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device"})
+_MAY_CHANGE = frozenset(
+    {"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device", "evaluate_every"}
+)
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,21 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     with _only_run(folder):
         if process() == 0:
             config.save(folder / "run.yaml")
-        return _run(config, folder, model, tokenizer, examples, resume, console)
+        return _run(config, folder, model, tokenizer, examples, corpus.held_out, resume, console)
 
 
 def _examples(config: RunConfig, tokens: Tokens) -> Examples:
     """The training examples, in the order in which they are read."""
     data, run = config.data, config.train
-    rows = run.batch_size * run.gradient_accumulation_steps * processes()
+    rows = run.batch_size * _batches(config)
     if data.order == "crops":
         return RandomCrops(tokens.ids, data.seq_len, run.steps * rows, run.seed)
     return Segments(tokens, data.seq_len, rows, run.steps, run.seed, data.pass_states)
+
+
+def _batches(config: RunConfig) -> int:
+    """How many batches of `batch_size` rows a step is made of."""
+    return config.train.gradient_accumulation_steps * processes()
 
 
 def _run(
@@ -112,6 +119,7 @@ def _run(
     model: Any,
     tokenizer: Any,
     examples: Examples,
+    held_out: Sequence[Document],
     resume: bool,
     console: Console,
 ) -> Outcome:
@@ -132,8 +140,10 @@ def _run(
         if process() == 0:
             cut_log(folder, done)
 
-    log = JsonLog(folder / "log.jsonl", clock)
-    bar = ProgressBar(clock, log, console)
+    run = config.train
+    reader = HeldOut(model, tokenizer, held_out, config.data.seq_len, run.evaluate_every)
+    log = JsonLog(folder / "log.jsonl", clock, reader)
+    bar = ProgressBar(clock, log, console, run.batch_size * _batches(config) * config.data.seq_len)
     interrupt = StopOnInterrupt()
     trainer = _Trainer(
         config,
@@ -142,7 +152,7 @@ def _run(
         examples,
         args=_arguments(config, folder),
         processing_class=tokenizer,
-        callbacks=[clock, interrupt, log, bar],
+        callbacks=[clock, interrupt, reader, log, bar],
     )
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)

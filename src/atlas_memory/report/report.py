@@ -14,18 +14,18 @@ import torch
 from atlas_memory.data.text import Corpus, Document
 from atlas_memory.data.tokens import encode, is_byte_tokenizer
 from atlas_memory.evaluation.gates import GateLog, watch_gates
-from atlas_memory.evaluation.perplexity import SEGMENT, bits_per_byte
-from atlas_memory.evaluation.pictures import bits_by_position, gates_over_time, loss_curve
+from atlas_memory.evaluation.perplexity import SEGMENT, bits_per_byte, reading_length
+from atlas_memory.evaluation.sampling import sample
+from atlas_memory.report.pictures import bits_by_position, gates_over_time, loss_curve
 from atlas_memory.training.runs import Run, load_run, read_log
 
-BEYOND = 8  # the report reads this many times the training length
 PROMPT = "def "
 
 
 def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400) -> dict[str, Any]:
     """Evaluate the run in `folder` and write `report/` there: report.html, report.json and the pictures.
 
-    Reads `streams` held-out streams of 8 times the training length with the memory on, with its writes off, and
+    Reads `streams` held-out streams of `reading_length` with the memory on, with its writes off, and
     with a memory of the last training length only; and one held-out document with the gates watched. Returns what
     report.json holds; ValueError if the run cannot be loaded or has no run.yaml.
     """
@@ -33,7 +33,7 @@ def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400
     if run.config is None:
         raise ValueError(f"{str(folder)!r} has no run.yaml, so its training text and length are unknown")
     trained = run.config.data.seq_len
-    length = BEYOND * trained
+    length = reading_length(trained)
     held_out = Corpus.load(run.config.data.path).held_out
     on = bits_per_byte(run.model, run.tokenizer, held_out, length, True, streams)
     off = bits_per_byte(run.model, run.tokenizer, held_out, length, False, streams)
@@ -58,7 +58,7 @@ def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400
         "margin": {"bits_per_byte": margin, "standard_error": error},
         "beyond_training_length": older,
         "gates": {"document": document, "layers": gates.summary()},
-        "sample": sample(run, PROMPT, sample_tokens),
+        "sample": sample(run.model, run.tokenizer, PROMPT, sample_tokens),
     }
     target = run.folder / "report"
     target.mkdir(exist_ok=True)
@@ -72,34 +72,6 @@ def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400
     (target / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     (target / "report.html").write_text(_page(numbers, bool(log)), encoding="utf-8")
     return numbers
-
-
-@torch.inference_mode()
-def sample(
-    run: Run,
-    prompt: str,
-    tokens: int,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    seed: int = 0,
-    greedy: bool = False,
-) -> str:
-    """`prompt` and up to `tokens` tokens that the model writes after it."""
-    ids = [
-        run.tokenizer.eos_token_id,
-        *encode(run.tokenizer, prompt).tolist(),
-    ]  # as a document begins in training
-    torch.manual_seed(seed)
-    choice = {"do_sample": False} if greedy else {"do_sample": True, "temperature": temperature, "top_k": top_k}
-    out = run.model.generate(
-        torch.tensor([ids], device=run.model.device),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=run.model.device),
-        max_new_tokens=tokens,
-        pad_token_id=run.tokenizer.eos_token_id if run.tokenizer.pad_token_id is None else run.tokenizer.pad_token_id,
-        eos_token_id=run.tokenizer.eos_token_id,
-        **choice,
-    )
-    return run.tokenizer.decode(out[0], skip_special_tokens=True)
 
 
 def _read_with_gates(run: Run, documents: tuple[Document, ...], length: int) -> tuple[GateLog, str]:
