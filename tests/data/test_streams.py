@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from atlas_memory.data import Document, Segments, Tokens, byte_tokenizer
-from atlas_memory.data.streams import IGNORED
 
 
 def some_tokens(sizes=(7, 1, 30, 12, 3, 19, 5)) -> Tokens:
@@ -46,11 +45,10 @@ def test_an_epoch_holds_everything_in_order(rows: int, seq_len: int) -> None:
     found = [tuple(d.tolist()) for d in torch.tensor_split(whole, first) if len(d)]
     assert set(found[:-1]) <= texts  # the last may be cut off where rows do not divide the text
     assert len(set(whole.tolist())) == len(whole) - (len(first) - 1)
-    ends = [part * (r + 1) - 1 for r in range(rows)]
-    assert all(labels[end] == IGNORED for end in ends)
-    inner = torch.ones(len(read), dtype=torch.bool)
-    inner[ends] = False
-    assert torch.equal(labels[inner], read.roll(-1)[inner])
+    follows = dict(zip(tokens.ids[:-1].tolist(), tokens.ids[1:].tolist(), strict=True))
+    assert all(
+        label == follows[token] for token, label in zip(read.tolist(), labels.tolist(), strict=True) if token > 256
+    )
     cuts = torch.zeros(len(read), dtype=torch.bool)
     cuts[::part] = True
     assert torch.equal(starts, (read == 256) | cuts[: len(read)])
@@ -72,6 +70,18 @@ def test_passed_states_are_starts_that_are_not_marked() -> None:
         return row(Segments(some_tokens((5,) * 40), 20, 1, 10, pass_states=share), 0, 10)["document_starts"]
 
     assert marks(0).sum() == 40 and marks(1).sum() == 1 and 10 < marks(0.5).sum() < 30
+
+
+def test_documents_are_cut_where_carrying_ends() -> None:
+    """Pieces of at most two segments, each with a start; what follows a piece's last token is its document's next."""
+    tokens = some_tokens((50, 13, 9))
+    read = row(Segments(tokens, 5, 1, 20, carry=2), 0, 14)
+    ids, labels = read["input_ids"].tolist(), read["shift_labels"].tolist()
+    begun = read["document_starts"].nonzero()[:, 0].tolist()
+    assert max(np.diff(begun)) == 10 and len(begun) == 8
+    assert sorted(ids[i] for i in begun if ids[i] != 256) == [1009, 1019, 1029, 1039, 1059]
+    follows = dict(zip(tokens.ids[:-1].tolist(), tokens.ids[1:].tolist(), strict=True))
+    assert all(label == follows[token] for token, label in zip(ids, labels, strict=True) if token > 256)
 
 
 def test_too_little_text_is_refused() -> None:

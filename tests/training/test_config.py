@@ -36,7 +36,7 @@ def test_the_demo_is_valid() -> None:
     [
         ("train.stpes=3", r"unknown key train.stpes \(=3\); did you mean train.steps\?"),
         ("steps=3", r"unknown key steps \(=3\); did you mean train.steps\?"),
-        ("zebra=3", r"unknown key zebra \(=3\); known: data.order, "),
+        ("zebra=3", r"unknown key zebra \(=3\); known: data.carry, "),
         ("train.steps=many", "train.steps='many': input should be a valid integer"),
         ("train.steps=0", "train.steps=0: input should be greater than or equal to 1"),
         ("train.learning_rate=.nan", "train.learning_rate=nan: input should be a finite number"),

@@ -13,8 +13,6 @@ from torch.utils.data import Dataset
 from atlas_memory.data.text import Document
 from atlas_memory.data.tokens import encode
 
-IGNORED = -100  # a label that does not count
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -45,12 +43,13 @@ class Tokens:
 class Segments(Dataset[dict[str, torch.Tensor]]):
     """Segments of `seq_len` tokens, of which row r reads number s at step s: item `s * rows + r`.
 
-    In every epoch the documents are put one behind the other in another order, and the whole is cut into `rows` equal
-    parts. A row reads its part in order, epoch after epoch, so segment s + 1 of a row goes on where segment s ended.
-    An item depends on its index and the arguments alone: a resumed run sees what the first would have seen.
+    In every epoch the documents, or pieces of them, are put one behind the other in another order, and the whole is cut
+    into `rows` equal parts. A row reads its part in order, epoch after epoch, so segment s + 1 of a row goes on where
+    segment s ended. An item depends on its index and the arguments alone: a resumed run sees what the first would have
+    seen.
 
     Items are `{"input_ids", "shift_labels", "document_starts"}`, each `[seq_len]`: int64, int64 (the token that follows
-    each token; -100 where a row's part ends) and bool (the first token of every document, and of every part).
+    each token in its document) and bool (where a document, a piece or a part begins, and with it an empty memory).
 
     Args:
         tokens: The text.
@@ -58,90 +57,93 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         rows: Rows read side by side, of all processes and all accumulated batches together.
         steps: Segments a row.
         seed: Of the orders.
-        pass_states: The share of documents that are not marked as starting, so that a row which carries its state
-            begins them with what it remembers of the document before: a memory that is trained on short documents
-            learns so to go on from states that only long ones lead to.
+        carry: Cut documents into pieces of so many segments, so that a row soon goes on somewhere else: what is read in
+            one step is then less like what was read in the step before. None: documents are whole.
+        pass_states: The share of documents or pieces that are not marked as beginning: a row that carries its state
+            begins them with what it remembers of the one before. A memory that is trained on short documents learns so
+            to go on from states that only long ones lead to.
 
     Raises:
         ValueError: There is less than one segment a row.
     """
 
     def __init__(
-        self, tokens: Tokens, seq_len: int, rows: int, steps: int, seed: int = 0, pass_states: float = 0.0
+        self,
+        tokens: Tokens,
+        seq_len: int,
+        rows: int,
+        steps: int,
+        seed: int = 0,
+        carry: int | None = None,
+        pass_states: float = 0.0,
     ) -> None:
-        self.tokens, self.seq_len, self.rows, self.steps = tokens, seq_len, rows, steps
+        self.ids, self.seq_len, self.rows, self.steps = tokens.ids, seq_len, rows, steps
         self.seed, self.pass_states = seed, pass_states
-        self._orders: dict[int, _Order] = {}  # of this epoch and the one before
-        self.part = (len(tokens.ids) - 1) // rows  # tokens that a row reads in an epoch
+        total = len(tokens.ids) - 1
+        self.part = total // rows  # tokens that a row reads in an epoch
         if self.part < seq_len:
             raise ValueError(
-                f"data.seq_len={seq_len} times {rows} rows is more than the training text ({len(tokens.ids) - 1} "
-                "tokens): lower data.seq_len or train.batch_size, or give more text"
+                f"data.seq_len={seq_len} times {rows} rows is more than the training text ({total} tokens): "
+                "lower data.seq_len or train.batch_size, or give more text"
             )
+        sizes = np.diff(tokens.starts, append=total)
+        longest = total if carry is None else carry * seq_len
+        inner = [np.arange(start, start + size, longest) for start, size in zip(tokens.starts, sizes, strict=True)]
+        self._starts = np.concatenate(inner)
+        self._sizes = np.diff(self._starts, append=total)
+        self._orders: dict[int, _Order] = {}  # of this epoch and the one before
 
     def __len__(self) -> int:
         return self.rows * self.steps
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         step, row = divmod(index, self.rows)
-        ids, labels, starts = [], [], []
+        places, starts = [], []
         at, left = step * self.seq_len, self.seq_len
         while left:
             epoch, offset = divmod(at, self.part)
             length = min(left, self.part - offset)
-            begin = row * self.part + offset
-            taken, begun = self._order(epoch).read(begin, length + 1)
-            ids.append(taken[:-1])
-            labels.append(taken[1:].copy())
-            starts.append(begun[:-1])
-            if offset == 0:
-                starts[-1][0] = True
-            if offset + length == self.part:
-                labels[-1][-1] = IGNORED
+            where, begun = self._order(epoch).read(row * self.part + offset, length)
+            begun[0] |= offset == 0
+            places.append(where)
+            starts.append(begun)
             at, left = at + length, left - length
+        place = np.concatenate(places)
         return {
-            "input_ids": torch.from_numpy(np.concatenate(ids)),
-            "shift_labels": torch.from_numpy(np.concatenate(labels)),
+            "input_ids": torch.from_numpy(self.ids[place].astype(np.int64)),
+            "shift_labels": torch.from_numpy(self.ids[place + 1].astype(np.int64)),
             "document_starts": torch.from_numpy(np.concatenate(starts)),
         }
 
     def _order(self, epoch: int) -> _Order:
         if epoch not in self._orders:
-            starts, random = self.tokens.starts, np.random.default_rng((self.seed, epoch))
-            documents = random.permutation(len(starts))
-            sizes = np.diff(starts, append=len(self.tokens.ids) - 1)
-            marked = random.random(len(starts)) >= self.pass_states
-            made = _Order(self.tokens, documents, sizes[documents].cumsum(), marked)
+            random = np.random.default_rng((self.seed, epoch))
+            order = random.permutation(len(self._starts))
+            marked = random.random(len(order)) >= self.pass_states
+            made = _Order(self._starts[order], self._sizes[order], self._sizes[order].cumsum(), marked)
             self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {epoch: made}
         return self._orders[epoch]
 
 
 @dataclass(frozen=True)
 class _Order:
-    """The documents of an epoch, one behind the other."""
+    """The pieces of an epoch, one behind the other: where each begins in the text, how long it is, where in this order
+    it ends, and whether it is marked as beginning."""
 
-    tokens: Tokens
-    documents: np.ndarray  # which document is n-th
-    ends: np.ndarray  # where the n-th ends
-    marked: np.ndarray  # whether the n-th is marked as starting
+    starts: np.ndarray
+    sizes: np.ndarray
+    ends: np.ndarray
+    marked: np.ndarray
 
     def read(self, begin: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """`length` tokens from `begin` on, int64, and which of them start a document; behind the last document comes
-        the token that ends it."""
-        ids, starts = np.empty(length, np.int64), np.zeros(length, bool)
+        """Where tokens `begin` to `begin + length` of this order stand in the text, int64, and which begin a piece."""
+        places, begun = np.empty(length, np.int64), np.zeros(length, bool)
         n, filled = int(np.searchsorted(self.ends, begin, side="right")), 0
         while filled < length:
-            if n == len(self.ends):
-                ids[filled:] = self.tokens.ids[-1]
-                break
-            document = self.documents[n]
-            first, size = int(self.tokens.starts[document]), self._size(n)
-            inside = begin + filled - (int(self.ends[n]) - size)
-            count = min(size - inside, length - filled)
-            ids[filled : filled + count] = self.tokens.ids[first + inside : first + inside + count]
-            starts[filled] = inside == 0 and bool(self.marked[n])
+            inside = begin + filled - int(self.ends[n] - self.sizes[n])
+            count = min(int(self.sizes[n]) - inside, length - filled)
+            first = int(self.starts[n]) + inside
+            places[filled : filled + count] = np.arange(first, first + count)
+            begun[filled] = inside == 0 and bool(self.marked[n])
             filled, n = filled + count, n + 1
-        return ids, starts
-
-    def _size(self, n: int) -> int:
-        return int(self.ends[n] - (self.ends[n - 1] if n else 0))
+        return places, begun

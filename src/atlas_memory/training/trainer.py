@@ -105,7 +105,7 @@ def _examples(config: RunConfig, tokens: Tokens) -> Examples:
     rows = run.batch_size * _batches(config)
     if data.order == "crops":
         return RandomCrops(tokens.ids, data.seq_len, run.steps * rows, run.seed)
-    return Segments(tokens, data.seq_len, rows, run.steps, run.seed, data.pass_states)
+    return Segments(tokens, data.seq_len, rows, run.steps, run.seed, data.carry, data.pass_states)
 
 
 def _batches(config: RunConfig) -> int:
