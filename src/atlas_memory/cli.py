@@ -1,4 +1,4 @@
-"""The command: `atlas train | generate | evaluate | report | rules`."""
+"""The command: `atlas train | generate | evaluate | report | rules | data prepare`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
+from . import __version__
+
 # Training and pictures take a second to import: the commands import what they need, `--help` does not wait.
 
 app = typer.Typer(
@@ -26,6 +28,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+data_app = typer.Typer(help="Text made ready for training.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")]
 
 
@@ -47,6 +51,19 @@ def _quiet() -> None:
     logging.basicConfig(format="atlas: %(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|accelerate)\.")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"atlas-memory {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -79,10 +96,40 @@ def train(
         print(done)
 
 
+@data_app.command()
+def prepare(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SOURCE]...", help="As data.path has them; none: the standard library's source."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder to write: data.path of runs to come.")] = Path("prepared"),
+    tokenizer: Annotated[str, typer.Option(help='"bytes", a name or a folder.')] = "bytes",
+    column: Annotated[str, typer.Option(help="Where tables have the text.")] = "text",
+    split: Annotated[str, typer.Option(help="Of a dataset.")] = "train",
+    held_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="The share of documents not to train on.")] = 0.1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise.")] = os.cpu_count() or 1,
+) -> None:
+    """Tokenise text once, into a folder that training reads without loading it."""
+    _quiet()
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from atlas_memory.data.prepared import prepare as run
+    from atlas_memory.data.sources import Source
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading")
+
+        def show(documents: int, tokens: int) -> None:
+            bar.update(task, description=f"{documents:,} documents, {tokens:,} tokens")
+
+        print(run(Source(sources or None, column, split), out, tokenizer, held_out, workers, show))
+
+
 @app.command()
 def generate(
     run: RunFolder,
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
+    prompt: Annotated[str, typer.Option(help="What the text begins with; - reads it from standard input.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
     temperature: Annotated[float, typer.Option(min=1e-6)] = 0.8,
     top_k: Annotated[int, typer.Option(min=1)] = 40,
@@ -94,6 +141,7 @@ def generate(
     from atlas_memory.evaluation.sampling import sample
     from atlas_memory.training.runs import load_run
 
+    prompt = sys.stdin.read() if prompt == "-" else prompt
     loaded = load_run(run)
     print(sample(loaded.model, loaded.tokenizer, prompt, max_new_tokens, temperature, top_k, seed, greedy))
 
@@ -109,7 +157,7 @@ def evaluate(
 ) -> None:
     """Bits per byte of held-out text, overall and by position."""
     _quiet()
-    from atlas_memory.data.text import Corpus
+    from atlas_memory.data.prepared import load_corpus
     from atlas_memory.evaluation.perplexity import bits_per_byte, reading_length
     from atlas_memory.training.config import RunConfig
     from atlas_memory.training.runs import load_run
@@ -118,7 +166,7 @@ def evaluate(
     if data is None and loaded.config is None:
         raise ValueError(f"{str(run)!r} has no run.yaml to name its held-out text: give --data")
     trained = (loaded.config or RunConfig()).data
-    corpus = Corpus.load(trained.path if data is None else data)
+    corpus = load_corpus(**trained.source | ({} if data is None else {"path": str(data)}))
     documents = corpus.held_out if data is None else corpus.train + corpus.held_out
     length = reading_length(trained.seq_len) if length is None else length
     scores = {

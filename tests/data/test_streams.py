@@ -72,16 +72,19 @@ def test_passed_states_are_starts_that_are_not_marked() -> None:
     assert marks(0).sum() == 40 and marks(1).sum() == 1 and 10 < marks(0.5).sum() < 30
 
 
-def test_documents_are_cut_where_carrying_ends() -> None:
-    """Pieces of at most two segments, each with a start; what follows a piece's last token is its document's next."""
-    tokens = some_tokens((50, 13, 9))
-    read = row(Segments(tokens, 5, 1, 20, carry=2), 0, 14)
-    ids, labels = read["input_ids"].tolist(), read["shift_labels"].tolist()
-    begun = read["document_starts"].nonzero()[:, 0].tolist()
-    assert max(np.diff(begun)) == 10 and len(begun) == 8
-    assert sorted(ids[i] for i in begun if ids[i] != 256) == [1009, 1019, 1029, 1039, 1059]
-    follows = dict(zip(tokens.ids[:-1].tolist(), tokens.ids[1:].tolist(), strict=True))
-    assert all(label == follows[token] for token, label in zip(ids, labels, strict=True) if token > 256)
+def test_rows_move_on_where_carrying_ends() -> None:
+    """Pieces of two segments, rows at different steps; documents begin anywhere in them."""
+    tokens = some_tokens((50, 13, 9, 40))
+    for r in (0, 1):
+        read = row(Segments(tokens, 5, 2, 40, carry=2), r, 40)
+        ids, labels = read["input_ids"].tolist(), read["shift_labels"].tolist()
+        begun = set(read["document_starts"].nonzero()[:, 0].tolist())
+        assert set(range(5 * r, 200, 10)) <= begun and {i for i, token in enumerate(ids) if token == 256} <= begun
+        assert all(i % 10 == 5 * r or ids[i] == 256 for i in begun)
+        follows = dict(zip(tokens.ids[:-1].tolist(), tokens.ids[1:].tolist(), strict=True))
+        assert all(label == follows[token] for token, label in zip(ids, labels, strict=True) if token > 256)
+    marks = row(Segments(tokens, 5, 1, 40, carry=2, pass_states=0.5), 0, 40)["document_starts"].sum()
+    assert 3 < marks < 20
 
 
 def test_too_little_text_is_refused() -> None:

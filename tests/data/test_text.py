@@ -64,7 +64,7 @@ def test_what_is_skipped(tmp_path) -> None:
     corpus = Corpus.load(tmp_path)
     assert corpus.skipped == 4
     assert len(corpus.train) + len(corpus.held_out) == 4
-    assert "4 files skipped" in str(corpus)
+    assert "4 skipped" in str(corpus)
 
 
 def test_one_file_is_split_by_position(tmp_path) -> None:

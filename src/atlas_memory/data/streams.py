@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from atlas_memory.data.text import Document
+from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import encode
 
 
@@ -43,10 +43,11 @@ class Tokens:
 class Segments(Dataset[dict[str, torch.Tensor]]):
     """Segments of `seq_len` tokens, of which row r reads number s at step s: item `s * rows + r`.
 
-    In every epoch the documents, or pieces of them, are put one behind the other in another order, and the whole is cut
-    into `rows` equal parts. A row reads its part in order, epoch after epoch, so segment s + 1 of a row goes on where
-    segment s ended. An item depends on its index and the arguments alone: a resumed run sees what the first would have
-    seen.
+    In every epoch the documents are put one behind the other in another order, and the whole is cut into `rows` equal
+    parts. A row reads its part in order, epoch after epoch, so segment s + 1 of a row goes on where segment s ended.
+    With `carry`, pieces of `carry` segments take the place of the documents: pieces of the text as it stands, in which
+    documents begin anywhere. An item depends on its index and the arguments alone: a resumed run sees what the first
+    would have seen.
 
     Items are `{"input_ids", "shift_labels", "document_starts"}`, each `[seq_len]`: int64, int64 (the token that follows
     each token in its document) and bool (where a document, a piece or a part begins, and with it an empty memory).
@@ -57,8 +58,8 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         rows: Rows read side by side, of all processes and all accumulated batches together.
         steps: Segments a row.
         seed: Of the orders.
-        carry: Cut documents into pieces of so many segments, so that a row soon goes on somewhere else: what is read in
-            one step is then less like what was read in the step before. None: documents are whole.
+        carry: A row goes on in another place after so many segments, so that what is read in one step is less like what
+            was read in the step before; rows do so at different steps. None: it reads documents to their ends.
         pass_states: The share of documents or pieces that are not marked as beginning: a row that carries its state
             begins them with what it remembers of the one before. A memory that is trained on short documents learns so
             to go on from states that only long ones lead to.
@@ -77,20 +78,17 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         carry: int | None = None,
         pass_states: float = 0.0,
     ) -> None:
-        self.ids, self.seq_len, self.rows, self.steps = tokens.ids, seq_len, rows, steps
-        self.seed, self.pass_states = seed, pass_states
+        self.tokens, self.seq_len, self.rows, self.steps = tokens, seq_len, rows, steps
+        self.seed, self.carry, self.pass_states = seed, carry, pass_states
         total = len(tokens.ids) - 1
-        self.part = total // rows  # tokens that a row reads in an epoch
+        piece = 1 if carry is None else carry * seq_len
+        self.part = total // piece // rows * piece  # tokens that a row reads in an epoch
         if self.part < seq_len:
+            needed = f"data.seq_len={seq_len} times {rows} rows" + (f" times data.carry={carry}" if carry else "")
             raise ValueError(
-                f"data.seq_len={seq_len} times {rows} rows is more than the training text ({total} tokens): "
-                "lower data.seq_len or train.batch_size, or give more text"
+                f"{needed} is more than the training text ({total} tokens): lower data.seq_len or train.batch_size, "
+                "or give more text"
             )
-        sizes = np.diff(tokens.starts, append=total)
-        longest = total if carry is None else carry * seq_len
-        inner = [np.arange(start, start + size, longest) for start, size in zip(tokens.starts, sizes, strict=True)]
-        self._starts = np.concatenate(inner)
-        self._sizes = np.diff(self._starts, append=total)
         self._orders: dict[int, _Order] = {}  # of this epoch and the one before
 
     def __len__(self) -> int:
@@ -98,8 +96,9 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         step, row = divmod(index, self.rows)
+        ahead = 0 if self.carry is None else row * self.carry // self.rows  # so that rows move on at different steps
+        at, left = (step + ahead) * self.seq_len, self.seq_len
         places, starts = [], []
-        at, left = step * self.seq_len, self.seq_len
         while left:
             epoch, offset = divmod(at, self.part)
             length = min(left, self.part - offset)
@@ -110,40 +109,52 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
             at, left = at + length, left - length
         place = np.concatenate(places)
         return {
-            "input_ids": torch.from_numpy(self.ids[place].astype(np.int64)),
-            "shift_labels": torch.from_numpy(self.ids[place + 1].astype(np.int64)),
+            "input_ids": torch.from_numpy(self.tokens.ids[place].astype(np.int64)),
+            "shift_labels": torch.from_numpy(self.tokens.ids[place + 1].astype(np.int64)),
             "document_starts": torch.from_numpy(np.concatenate(starts)),
         }
 
     def _order(self, epoch: int) -> _Order:
         if epoch not in self._orders:
-            random = np.random.default_rng((self.seed, epoch))
-            order = random.permutation(len(self._starts))
-            marked = random.random(len(order)) >= self.pass_states
-            made = _Order(self._starts[order], self._sizes[order], self._sizes[order].cumsum(), marked)
+            made = self._new_order(np.random.default_rng((self.seed, epoch)))
             self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {epoch: made}
         return self._orders[epoch]
+
+    def _new_order(self, random: np.random.Generator) -> _Order:
+        documents = self.tokens.starts
+        total = len(self.tokens.ids) - 1
+        if self.carry is None:
+            starts, sizes = documents, np.diff(documents, append=total)
+        else:
+            size = self.carry * self.seq_len
+            starts = np.arange(random.integers(total % size + 1), total - size + 1, size)
+            sizes = np.full(len(starts), size)
+        order = random.permutation(len(starts))
+        starts, sizes = starts[order], sizes[order]
+        begins = starts if self.carry is None else np.union1d(starts, documents)
+        marked = random.random(len(begins)) >= self.pass_states
+        return _Order(starts, sizes, sizes.cumsum(), np.sort(begins[marked]))
 
 
 @dataclass(frozen=True)
 class _Order:
     """The pieces of an epoch, one behind the other: where each begins in the text, how long it is, where in this order
-    it ends, and whether it is marked as beginning."""
+    it ends; and at which places of the text a memory begins empty."""
 
     starts: np.ndarray
     sizes: np.ndarray
     ends: np.ndarray
-    marked: np.ndarray
+    empty: np.ndarray
 
     def read(self, begin: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where tokens `begin` to `begin + length` of this order stand in the text, int64, and which begin a piece."""
-        places, begun = np.empty(length, np.int64), np.zeros(length, bool)
+        """Where tokens `begin` to `begin + length` of this order stand in the text, int64, and where memories begin."""
+        places = np.empty(length, np.int64)
         n, filled = int(np.searchsorted(self.ends, begin, side="right")), 0
         while filled < length:
             inside = begin + filled - int(self.ends[n] - self.sizes[n])
             count = min(int(self.sizes[n]) - inside, length - filled)
             first = int(self.starts[n]) + inside
             places[filled : filled + count] = np.arange(first, first + count)
-            begun[filled] = inside == 0 and bool(self.marked[n])
             filled, n = filled + count, n + 1
-        return places, begun
+        nearest = np.searchsorted(self.empty, places).clip(max=max(len(self.empty) - 1, 0))
+        return places, self.empty[nearest] == places if len(self.empty) else np.zeros(length, bool)

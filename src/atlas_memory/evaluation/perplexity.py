@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from atlas_memory.data.text import Document
+from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import bytes_per_token, encode
 from atlas_memory.layers.memory import NeuralMemory
 from atlas_memory.layers.self_modifying import SelfModifyingMemory

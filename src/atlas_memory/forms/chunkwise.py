@@ -147,7 +147,11 @@ def begin(rule: Rule, params: Params, q: Tensor, state: MemoryState | None) -> t
     up = cast(working_dtype(rule, q))
     params = params.map(up)
     if state is not None:
-        return params, Reading(state.map(up), state.seen % rule.window.chunk, False)
+        phase = state.seen % rule.window.chunk
+        # Asking a GPU would make it wait, and a compiled graph must not branch on data.
+        if q.device.type == "cpu" and not torch.compiler.is_compiling() and not phase.any():
+            return params, Reading(state.map(up), None, True)
+        return params, Reading(state.map(up), phase, False)
     return params, Reading(initial_state(rule, params.initial, up(q)), None, True)
 
 

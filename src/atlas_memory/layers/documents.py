@@ -77,8 +77,10 @@ class Documents:
         """Tokens `[batch, time, ...]` as `[pieces, longest, ...]`; what stands behind a piece's end is not of it."""
         return x.flatten(0, 1)[self.index]
 
-    def mask(self, mask: Tensor | None) -> Tensor:
-        """Which tokens of the pieces are real, of those that `mask` `[batch, time]` calls so."""
+    def mask(self, mask: Tensor | None) -> Tensor | None:
+        """Which tokens of the pieces are real, of those that `mask` `[batch, time]` calls so; None: all."""
+        if len(self.row) == self.shape[0] and mask is None:  # rows that begin anew, whole
+            return None
         return self.real if mask is None else self.real & self.split(mask.bool())
 
     def join(self, y: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from atlas_memory.data.text import Corpus, Document
+from atlas_memory.data.prepared import load_corpus
+from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import encode, is_byte_tokenizer
 from atlas_memory.evaluation.gates import GateLog, watch_gates
 from atlas_memory.evaluation.perplexity import SEGMENT, bits_per_byte, reading_length
@@ -34,7 +35,7 @@ def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400
         raise ValueError(f"{str(folder)!r} has no run.yaml, so its training text and length are unknown")
     trained = run.config.data.seq_len
     length = reading_length(trained)
-    held_out = Corpus.load(run.config.data.path).held_out
+    held_out = load_corpus(**run.config.data.source).held_out
     on = bits_per_byte(run.model, run.tokenizer, held_out, length, True, streams)
     off = bits_per_byte(run.model, run.tokenizer, held_out, length, False, streams)
     recent = bits_per_byte(run.model, run.tokenizer, held_out, length, True, streams, recent=trained)

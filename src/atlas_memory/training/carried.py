@@ -29,6 +29,17 @@ def damage(folder: Path) -> str | None:
     return None
 
 
+def _anchored(state: Any, fresh: Any) -> Any:
+    """`state` with the gradient of `fresh`."""
+    starts = fresh.tensors()
+
+    def anchor(held: torch.Tensor) -> torch.Tensor:
+        start = next(starts)
+        return held + (start - start.detach()) if start.requires_grad else held
+
+    return state.map(anchor)
+
+
 class CarriedStates:
     """The states of all layers at the end of each row's last segment, without their graphs.
 
@@ -51,9 +62,17 @@ class CarriedStates:
         self._turn, self._process, self._processes = 0, process, processes
 
     def next(self) -> AtlasCache:
-        """The cache of the batch that is read next; reading updates it."""
+        """The cache of the batch that is read next; reading updates it.
+
+        A state that was read from M_0 on moves as M_0 does, as far as it has not been overwritten. Gradients therefore
+        go through it to M_0, as if it were M_0 and what was added since. Without them M_0 would be trained by fresh
+        documents alone (docs/training.md has what that costs).
+        """
         cache = self._caches[self._turn]
         self._turn = (self._turn + 1) % len(self._caches)
+        for block, held in zip(self._blocks, cache.blocks, strict=True):
+            if held.state is not None:
+                held.state = _anchored(held.state, block.mixer.initial_state())
         return cache
 
     def save(self, folder: Path) -> None:

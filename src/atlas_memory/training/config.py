@@ -12,6 +12,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from atlas_memory.data.sources import is_dataset_name
+
 
 class ConfigError(ValueError):
     """A run description that cannot be used; the message is one line."""
@@ -41,8 +43,12 @@ class ModelSection(_Section):
 
 
 class DataSection(_Section):
-    """Which text, cut how. `path` None: the standard library's source. `tokenizer`: "bytes", a name or a
-    folder.
+    """Which text, cut how.
+
+    `path`: a text file, a folder, a pattern, JSON lines, Parquet, a saved dataset, a dataset's name on a hub, a list of
+    these, or a folder of `atlas data prepare`; None: the standard library's source. `column`: where tables have the
+    text; `split`: of a dataset; `held_out`: the share of documents that is not trained on. `tokenizer`: "bytes", a name
+    or a folder.
 
     `order`, how examples of `seq_len` tokens are taken from the documents:
 
@@ -54,12 +60,20 @@ class DataSection(_Section):
     * "crops": segments at random places, over the ends of documents, each with an empty memory.
     """
 
-    path: str | None = None
+    path: str | list[str] | None = None
+    column: str = "text"
+    split: str = "train"
+    held_out: float = Field(default=0.1, gt=0, lt=1)
     tokenizer: str = "bytes"
     seq_len: int = Field(default=256, ge=2)
     order: Literal["stream", "packed", "crops"] = "stream"
     carry: int | None = Field(default=None, ge=1)
     pass_states: float = Field(default=0.0, ge=0, le=1)
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The arguments of `load_corpus`."""
+        return {"path": self.path, "column": self.column, "split": self.split, "held_out": self.held_out}
 
 
 class TrainSection(_Section):
@@ -97,13 +111,20 @@ class RunConfig(_Section):
         """The same with the paths that are read made absolute, so that the run can be read from anywhere."""
         copy = self.model_copy(deep=True)
         for section, name in ((copy.data, "path"), (copy.model, "init_from")):
-            if (path := getattr(section, name)) is not None:
-                setattr(section, name, str(Path(path).expanduser().resolve()))
+            path = getattr(section, name)
+            if path is not None:
+                setattr(section, name, [_absolute(p) for p in path] if isinstance(path, list) else _absolute(path))
         return copy
 
     def save(self, path: Path) -> None:
         """Write it as YAML, `resolved`."""
         path.write_text(yaml.safe_dump(self.resolved().model_dump(), sort_keys=False), encoding="utf-8")
+
+
+def _absolute(path: str) -> str:
+    """A path that can be read from anywhere; the name of a dataset on a hub stays as it is."""
+    found = Path(path).expanduser()
+    return path if is_dataset_name(path) else str(found.resolve())
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -15,10 +15,11 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from atlas_memory.data import Corpus, Document, RandomCrops, Segments, Tokens, load_tokenizer
+from atlas_memory.data import Document, RandomCrops, Segments, Tokens, load_tokenizer
+from atlas_memory.data.prepared import Prepared, load_corpus
 from atlas_memory.models import PRESETS, AtlasForCausalLM
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
@@ -72,12 +73,14 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
         torch.set_num_threads(config.train.threads)
     set_seed(config.train.seed)
 
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    prepared = Prepared.open(config.data.path)
+    tokenizer = load_tokenizer(config.data.tokenizer if prepared is None else _tokenizer_of(prepared, config))
     # A run that goes on needs the model that it began with no more.
     checkpoint = newest_checkpoint(folder) if resume and config.model.init_from is not None else None
     architecture = model_config(config, tokenizer) if checkpoint is None else saved_config(checkpoint)
-    corpus = Corpus.load(config.data.path)
-    examples = _examples(config, Tokens.of(tokenizer, corpus.train))
+    corpus = load_corpus(**config.data.source)
+    tokens = Tokens.of(tokenizer, corpus.train) if prepared is None else prepared.load()
+    examples = _examples(config, tokens)
     model = first_model(config, architecture) if checkpoint is None else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -86,7 +89,7 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
             "data.order='stream' keeps what rows remember, and the state of this model grows with what it reads: "
             "take data.order=packed or crops"
         )
-    console.print(f"{corpus}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"{prepared or corpus}", highlight=False, soft_wrap=True, markup=False)
     console.print(
         f"model: {config.model.init_from or config.model.preset}, {model.num_parameters():,} parameters",
         highlight=False,
@@ -97,6 +100,16 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
         if process() == 0:
             config.save(folder / "run.yaml")
         return _run(config, folder, model, tokenizer, examples, corpus.held_out, resume, console)
+
+
+def _tokenizer_of(prepared: Prepared, config: RunConfig) -> str:
+    """The prepared folder's tokenizer; ConfigError if another one is asked for."""
+    if config.data.tokenizer not in ("bytes", prepared.name_of_tokenizer, prepared.tokenizer):
+        raise ConfigError(
+            f"data.tokenizer={config.data.tokenizer!r}, but {str(prepared.folder)!r} was prepared with "
+            f"{prepared.name_of_tokenizer!r}: leave data.tokenizer out, or prepare the text again"
+        )
+    return prepared.tokenizer
 
 
 def _examples(config: RunConfig, tokens: Tokens) -> Examples:
@@ -175,7 +188,8 @@ class _Trainer(Trainer):
     def __init__(self, run: RunConfig, clock: Clock, model: nn.Module, examples: Examples, **kwargs: Any) -> None:
         self.run, self.clock, self.network, self.examples = run.train, clock, model, examples
         self.peak = run.train.learning_rate or PRESETS[run.model.preset].learning_rate
-        super().__init__(model=model, train_dataset=examples, **kwargs)
+        # Examples are of one length: nothing is padded, and the tokenizer needs no token for it.
+        super().__init__(model=model, train_dataset=examples, data_collator=default_data_collator, **kwargs)
         self.carried = None
         if run.data.order == "stream":
             rows, passes = self.run.batch_size, self.run.gradient_accumulation_steps

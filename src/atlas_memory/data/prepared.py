@@ -1,0 +1,204 @@
+"""Text tokenised once: `atlas data prepare` writes a folder that training reads without loading it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas_memory.data.sources import Document, Source
+from atlas_memory.data.streams import Tokens
+from atlas_memory.data.text import Corpus, rank
+from atlas_memory.data.tokens import encode, load_tokenizer
+
+ABOUT = "prepared.json"  # written last: a folder without it is not finished
+_PART = 2**22  # characters of a text file that are tokenised at once
+_HELD_OUT_AT_MOST = 2**24  # characters
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A folder of tokens.
+
+    Attributes:
+        folder: `tokens.bin` (ids, little-endian), `starts.npy`, `held_out.jsonl`, `tokenizer/` and `prepared.json`.
+        source: What was prepared.
+        documents, tokens, skipped: How many.
+        dtype: Of the ids.
+        name_of_tokenizer: As it was given.
+    """
+
+    folder: Path
+    source: str
+    documents: int
+    tokens: int
+    skipped: int
+    dtype: str
+    name_of_tokenizer: str
+
+    @classmethod
+    def open(cls, path: Any) -> Prepared | None:
+        """The prepared folder at `path`; None for anything else. ValueError if its files do not belong together."""
+        if not isinstance(path, str | Path) or not (Path(path).expanduser() / ABOUT).is_file():
+            return None
+        folder = Path(path).expanduser()
+        try:
+            found = cls(folder, **json.loads((folder / ABOUT).read_text(encoding="utf-8")))
+            whole = (folder / "tokens.bin").stat().st_size == found.tokens * np.dtype(found.dtype).itemsize
+        except (OSError, TypeError, ValueError) as error:
+            raise ValueError(f"data.path={str(path)!r} is a damaged prepared folder: prepare it again") from error
+        if not whole:
+            raise ValueError(f"data.path={str(path)!r}: tokens.bin is cut short: prepare it again")
+        return found
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder of the tokenizer that made the ids."""
+        return str(self.folder / "tokenizer")
+
+    def load(self) -> Tokens:
+        """The tokens, mapped from the file: what is not asked for is not read."""
+        ids = np.memmap(self.folder / "tokens.bin", dtype=self.dtype, mode="r")
+        return Tokens(ids, np.load(self.folder / "starts.npy"))
+
+    def corpus(self) -> Corpus:
+        """The documents that were held out, and none to train on."""
+        lines = (self.folder / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+        return Corpus(self.source, (), tuple(Document(**json.loads(line)) for line in lines), self.skipped)
+
+    def __str__(self) -> str:
+        return f"{self.source}, prepared in {str(self.folder)!r}: {self.documents:,} documents, {self.tokens:,} tokens"
+
+
+def load_corpus(path: Any, column: str, split: str, held_out: float) -> Corpus:
+    """What `Corpus.load` reads; of a prepared folder, what it holds out."""
+    prepared = Prepared.open(path)
+    return Corpus.load(path, column, split, held_out) if prepared is None else prepared.corpus()
+
+
+def prepare(
+    source: Source,
+    folder: Path,
+    tokenizer: str = "bytes",
+    held_out: float = 0.1,
+    workers: int = 1,
+    progress: Callable[[int, int], None] = lambda documents, tokens: None,
+) -> Prepared:
+    """Tokenise all documents of `source` into `folder`, in bounded memory, with so many processes.
+
+    About the share `held_out` of the documents, by a hash of their names, is held out, but no more than 16 million
+    characters; of a text with a single document, its last part. `progress` is told how many documents and tokens have
+    been written.
+
+    Raises:
+        ValueError: The folder is not empty; there is no text to read; what `Source.documents` raises.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{str(folder)!r} is not empty: choose another folder to write to")
+    known = load_tokenizer(tokenizer)
+    dtype = np.dtype("<u2" if len(known) <= 2**16 else "<u4")
+    end = np.asarray([known.eos_token_id], dtype)
+    source.largest = _PART
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    starts: list[int] = []
+    written = kept = 0
+    try:
+        with (partial / "tokens.bin").open("wb") as file, (partial / "held_out.jsonl").open("w") as held:
+            begins = True  # whether the next part that is trained on begins a document
+            for document, ids in _tokenised(source, tokenizer, dtype.str, workers):
+                begins = begins or not document.continues
+                if rank(document) < held_out and kept + len(document.text) <= _HELD_OUT_AT_MOST and (starts or kept):
+                    held.write(json.dumps({"name": document.name, "text": document.text}) + "\n")
+                    kept, begins = kept + len(document.text), True
+                    continue
+                if begins:
+                    starts.append(written)
+                    file.write(end.tobytes())
+                    written, begins = written + 1, False
+                file.write(ids.tobytes())
+                written += len(ids)
+                progress(len(starts), written)
+            if not starts:
+                raise ValueError(
+                    f"no text in {str(source)!r}: {source.skipped} files, none of them non-empty UTF-8 text"
+                )
+            file.write(end.tobytes())
+        if not kept:
+            written = _hold_out_the_end(partial, known, starts, written, held_out, dtype)
+        np.save(partial / "starts.npy", np.asarray(starts, np.int64))
+        known.save_pretrained(partial / "tokenizer")
+        about = {
+            "source": str(source),
+            "documents": len(starts),
+            "tokens": written + 1,
+            "skipped": source.skipped,
+            "dtype": dtype.str,
+            "name_of_tokenizer": tokenizer,
+        }
+        (partial / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        if folder.is_dir():
+            folder.rmdir()
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    found = Prepared.open(folder)
+    assert found is not None
+    return found
+
+
+def _hold_out_the_end(
+    folder: Path, tokenizer: Any, starts: list[int], written: int, share: float, dtype: np.dtype[Any]
+) -> int:
+    """Where no document was held out, hold out the end of the last one: how many tokens are left."""
+    ids = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r+")
+    size = written - starts[-1]
+    count = min(max(1, int(size * share)), _HELD_OUT_AT_MOST)
+    if size - count < 2:
+        raise ValueError("the text is too short to train on and to hold out from")
+    text = tokenizer.decode(ids[written - count : written].tolist())
+    (folder / "held_out.jsonl").write_text(json.dumps({"name": "the end", "text": text}) + "\n", encoding="utf-8")
+    ids[written - count] = tokenizer.eos_token_id
+    ids.flush()
+    del ids
+    os.truncate(folder / "tokens.bin", (written - count + 1) * dtype.itemsize)
+    return written - count
+
+
+_worker: Any = None
+
+
+def _start(tokenizer: str) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = load_tokenizer(tokenizer)
+
+
+def _encode(work: tuple[Document, str]) -> tuple[Document, np.ndarray]:
+    document, dtype = work
+    return document, encode(_worker, document.text).astype(dtype)
+
+
+def _tokenised(source: Source, tokenizer: str, dtype: str, workers: int) -> Iterator[tuple[Document, np.ndarray]]:
+    """Every document with its ids, in order; never more than a few documents a worker are under way."""
+    work = ((document, dtype) for document in source.documents())
+    if workers == 1 or tokenizer == "bytes":  # bytes are encoded faster than they are sent to another process
+        _start(tokenizer)
+        yield from map(_encode, work)
+        return
+    with multiprocessing.get_context("spawn").Pool(workers, _start, (tokenizer,)) as pool:
+        pending = []
+        for item in work:
+            pending.append(pool.apply_async(_encode, (item,)))
+            if len(pending) > 8 * workers:
+                yield pending.pop(0).get()
+        for result in pending:
+            yield result.get()

@@ -1,0 +1,224 @@
+"""Where documents come from: text files, JSON lines, Parquet, folders of these, saved datasets and those of a hub."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+import os
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Folders of the standard library that hold tests, other people's code or generated tables.
+_LEFT_OUT = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip", "pydoc_data", "encodings"}
+)
+_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
+
+
+def is_dataset_name(place: str) -> bool:
+    """Whether it can only be the name of a dataset on a hub: nothing here has it, and it looks like one."""
+    return bool(_HUB.fullmatch(place)) and not Path(place).parent.exists() and not Path(place).suffix
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text and where it came from (a path relative to the corpus; of a table, with the number of its row)."""
+
+    name: str
+    text: str
+    continues: bool = False
+    """Whether it goes on with the document before it, of which it is a part."""
+
+
+@dataclass
+class Source:
+    """Documents of one or several places, read one after the other when they are asked for.
+
+    Args:
+        path: A file, a folder, a pattern such as ``"books/*.txt"``, a dataset's name on a hub, or a list of these;
+            None: the Python standard library's own source. Files that end in .jsonl, .ndjson, .json or .parquet are
+            tables of documents, all others texts of one document each.
+        column: The column of tables that holds the text.
+        split: Of a dataset.
+        largest: Cut text files into parts of about so many characters, at the ends of lines; None: never.
+
+    Attributes:
+        skipped: Of the files of folders and the rows of tables, how many were not text, empty or exact copies of
+            another (a copy could sit on the other side of a split).
+    """
+
+    path: str | Path | Sequence[str] | None = None
+    column: str = "text"
+    split: str = "train"
+    largest: int | None = None
+    skipped: int = 0
+    _seen: set[bytes] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        if self.path is None:
+            return "the Python standard library's source"
+        return str(self.path) if isinstance(self.path, str | Path) else ", ".join(self.path)
+
+    def documents(self) -> Iterator[Document]:
+        """Every document.
+
+        Raises:
+            ValueError: A place that does not exist or cannot be read; a table without the column.
+        """
+        self.skipped, self._seen = 0, set()
+        if self.path is None:
+            root = Path(sysconfig.get_path("stdlib"))
+            yield from self._files(root, [name for name in _walk(root, _LEFT_OUT) if _is_library_source(name)])
+            return
+        places = [self.path] if isinstance(self.path, str | Path) else list(self.path)
+        if not places:
+            raise ValueError("data.path is an empty list: name a file, a folder or a dataset")
+        for place in places:
+            yield from self._place(str(place), "" if len(places) == 1 else f"{place}/")
+
+    def _place(self, place: str, prefix: str) -> Iterator[Document]:
+        root = Path(place).expanduser()
+        if root.is_dir():
+            if _is_saved_dataset(root):
+                yield from self._rows(place, prefix or f"{root.name}")
+            else:
+                for document in self._files(root, list(_walk(root, frozenset()))):
+                    yield Document(prefix + document.name, document.text, document.continues)
+        elif root.is_file():
+            yield from self._file(root, root.name, alone=True)
+        elif found := sorted(glob.glob(str(root), recursive=True)):
+            for name in found:
+                yield from self._place(name, f"{name}/" if Path(name).is_dir() else "")
+        elif any(c in place for c in "*?["):
+            raise ValueError(f"data.path={place!r}: no file fits this pattern")
+        elif is_dataset_name(place):
+            yield from self._rows(place, place)
+        else:
+            raise ValueError(f"data.path={place!r} does not exist")
+
+    def _files(self, root: Path, names: list[str]) -> Iterator[Document]:
+        for name in names:
+            yield from self._file(root / name, name, alone=False)
+
+    def _file(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
+        if path.suffix in _BUILDERS:
+            yield from self._rows(str(path), name, _BUILDERS[path.suffix])
+            return
+        try:
+            parts = _parts(path, self.largest)
+            for i, text in enumerate(parts):
+                if self._is_new(text):
+                    yield Document(name if self.largest is None or not i else f"{name}:{i}", text, i > 0)
+                elif alone and not i:
+                    raise ValueError(f"data.path={str(path)!r} is empty")
+        except UnicodeDecodeError as error:
+            if alone:
+                raise ValueError(f"data.path={str(path)!r} is not UTF-8 text") from error
+            self.skipped += 1
+        except OSError as error:
+            if alone:
+                raise ValueError(f"data.path={str(path)!r} cannot be read: {error.strerror}") from error
+            self.skipped += 1
+
+    def _rows(self, place: str, name: str, builder: str | None = None) -> Iterator[Document]:
+        for i, row in enumerate(_each(_dataset(place, self.split, builder), place)):
+            if self.column not in row:
+                raise ValueError(
+                    f"data.path={place!r} has no column {self.column!r}: set data.column to one of {', '.join(row)}"
+                )
+            text = row[self.column]
+            if not isinstance(text, str):
+                self.skipped += 1
+            elif self._is_new(text):
+                yield Document(f"{name}:{i}", text)
+
+    def _is_new(self, text: str) -> bool:
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
+        if not text.strip() or digest in self._seen:
+            self.skipped += 1
+            return False
+        self._seen.add(digest)
+        return True
+
+
+def _dataset(place: str, split: str, builder: str | None) -> Any:
+    """A dataset of Hugging Face: rows of a table file, one at a time; a folder of `save_to_disk`; a hub's."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ValueError(f"data.path={place!r} is read by datasets, which is missing: pip install datasets") from error
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what it reports, the error says
+    try:
+        if builder is not None:
+            return datasets.load_dataset(builder, data_files=place, split="train", streaming=True)
+        found = datasets.load_from_disk(place) if Path(place).is_dir() else datasets.load_dataset(place, split=split)
+        if not isinstance(found, datasets.DatasetDict):
+            return found
+        if split not in found:
+            raise ValueError(f"it has no split {split!r}: set data.split to one of {', '.join(found)}")
+        return found[split]
+    except Exception as error:  # the loader raises a dozen different types
+        where = "cannot be read" if builder or Path(place).is_dir() else "does not exist here nor as a dataset by name"
+        raise ValueError(f"data.path={place!r} {where} ({_line(error)})") from error
+
+
+def _each(rows: Any, place: str) -> Iterator[dict[str, Any]]:
+    """The rows of a dataset; ValueError where one cannot be read."""
+    iterator = iter(rows)
+    while True:
+        try:
+            row = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:  # the readers raise a dozen different types
+            raise ValueError(f"data.path={place!r} is damaged or no table of text ({_line(error)})") from error
+        yield row
+
+
+def _is_saved_dataset(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
+    )
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
+    """Relative paths of the files under `root`, sorted; hidden names and folders in `left_out` are not
+    entered."""
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(n for n in subfolders if not n.startswith((".", "__pycache__")) and n not in left_out)
+        for name in sorted(files):
+            if not name.startswith("."):
+                yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def _is_library_source(name: str) -> bool:
+    return name.endswith(".py") and not name.rpartition("/")[2].startswith("_sysconfigdata")
+
+
+def _parts(path: Path, largest: int | None) -> Iterator[str]:
+    """The text of a file, whole or in parts that end with lines; UnicodeDecodeError for what is not text."""
+    with path.open(encoding="utf-8", newline="") as file:
+        text = ""
+        while True:
+            more = file.read(-1 if largest is None else largest)
+            if "\0" in more:
+                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
+            text += more
+            if not more or largest is None:
+                if text or not more:
+                    yield text
+                return
+            cut = text.rfind("\n") + 1 or len(text)
+            yield text[:cut]
+            text = text[cut:]

@@ -1,0 +1,92 @@
+"""Places that documents come from, and what is said of those that cannot be read."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from atlas_memory.data import Corpus, Source
+
+TEXTS = [f"document {i} " * 5 for i in range(12)]
+
+
+@pytest.fixture
+def tables(tmp_path) -> Path:
+    """The same documents in every form."""
+    rows = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(12))})
+    rows.to_json(tmp_path / "a.jsonl")
+    rows.to_parquet(tmp_path / "a.parquet")
+    rows.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": rows, "test": rows.select([3])}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "texts").mkdir()
+    for i, text in enumerate(TEXTS):
+        (tmp_path / "texts" / f"{i:02}.txt").write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "saved", "splits", "texts", "texts/*.txt"])
+def test_every_form_holds_the_same(tables, name: str) -> None:
+    source = Source(str(tables / name))
+    assert [d.text for d in source.documents()] == TEXTS
+    assert len({d.name for d in source.documents()}) == 12 and source.skipped == 0
+
+
+def test_a_folder_of_mixed_files_and_a_list(tables) -> None:
+    (tables / "texts" / "more.jsonl").write_text(json.dumps({"text": "one more"}) + "\n")
+    assert {d.text for d in Source(str(tables / "texts")).documents()} == {*TEXTS, "one more"}
+    both = Source([str(tables / "texts" / "03.txt"), str(tables / "a.jsonl")])
+    assert [d.text for d in both.documents()] == [TEXTS[3], *TEXTS[:3], *TEXTS[4:]] and both.skipped == 1  # a copy
+    assert len({d.name for d in both.documents()}) == 12
+
+
+def test_splits_and_columns(tables) -> None:
+    assert [d.text for d in Source(str(tables / "splits"), split="test").documents()] == [TEXTS[3]]
+    (tables / "b.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in TEXTS))
+    assert [d.text for d in Source(str(tables / "b.jsonl"), "content").documents()] == TEXTS
+
+
+def test_rows_without_text_are_skipped(tables) -> None:
+    (tables / "c.jsonl").write_text('{"text": "a b"}\n{"text": null}\n{"text": " "}\n{"text": "a b"}\n{"text": "c"}\n')
+    source = Source(str(tables / "c.jsonl"))
+    assert [d.text for d in source.documents()] == ["a b", "c"] and source.skipped == 3
+
+
+def test_large_files_in_parts(tmp_path) -> None:
+    text = "".join(f"line {i}\n" for i in range(100)) + "x" * 100
+    (tmp_path / "book.txt").write_text(text)
+    parts = list(Source(str(tmp_path / "book.txt"), largest=50).documents())
+    assert "".join(d.text for d in parts) == text and len(parts) > 10
+    assert [d.continues for d in parts] == [False] + [True] * (len(parts) - 1)
+    assert all(d.text.endswith("\n") for d in parts[:-3])
+    assert [d.text for d in Source(str(tmp_path / "book.txt")).documents()] == [text]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nothing.txt", "nothing.txt' does not exist"),
+        ("*.md", "no file fits this pattern"),
+        ("splits", "has no split 'dev': set data.split to one of train, test"),
+        ("a.jsonl", "has no column 'content': set data.column to one of text, id"),
+        ("broken.jsonl", "is damaged or no table of text"),
+        ("broken.parquet", "cannot be read|is damaged or no table of text"),
+    ],
+)
+def test_refusals(tables, path: str, message: str) -> None:
+    (tables / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (tables / "broken.parquet").write_bytes((tables / "a.parquet").read_bytes()[:-50])
+    options = {"column": "content"} if path == "a.jsonl" else {}
+    with pytest.raises(ValueError, match=message) as caught:
+        list(Source(str(tables / path), split="dev", **options).documents())
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_list_is_refused() -> None:
+    with pytest.raises(ValueError, match="is an empty list"):
+        Corpus.load([])
+
+
+def test_the_share_that_is_held_out(tables) -> None:
+    sizes = [len(Corpus.load(tables / "texts", held_out=share).held_out) for share in (0.01, 0.5, 0.99)]
+    assert sizes[0] == 1 and 2 <= sizes[1] <= 10 and sizes[2] >= 10
