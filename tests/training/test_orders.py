@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atlas_memory.data import byte_tokenizer
 from atlas_memory.training import RunConfig, trainer
 from atlas_memory.training.carried import CarriedStates, damage
 from atlas_memory.training.config import ConfigError
@@ -224,3 +225,20 @@ def test_a_state_that_grows_is_not_carried(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"data.order='stream' keeps what rows remember, and the state .* grows"):
         train(settings(tmp_path, "model.rule=dot"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_text_that_changed_is_not_resumed(tmp_path) -> None:
+    train(settings(tmp_path))
+    with (tmp_path / "corpus" / "3.txt").open("a") as file:
+        file.write("more")
+    with pytest.raises(
+        ConfigError, match="the text has changed since the run in .* began .*: restore it, or train into"
+    ):
+        train(settings(tmp_path, "train.steps=8"), resume=True)
+
+
+def test_a_tokenizer_without_padding(tmp_path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert train(settings(tmp_path, f"data.tokenizer={tmp_path / 'tokenizer'}")).steps == 6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,11 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from atlas_memory.data import Document, RandomCrops, Segments, Tokens, load_tokenizer
-from atlas_memory.data.prepared import Prepared, load_corpus
 from atlas_memory.models import PRESETS, AtlasForCausalLM
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.config import ConfigError, RunConfig, load_config
+from atlas_memory.training.examples import Examples, Text, batches
 from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
 from atlas_memory.training.processes import process, processes
@@ -36,8 +35,6 @@ from atlas_memory.training.runs import (
     read_log,
     saved_config,
 )
-
-Examples = RandomCrops | Segments
 
 # What may differ between a run and its resumption: everything else would make it another run.
 _MAY_CHANGE = frozenset(
@@ -73,14 +70,13 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
         torch.set_num_threads(config.train.threads)
     set_seed(config.train.seed)
 
-    prepared = Prepared.open(config.data.path)
-    tokenizer = load_tokenizer(config.data.tokenizer if prepared is None else _tokenizer_of(prepared, config))
+    text = Text.load(config)
+    if resume:
+        text.check_same(folder)
     # A run that goes on needs the model that it began with no more.
     checkpoint = newest_checkpoint(folder) if resume and config.model.init_from is not None else None
-    architecture = model_config(config, tokenizer) if checkpoint is None else saved_config(checkpoint)
-    corpus = load_corpus(**config.data.source)
-    tokens = Tokens.of(tokenizer, corpus.train) if prepared is None else prepared.load()
-    examples = _examples(config, tokens)
+    architecture = model_config(config, text.tokenizer) if checkpoint is None else saved_config(checkpoint)
+    examples = text.examples(config)
     model = first_model(config, architecture) if checkpoint is None else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -89,7 +85,7 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
             "data.order='stream' keeps what rows remember, and the state of this model grows with what it reads: "
             "take data.order=packed or crops"
         )
-    console.print(f"{prepared or corpus}", highlight=False, soft_wrap=True, markup=False)
+    console.print(text.about, highlight=False, soft_wrap=True, markup=False)
     console.print(
         f"model: {config.model.init_from or config.model.preset}, {model.num_parameters():,} parameters",
         highlight=False,
@@ -99,40 +95,16 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     with _only_run(folder):
         if process() == 0:
             config.save(folder / "run.yaml")
-        return _run(config, folder, model, tokenizer, examples, corpus.held_out, resume, console)
-
-
-def _tokenizer_of(prepared: Prepared, config: RunConfig) -> str:
-    """The prepared folder's tokenizer; ConfigError if another one is asked for."""
-    if config.data.tokenizer not in ("bytes", prepared.name_of_tokenizer, prepared.tokenizer):
-        raise ConfigError(
-            f"data.tokenizer={config.data.tokenizer!r}, but {str(prepared.folder)!r} was prepared with "
-            f"{prepared.name_of_tokenizer!r}: leave data.tokenizer out, or prepare the text again"
-        )
-    return prepared.tokenizer
-
-
-def _examples(config: RunConfig, tokens: Tokens) -> Examples:
-    """The training examples, in the order in which they are read."""
-    data, run = config.data, config.train
-    rows = run.batch_size * _batches(config)
-    if data.order == "crops":
-        return RandomCrops(tokens.ids, data.seq_len, run.steps * rows, run.seed)
-    return Segments(tokens, data.seq_len, rows, run.steps, run.seed, data.carry, data.pass_states)
-
-
-def _batches(config: RunConfig) -> int:
-    """How many batches of `batch_size` rows a step is made of."""
-    return config.train.gradient_accumulation_steps * processes()
+            text.save(folder)
+        return _run(config, folder, model, text, examples, resume, console)
 
 
 def _run(
     config: RunConfig,
     folder: Path,
     model: Any,
-    tokenizer: Any,
+    text: Text,
     examples: Examples,
-    held_out: Sequence[Document],
     resume: bool,
     console: Console,
 ) -> Outcome:
@@ -154,9 +126,9 @@ def _run(
             cut_log(folder, done)
 
     run = config.train
-    reader = HeldOut(model, tokenizer, held_out, config.data.seq_len, run.evaluate_every)
+    reader = HeldOut(model, text.tokenizer, text.held_out, config.data.seq_len, run.evaluate_every)
     log = JsonLog(folder / "log.jsonl", clock, reader)
-    bar = ProgressBar(clock, log, console, run.batch_size * _batches(config) * config.data.seq_len)
+    bar = ProgressBar(clock, log, console, run.batch_size * batches(config) * config.data.seq_len)
     interrupt = StopOnInterrupt()
     trainer = _Trainer(
         config,
@@ -164,7 +136,7 @@ def _run(
         model,
         examples,
         args=_arguments(config, folder),
-        processing_class=tokenizer,
+        processing_class=text.tokenizer,
         callbacks=[clock, interrupt, reader, log, bar],
     )
     for callback in (ProgressCallback, PrinterCallback):
@@ -177,7 +149,7 @@ def _run(
     if process() == 0:
         model.save_pretrained(folder)
         trainer.save_state()  # tells load_run how old the saved model is
-        tokenizer.save_pretrained(folder)
+        text.tokenizer.save_pretrained(folder)
     stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
 

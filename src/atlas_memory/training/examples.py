@@ -1,0 +1,86 @@
+"""The text of a run and the examples that are made of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas_memory.data import Document, RandomCrops, Segments, Tokens, load_tokenizer
+from atlas_memory.data.prepared import Prepared, load_corpus
+from atlas_memory.training.config import ConfigError, RunConfig
+from atlas_memory.training.processes import processes
+
+Examples = RandomCrops | Segments
+ABOUT = "data.json"
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a run trains on and what it is tested on.
+
+    Attributes:
+        about: In words.
+        tokens: To train on.
+        held_out: To test on.
+    """
+
+    about: str
+    tokenizer: Any
+    tokens: Tokens
+    held_out: tuple[Document, ...]
+
+    @classmethod
+    def load(cls, config: RunConfig) -> Text:
+        """Read and tokenise what `config.data` names. ValueError if something is wrong with it."""
+        data = config.data
+        prepared = Prepared.open(data.path)
+        if prepared is None:
+            tokenizer = load_tokenizer(data.tokenizer)
+            corpus = load_corpus(**data.source)
+            return cls(str(corpus), tokenizer, Tokens.of(tokenizer, corpus.train), corpus.held_out)
+        if data.tokenizer not in ("bytes", prepared.name_of_tokenizer, prepared.tokenizer):
+            raise ConfigError(
+                f"data.tokenizer={data.tokenizer!r}, but {str(prepared.folder)!r} was prepared with "
+                f"{prepared.name_of_tokenizer!r}: leave data.tokenizer out, or prepare the text again"
+            )
+        held_out = prepared.corpus().held_out
+        return cls(str(prepared), load_tokenizer(prepared.tokenizer), prepared.load(), held_out)
+
+    def examples(self, config: RunConfig) -> Examples:
+        """Training examples in the order in which they are read."""
+        data, run = config.data, config.train
+        rows = run.batch_size * batches(config)
+        if data.order == "crops":
+            return RandomCrops(self.tokens.ids, data.seq_len, run.steps * rows, run.seed)
+        return Segments(self.tokens, data.seq_len, rows, run.steps, run.seed, data.carry, data.pass_states)
+
+    def save(self, folder: Path) -> None:
+        """Write which text the run in `folder` reads."""
+        (folder / ABOUT).write_text(json.dumps(self._mark()) + "\n", encoding="utf-8")
+
+    def check_same(self, folder: Path) -> None:
+        """ConfigError if the run in `folder` began with another text."""
+        path, mark = folder / ABOUT, self._mark()
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else mark
+        if before != mark:
+            raise ConfigError(
+                f"the text has changed since the run in {str(folder)!r} began (it had {before['tokens']:,} tokens to "
+                f"train on and has {mark['tokens']:,}): restore it, or train into another output_dir"
+            )
+
+    def _mark(self) -> dict[str, Any]:
+        """How many tokens and documents there are, and a digest of tokens from everywhere (of all, up to a million)."""
+        ids, starts = self.tokens.ids, self.tokens.starts
+        places = np.linspace(0, len(ids) - 1, min(len(ids), 2**20)).astype(np.int64)
+        digest = hashlib.sha256(ids[places].astype("<i8").tobytes() + starts.astype("<i8").tobytes()).hexdigest()
+        return {"tokens": len(ids), "documents": len(starts), "digest": digest}
+
+
+def batches(config: RunConfig) -> int:
+    """How many batches of `batch_size` rows a step is made of."""
+    return config.train.gradient_accumulation_steps * processes()
