@@ -65,6 +65,16 @@ def test_rows_go_on_through_epochs_in_other_orders() -> None:
     assert Segments(some_tokens(), 11, 2, 5, seed=1)[0]["input_ids"].tolist() != segments[0]["input_ids"].tolist()
 
 
+def test_lanes_are_further_rows() -> None:
+    """Step s reads the rows of lane s % lanes, each a segment further than before."""
+    lanes = Segments(some_tokens(), 4, 2, 12, lanes=3)
+    wide = Segments(some_tokens(), 4, 6, 4)
+    for step in range(12):
+        for r in range(2):
+            one, two = lanes[step * 2 + r], wide[step // 3 * 6 + step % 3 * 2 + r]
+            assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 def test_passed_states_are_starts_that_are_not_marked() -> None:
     def marks(share: float) -> torch.Tensor:
         return row(Segments(some_tokens((5,) * 40), 20, 1, 10, pass_states=share), 0, 10)["document_starts"]

@@ -41,13 +41,14 @@ class Tokens:
 
 
 class Segments(Dataset[dict[str, torch.Tensor]]):
-    """Segments of `seq_len` tokens, of which row r reads number s at step s: item `s * rows + r`.
+    """Segments of `seq_len` tokens, read by `rows` x `lanes` rows, `rows` of them in a step: item `step * rows + r` is
+    the next segment of row `step % lanes * rows + r`.
 
-    In every epoch the documents are put one behind the other in another order, and the whole is cut into `rows` equal
-    parts. A row reads its part in order, epoch after epoch, so segment s + 1 of a row goes on where segment s ended.
-    With `carry`, pieces of `carry` segments take the place of the documents: pieces of the text as it stands, in which
-    documents begin anywhere. An item depends on its index and the arguments alone: a resumed run sees what the first
-    would have seen.
+    In every epoch the documents are put one behind the other in another order, and the whole is cut into as many equal
+    parts as there are rows. A row reads its part in order, epoch after epoch, each segment from where the one before
+    ended. With `carry`, pieces of `carry` segments take the place of the documents: pieces of the text as it stands, in
+    which documents begin anywhere. An item depends on its index and the arguments alone: a resumed run sees what the
+    first would have seen.
 
     Items are `{"input_ids", "shift_labels", "document_starts"}`, each `[seq_len]`: int64, int64 (the token that follows
     each token in its document) and bool (where a document, a piece or a part begins, and with it an empty memory).
@@ -55,11 +56,12 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
     Args:
         tokens: The text.
         seq_len: Tokens in a segment.
-        rows: Rows read side by side, of all processes and all accumulated batches together.
-        steps: Segments a row.
+        rows: Rows read in a step, of all processes and all accumulated batches together.
+        steps: Of training.
         seed: Of the orders.
-        carry: A row goes on in another place after so many segments, so that what is read in one step is less like what
-            was read in the step before; rows do so at different steps. None: it reads documents to their ends.
+        lanes: Steps until the same rows are read again, so that steps one after the other learn from other documents.
+        carry: A row goes on in another place after so many segments, not all rows at the same step. None: it reads
+            documents to their ends.
         pass_states: The share of documents or pieces that are not marked as beginning: a row that carries its state
             begins them with what it remembers of the one before. A memory that is trained on short documents learns so
             to go on from states that only long ones lead to.
@@ -75,19 +77,22 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         rows: int,
         steps: int,
         seed: int = 0,
+        lanes: int = 1,
         carry: int | None = None,
         pass_states: float = 0.0,
     ) -> None:
         self.tokens, self.seq_len, self.rows, self.steps = tokens, seq_len, rows, steps
-        self.seed, self.carry, self.pass_states = seed, carry, pass_states
+        self.seed, self.lanes, self.carry, self.pass_states = seed, lanes, carry, pass_states
         total = len(tokens.ids) - 1
         piece = 1 if carry is None else carry * seq_len
-        self.part = total // piece // rows * piece  # tokens that a row reads in an epoch
+        self.part = total // piece // (rows * lanes) * piece  # tokens that a row reads in an epoch
         if self.part < seq_len:
-            needed = f"data.seq_len={seq_len} times {rows} rows" + (f" times data.carry={carry}" if carry else "")
+            needed = f"data.seq_len={seq_len} times {rows * lanes} rows" + (
+                f" times data.carry={carry}" if carry else ""
+            )
             raise ValueError(
-                f"{needed} is more than the training text ({total} tokens): lower data.seq_len or train.batch_size, "
-                "or give more text"
+                f"{needed} is more than the training text ({total} tokens): lower data.seq_len, data.lanes or "
+                "train.batch_size, or give more text"
             )
         self._orders: dict[int, _Order] = {}  # of this epoch and the one before
 
@@ -96,7 +101,10 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         step, row = divmod(index, self.rows)
-        ahead = 0 if self.carry is None else row * self.carry // self.rows  # so that rows move on at different steps
+        step, lane = divmod(step, self.lanes)
+        row += lane * self.rows
+        # With an end to carrying, rows begin apart, so as not to move on all at the same step.
+        ahead = 0 if self.carry is None else row * self.carry // (self.rows * self.lanes)
         at, left = (step + ahead) * self.seq_len, self.seq_len
         places, starts = [], []
         while left:

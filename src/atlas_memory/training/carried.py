@@ -43,30 +43,33 @@ def _anchored(state: Any, fresh: Any) -> Any:
 class CarriedStates:
     """The states of all layers at the end of each row's last segment, without their graphs.
 
-    A process reads `accumulation` batches of `batch` rows a step. Rows are counted over all processes: batch a of
-    process p has the rows from `(a * processes + p) * batch` on, as the sampler deals them.
+    A process reads `accumulation` batches of `batch` rows a step, other rows in each of `lanes` steps. Rows are counted
+    over all processes and lanes: in lane l, batch a of process p has the `batch` rows from `((l * accumulation + a) *
+    processes + p) * batch` on, as the sampler deals them.
 
     Args:
         model: An `AtlasForCausalLM`, whose states have a constant size.
         batch: Rows in a batch of one process.
         accumulation: Batches a step.
+        lanes: Steps until the same rows are read again.
         process, processes: Which one this is, and how many there are.
     """
 
-    def __init__(self, model: Any, batch: int, accumulation: int = 1, process: int = 0, processes: int = 1) -> None:
+    def __init__(
+        self, model: Any, batch: int, accumulation: int = 1, lanes: int = 1, process: int = 0, processes: int = 1
+    ) -> None:
         self._blocks = model.model.layers
-        self._caches = [AtlasCache(len(self._blocks)) for _ in range(accumulation)]
-        self._rows = [
-            range((a * processes + process) * batch, (a * processes + process + 1) * batch) for a in range(accumulation)
-        ]
-        self._turn, self._process, self._processes = 0, process, processes
+        turns = range(process, lanes * accumulation * processes, processes)
+        self._rows = [range(turn * batch, (turn + 1) * batch) for turn in turns]
+        self._caches = [AtlasCache(len(self._blocks)) for _ in turns]
+        self._turn, self._accumulation, self._process, self._processes = 0, accumulation, process, processes
 
     def next(self) -> AtlasCache:
         """The cache of the batch that is read next; reading updates it.
 
         A state that was read from M_0 on moves as M_0 does, as far as it has not been overwritten. Gradients therefore
         go through it to M_0, as if it were M_0 and what was added since. Without them M_0 would be trained by fresh
-        documents alone (docs/training.md has what that costs).
+        documents alone.
         """
         cache = self._caches[self._turn]
         self._turn = (self._turn + 1) % len(self._caches)
@@ -76,18 +79,18 @@ class CarriedStates:
         return cache
 
     def save(self, folder: Path) -> None:
-        """Write the states of this process's rows, if there has been a step."""
-        if not self._caches[0].get_seq_length():
-            return
-        tensors = {}
-        for a, cache in enumerate(self._caches):
-            for i, held in enumerate(cache.blocks):
+        """Write the states of this process's rows, as far as they have been read."""
+        tensors: dict[str, torch.Tensor] = {}
+        seen = []
+        for n, cache in enumerate(self._caches):
+            seen.append(cache.get_seq_length())
+            for i, held in enumerate(cache.blocks if seen[-1] else ()):
                 for name, tensor in held.state.named_tensors():
-                    tensors[f"{a}.{i}.{name}"] = tensor.contiguous().clone()
-        rows = [[r.start, r.stop] for r in self._rows]
+                    tensors[f"{n}.{i}.{name}"] = tensor.contiguous().clone()
         metadata = {
-            "rows": json.dumps(rows),
-            "seen": str(self._caches[0].get_seq_length()),
+            "rows": json.dumps([[r.start, r.stop] for r in self._rows]),
+            "seen": json.dumps(seen),
+            "lane": str(self._turn // self._accumulation),
             "processes": str(self._processes),
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,24 +103,31 @@ class CarriedStates:
             ValueError: Rows are missing: another number of rows was trained.
         """
         found: dict[int, dict[str, torch.Tensor]] = {}
-        seen = 0
+        seen: dict[int, int] = {}
         for path in sorted(folder.glob(FILES)):
             with safe_open(path, framework="pt") as file:
-                seen = int(file.metadata()["seen"])
-                batches = json.loads(file.metadata()["rows"])
+                about = file.metadata()
+                batches = [range(*rows) for rows in json.loads(about["rows"])]
+                for rows, count in zip(batches, json.loads(about["seen"]), strict=True):
+                    seen |= dict.fromkeys(rows, count)
                 for key in file.keys():  # noqa: SIM118
-                    a, name = key.split(".", 1)
-                    for row, value in zip(range(*batches[int(a)]), file.get_tensor(key), strict=True):
+                    n, name = key.split(".", 1)
+                    for row, value in zip(batches[int(n)], file.get_tensor(key), strict=True):
                         found.setdefault(row, {})[name] = value
+                self._turn = int(about["lane"]) * self._accumulation
+        own = [row for rows in self._rows for row in rows]
+        if missing := [row for row in own if row not in seen]:
+            raise ValueError(
+                f"{str(folder)!r} holds what {len(seen)} rows remember, and row {missing[0]} is not among them: train "
+                "with as many rows (batch_size x gradient_accumulation_steps x processes x lanes) as before"
+            )
         for rows, cache in zip(self._rows, self._caches, strict=True):
-            if missing := [row for row in rows if row not in found]:
-                raise ValueError(
-                    f"{str(folder)!r} holds what {len(found)} rows remember, and row {missing[0]} is not among them: "
-                    "train with as many rows (batch_size x gradient_accumulation_steps x processes) as before"
-                )
+            if not seen[rows[0]]:
+                continue
             for i, (block, held) in enumerate(zip(self._blocks, cache.blocks, strict=True)):
                 like = block.mixer.initial_state().detach()
                 names = [f"{i}.{name}" for name, _ in like.named_tensors()]
                 values = iter([torch.stack([found[row][name] for row in rows]) for name in names])
                 device = next(like.tensors()).device
-                held.restore(like.map(lambda _, values=values, device=device: next(values).to(device)), seen)
+                restored = like.map(lambda _, values=values, device=device: next(values).to(device))
+                held.restore(restored, seen[rows[0]])

@@ -57,7 +57,7 @@ class Text:
         rows = run.batch_size * batches(config)
         if data.order == "crops":
             return RandomCrops(self.tokens.ids, data.seq_len, run.steps * rows, run.seed)
-        return Segments(self.tokens, data.seq_len, rows, run.steps, run.seed, data.carry, data.pass_states)
+        return Segments(self.tokens, data.seq_len, rows, run.steps, run.seed, data.lanes, data.carry, data.pass_states)
 
     def save(self, folder: Path) -> None:
         """Write which text the run in `folder` reads."""

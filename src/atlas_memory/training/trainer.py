@@ -165,7 +165,8 @@ class _Trainer(Trainer):
         self.carried = None
         if run.data.order == "stream":
             rows, passes = self.run.batch_size, self.run.gradient_accumulation_steps
-            self.carried = CarriedStates(model, rows, passes, self.args.process_index, self.args.world_size)
+            process, processes = self.args.process_index, self.args.world_size
+            self.carried = CarriedStates(model, rows, passes, run.data.lanes, process, processes)
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
         return SequentialSampler(self.examples)  # which are in the order in which they are to be read
