@@ -50,6 +50,10 @@ def _bits(key: str) -> Callable[[Row], str]:
     return lambda row: f"{row[key]:.3f}"
 
 
+def _gain(place: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[f'older {place}']:.4f} ± {row[f'error {place}']:.4f}"
+
+
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "candidate": lambda row: row["candidate"],
     "shape": lambda row: row["shape"],
@@ -94,7 +98,9 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     **{f"{n} pairs held": _share(f"held {n}") for n in (16, 32, 64, 128)},
     "parameters": lambda row: f"{row['parameters']:,.0f}",
     "training": _bits("training"),
-    **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "512-1,024")},
+    **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "64-128", "512-1,024", "4,096-8,192")},
+    "held out": _bits("held out"),
+    **{f"older, {place}": _gain(place.replace(",", "")) for place in ("512-1,024", "4,096-8,192")},
     "seconds": lambda row: f"{row['seconds']:,.0f}",
 }
 """What a table can show, by the head of the column; a row that lacks the number has a dash."""

@@ -2,9 +2,10 @@
 
 from .holds import HOLDS
 from .language import LANGUAGE
+from .orders import ORDERS_STUDY
 from .reach import REACH
 from .recall import CAPACITY, RECALL
 from .study import Study
 from .writes import WRITES
 
-STUDIES: dict[str, Study] = {s.name: s for s in (WRITES, HOLDS, REACH, RECALL, CAPACITY, LANGUAGE)}
+STUDIES: dict[str, Study] = {s.name: s for s in (WRITES, HOLDS, REACH, RECALL, CAPACITY, LANGUAGE, ORDERS_STUDY)}

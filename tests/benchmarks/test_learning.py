@@ -39,7 +39,7 @@ def test_a_quick_run(capsys, tmp_path: Path) -> None:
             *of_text,
             "--quick",
             "--cases",
-            "titans,gated-deltanet",
+            "titans: crops" if name == "orders" else "titans,gated-deltanet",
             "--widths",
             "4",
             "--workers",
@@ -47,7 +47,7 @@ def test_a_quick_run(capsys, tmp_path: Path) -> None:
         ]
         assert main([*arguments, "--out", str(tmp_path)]) == 0
         rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
-        asked = [case for case in STUDIES[name].cases if case in ("titans", "gated-deltanet")]
+        asked = [case for case in STUDIES[name].cases if case in ("titans", "gated-deltanet", "titans: crops")]
         assert [row["candidate"] for row in rows] == asked
         assert all(len(row["seeds"]) == 1 for row in rows)
     assert "| titans | 4 |" in capsys.readouterr().out
