@@ -54,9 +54,9 @@ class DataSection(_Section):
 
     * "stream": every row reads documents in order, a segment a step, and keeps what it remembers from one step to the
       next; gradients stay within a segment. `lanes`: so many steps pass until the same rows are read again, so that
-      steps one after the other learn from other documents. `carry`: after so many segments a row goes on in another
-      place, with an empty memory; null: at the document's end. `pass_states`: the share of such beginnings at which the
-      row keeps what it remembers of the place before.
+      steps one after the other learn from other documents; null: 16, or fewer where the text is short. `carry`: after
+      so many segments a row goes on in another place, with an empty memory; null: at the document's end.
+      `pass_states`: the share of such beginnings at which the row keeps what it remembers of the place before.
     * "packed": the same segments, each of which begins with an empty memory.
     * "crops": segments at random places, over the ends of documents, each with an empty memory.
     """
@@ -68,7 +68,7 @@ class DataSection(_Section):
     tokenizer: str = "bytes"
     seq_len: int = Field(default=256, ge=2)
     order: Literal["stream", "packed", "crops"] = "stream"
-    lanes: int = Field(default=1, ge=1)
+    lanes: int | None = Field(default=None, ge=1)
     carry: int | None = Field(default=None, ge=1)
     pass_states: float = Field(default=0.0, ge=0, le=1)
 

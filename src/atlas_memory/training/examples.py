@@ -17,6 +17,8 @@ from atlas_memory.training.processes import processes
 
 Examples = RandomCrops | Segments
 ABOUT = "data.json"
+LANES = 16  # docs/training.md has what more and fewer are worth
+SEGMENTS = 8  # of a row in an epoch, at least, where lanes are not given
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ class Text:
         rows = run.batch_size * batches(config)
         if data.order == "crops":
             return RandomCrops(self.tokens.ids, data.seq_len, run.steps * rows, run.seed)
-        return Segments(self.tokens, data.seq_len, rows, run.steps, run.seed, data.lanes, data.carry, data.pass_states)
+        part = len(self.tokens.ids) // (rows * data.seq_len * (data.carry or SEGMENTS))
+        lanes = data.lanes or max(1, min(LANES, part))
+        return Segments(self.tokens, data.seq_len, rows, run.steps, run.seed, lanes, data.carry, data.pass_states)
 
     def save(self, folder: Path) -> None:
         """Write which text the run in `folder` reads."""

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from atlas_memory.data import Segments
 from atlas_memory.models import PRESETS, AtlasForCausalLM
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
@@ -163,10 +164,10 @@ class _Trainer(Trainer):
         # Examples are of one length: nothing is padded, and the tokenizer needs no token for it.
         super().__init__(model=model, train_dataset=examples, data_collator=default_data_collator, **kwargs)
         self.carried = None
-        if run.data.order == "stream":
+        if run.data.order == "stream" and isinstance(examples, Segments):
             rows, passes = self.run.batch_size, self.run.gradient_accumulation_steps
             process, processes = self.args.process_index, self.args.world_size
-            self.carried = CarriedStates(model, rows, passes, run.data.lanes, process, processes)
+            self.carried = CarriedStates(model, rows, passes, examples.lanes, process, processes)
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
         return SequentialSampler(self.examples)  # which are in the order in which they are to be read

@@ -1,0 +1,69 @@
+"""What a user may get wrong: each mistake is one line that names it, and no folder is left behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atlas_memory.cli import main
+from atlas_memory.data import byte_tokenizer
+from tests.training.small import SMALL
+
+
+@pytest.fixture
+def wrong(tmp_path) -> Path:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "blank.txt").write_text(" \n\n")
+    (tmp_path / "binary.bin").write_bytes(bytes(range(256)) * 10)
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1") * 100)
+    (tmp_path / "short.txt").write_text("a few words")
+    (tmp_path / "line.txt").write_text("x" * 200_000)
+    (tmp_path / "other.jsonl").write_text(json.dumps({"body": "text"}) + "\n")
+    (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\nnot json\n')
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "file").write_text("a file")
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "endless")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.path={}/empty", "no text in"),
+        ("data.path={}/empty.txt", "is empty"),
+        ("data.path={}/blank.txt", "is empty"),
+        ("data.path={}/binary.bin", "is not UTF-8 text"),
+        ("data.path={}/latin.txt", "is not UTF-8 text"),
+        ("data.path={}/short.txt", "lower data.seq_len"),
+        ("data.path={}/none.txt", "does not exist"),
+        ("data.path={}/*.md", "no file fits this pattern"),
+        ("data.path=[]", "is an empty list"),
+        ("data.path={}/other.jsonl", "has no column 'text': set data.column to one of body"),
+        ("data.path={}/broken.jsonl", "is damaged or no table of text"),
+        ("data.path={}/broken.parquet", "broken.parquet'"),
+        ("data.tokenizer={}/tokenizer", "could not be loaded"),
+        ("data.tokenizer={}/endless", "has no end-of-text token"),
+        ("data.tokenizer={}/nowhere", "does not exist"),
+        ("data.order=streams", "input should be 'stream', 'packed' or 'crops'"),
+        ("data.held_out=1", "data.held_out=1: input should be less than 1"),
+        ("data.pass_states=2", "data.pass_states=2: input should be less than or equal to 1"),
+        ("data.lanes=0", "data.lanes=0: input should be greater than or equal to 1"),
+        ("output_dir={}/file", "is a file"),
+        ("output_dir={}/file/run", "file"),
+    ],
+)
+def test_each_mistake_is_one_line(wrong, capsys, override: str, says: str) -> None:
+    arguments = [*SMALL, f"data.path={wrong}/line.txt", f"output_dir={wrong}/run", override.format(wrong)]
+    code = main(["train", *arguments])
+    said = capsys.readouterr().err.strip().splitlines()
+    assert code in (1, 2) and said[-1].startswith("atlas: ") and says in said[-1]
+    assert not [line for line in said[:-1] if "Error" in line or "Traceback" in line]
+    assert not (wrong / "run").exists()
+
+
+def test_one_giant_line_is_text(wrong) -> None:
+    assert main(["train", *SMALL, f"data.path={wrong}/line.txt", f"output_dir={wrong}/run", "train.steps=1"]) == 0
