@@ -8,6 +8,7 @@ import torch
 
 from atlas_memory.forms.cost import multiply_adds, state_bytes
 from atlas_memory.memory import RULES
+from atlas_memory.training.config import RunConfig, keys
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -76,3 +77,8 @@ def test_rows_of_a_table_have_as_many_cells(page: Path) -> None:
     for table in re.findall(r"(?:^\|.*\|\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
         cells = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
         assert len(set(cells)) == 1, table.splitlines()[0]
+
+
+def test_every_key_of_a_run_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").partition("## The keys")[2]
+    assert set(re.findall(r"^\| `([a-z_0-9.]+)` \|", page, re.MULTILINE)) == set(keys(RunConfig))

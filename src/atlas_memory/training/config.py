@@ -181,7 +181,7 @@ def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key} (={first['input']!r}){nearest(key, _keys(RunConfig))}"
+        return f"unknown key {key} (={first['input']!r}){nearest(key, keys(RunConfig))}"
     message = first["msg"][0].lower() + first["msg"][1:]
     return f"{key}={first['input']!r}: {message}"
 
@@ -196,9 +196,10 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
 
 
-def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The names of all keys of a section, such as `train.steps`."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
+            yield from keys(field.annotation, f"{prefix}{name}.")
         else:
             yield prefix + name
