@@ -181,6 +181,19 @@ def test_minutes_end_a_run_and_its_schedule(tmp_path) -> None:
     assert train(settings(tmp_path, "train.steps=100000", "train.max_minutes=0.01"), resume=True).steps == outcome.steps
 
 
+def test_a_rate_that_stays_and_falls_at_the_end(tmp_path) -> None:
+    train(settings(tmp_path, "train.schedule=wsd", "train.steps=20", "train.learning_rate=0.01"))
+    rates = [rate for _, _, rate in losses(tmp_path / "run")]
+    assert rates[1:17] == pytest.approx([0.01] * 16)
+    assert rates[17:] == pytest.approx([0.0075, 0.005, 0.0025])
+
+
+def test_programs_that_draw_curves(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="nonsense is not supported"):
+        train(settings(tmp_path, "train.report_to=[nonsense]"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_clock() -> None:
     assert Clock(10, None).share(5) == 0.5
     assert Clock(10, 1.0, elapsed=45.0).share(5) == 0.75

@@ -79,8 +79,10 @@ class DataSection(_Section):
 
 
 class TrainSection(_Section):
-    """How to train. The learning rate follows a cosine over the steps or over `max_minutes`, whichever ends
-    first."""
+    """How to train. The learning rate follows `schedule` over the steps or over `max_minutes`, whichever ends first:
+    "cosine" down to zero, or "wsd", its peak but for a linear way to zero in the last fifth, which a run that is to be
+    made longer later should take. `report_to`: programs that draw curves, by transformers' names, such as
+    ["tensorboard"]."""
 
     steps: int = Field(default=1000, ge=1)
     max_minutes: float | None = Field(default=None, gt=0)
@@ -88,6 +90,7 @@ class TrainSection(_Section):
     gradient_accumulation_steps: int = Field(default=1, ge=1)  # passes a step
     optimizer: Literal["adamw", "m3"] = "adamw"
     learning_rate: float | None = Field(default=None, gt=0)  # None: the preset's
+    schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: int = Field(default=50, ge=0)
     weight_decay: float = Field(default=0.1, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
@@ -95,6 +98,7 @@ class TrainSection(_Section):
     save_every: int = Field(default=200, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     gradient_checkpointing: bool = False
+    report_to: list[str] = []
     seed: int = Field(default=0, ge=0)
     threads: int | None = Field(default=None, ge=1)  # None: PyTorch's default
     device: Literal["auto", "cpu", "cuda"] = "auto"

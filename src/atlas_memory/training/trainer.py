@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from atlas_memory.data import Segments
@@ -39,7 +40,7 @@ from atlas_memory.training.runs import (
 
 # What may differ between a run and its resumption: everything else would make it another run.
 _MAY_CHANGE = frozenset(
-    {"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device", "evaluate_every"}
+    {"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device", "evaluate_every", "report_to"}
 )
 
 
@@ -210,8 +211,10 @@ class _Trainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         def factor(step: int) -> float:
-            warm = min(1.0, (step + 1) / (self.run.warmup_steps + 1))
-            return warm * 0.5 * (1 + math.cos(math.pi * self.clock.share(step)))
+            warm, share = min(1.0, (step + 1) / (self.run.warmup_steps + 1)), self.clock.share(step)
+            if self.run.schedule == "wsd":
+                return warm * min(1.0, 5 * (1 - share))
+            return warm * 0.5 * (1 + math.cos(math.pi * share))
 
         scheduler = LambdaLR(cast(torch.optim.Optimizer, optimizer or self.optimizer), factor)
         self.lr_scheduler = scheduler
@@ -241,7 +244,7 @@ def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         dataloader_pin_memory=cuda,
         use_cache=True,  # what the saved configuration says; no state is kept in training
         remove_unused_columns=False,
-        report_to="none",
+        report_to=run.report_to or "none",
     )
     if arguments.n_gpu > 1:  # several GPUs mean several processes here, never nn.DataParallel
         arguments._n_gpu = 1
@@ -255,6 +258,10 @@ def _has_bf16(config: RunConfig) -> bool:
 def _check_device(config: RunConfig) -> None:
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device='cuda', but PyTorch sees no CUDA device: use auto or cpu")
+    try:
+        get_reporting_integration_callbacks(config.train.report_to)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"train.report_to={config.train.report_to}: {error}") from error
     if config.train.bf16 and not _has_bf16(config):
         raise ConfigError("train.bf16=True needs a CUDA device that computes in bfloat16: leave it out")
 
