@@ -98,7 +98,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     **{f"{n} pairs held": _share(f"held {n}") for n in (16, 32, 64, 128)},
     "parameters": lambda row: f"{row['parameters']:,.0f}",
     "training": _bits("training"),
-    **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "64-128", "512-1,024", "4,096-8,192")},
+    **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "0-64", "512-1,024", "4,096-8,192")},
     "held out": _bits("held out"),
     **{f"older, {place}": _gain(place.replace(",", "")) for place in ("512-1,024", "4,096-8,192")},
     "seconds": lambda row: f"{row['seconds']:,.0f}",

@@ -20,11 +20,17 @@ from .study import Study
 LENGTH, HELD_OUT, STREAMS = 128, 8192, 24
 ORDERS = {
     "crops": ("data.order=crops",),
-    "packed": ("data.order=packed",),
-    "stream": ("data.order=stream",),
-    "stream carry 32": ("data.order=stream", "data.carry=32"),
+    "packed 16 lanes": ("data.order=packed", "data.lanes=16"),
+    "stream": ("data.order=stream", "data.lanes=1"),
+    "stream carry 32": ("data.order=stream", "data.lanes=1", "data.carry=32"),
     "stream 16 lanes": ("data.order=stream", "data.lanes=16"),
-    "stream 64 rows of 32": ("data.order=stream", "data.carry=32", "data.seq_len=32", "train.batch_size=64"),
+    "stream 64 rows of 32": (
+        "data.order=stream",
+        "data.lanes=1",
+        "data.carry=32",
+        "data.seq_len=32",
+        "train.batch_size=64",
+    ),
 }
 RULES = ("titans", "gated-deltanet")
 
@@ -52,7 +58,7 @@ def bits(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
         "held out": whole.overall,
         "seconds": outcome.seconds,
     }
-    for first, last in ((64, 128), (512, 1024), (4096, 8192)):
+    for first, last in ((0, 64), (512, 1024), (4096, 8192)):
         if first in whole.edges[:-1]:
             bucket = whole.edges.index(first)
             found[f"{first}-{last}"] = float(whole.by_position[bucket])
@@ -73,7 +79,7 @@ ORDERS_STUDY = Study(
         "candidate",
         "training",
         "held out",
-        "64-128",
+        "0-64",
         "512-1,024",
         "4,096-8,192",
         "older, 512-1,024",

@@ -61,7 +61,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
 ) -> None:
     pass
 
@@ -157,7 +159,7 @@ def evaluate(
 ) -> None:
     """Bits per byte of held-out text, overall and by position."""
     _quiet()
-    from atlas_memory.data.prepared import load_corpus
+    from atlas_memory.data.prepared import Prepared, load_corpus
     from atlas_memory.evaluation.perplexity import bits_per_byte, reading_length
     from atlas_memory.training.config import RunConfig
     from atlas_memory.training.runs import load_run
@@ -165,6 +167,8 @@ def evaluate(
     loaded = load_run(run)
     if data is None and loaded.config is None:
         raise ValueError(f"{str(run)!r} has no run.yaml to name its held-out text: give --data")
+    if Prepared.open(data) is not None:
+        raise ValueError(f"--data={str(data)!r} is a prepared folder, which keeps held-out text only: give the text")
     trained = (loaded.config or RunConfig()).data
     corpus = load_corpus(**trained.source | ({} if data is None else {"path": str(data)}))
     documents = corpus.held_out if data is None else corpus.train + corpus.held_out

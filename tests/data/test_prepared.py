@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from atlas_memory.data.prepared import ABOUT, Prepared, prepare
 from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import encode
 from atlas_memory.training.trainer import train
-from tests.training.small import overrides, settings, write_corpus
+from tests.training.small import settings, write_corpus
 
 
 def test_tokens_are_those_of_the_documents(tmp_path) -> None:
@@ -20,7 +21,12 @@ def test_tokens_are_those_of_the_documents(tmp_path) -> None:
     made = prepare(Source(str(tmp_path / "corpus")), tmp_path / "out", progress=lambda *n: heard.append(n))
     tokens, held = made.load(), made.corpus().held_out
     texts = {d.name: d.text for d in Source(str(tmp_path / "corpus")).documents()}
-    assert made.documents + len(held) == 12 and 1 <= len(held) <= 4 and made.documents == len(tokens.starts)
+    assert (
+        made.skipped == 0
+        and made.documents + len(held) == 12
+        and 1 <= len(held) <= 4
+        and made.documents == len(tokens.starts)
+    )
     trained = [Document(name, text) for name, text in texts.items() if name not in {d.name for d in held}]
     wanted = Tokens.of(byte_tokenizer(), trained)
     assert np.array_equal(tokens.ids, wanted.ids) and np.array_equal(tokens.starts, wanted.starts)
@@ -50,6 +56,42 @@ def test_one_long_document_in_parts(tmp_path, monkeypatch) -> None:
     assert tokens.ids.tolist() == [256, *whole[: -len(held.text)], 256] and text.endswith(held.text)
 
 
+def test_files_without_a_last_newline(tmp_path) -> None:
+    """Each is one document, also where files end alike, or begin alike."""
+    for i in range(20):
+        (tmp_path / "texts" / f"{i}.c").parent.mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{i}.c").write_text(f"same beginning\nint f{i}() {{\n}}")
+    made = prepare(Source(str(tmp_path / "texts")), tmp_path / "out")
+    assert made.skipped == 0 and made.documents + len(made.corpus().held_out) == 20
+    texts = {d.text for d in Source(str(tmp_path / "texts")).documents()}
+    tokens = made.load()
+    ends = [*tokens.starts[1:], len(tokens.ids) - 1]
+    read = {bytes(tokens.ids[a + 1 : b].astype("u1")).decode() for a, b in zip(tokens.starts, ends, strict=True)}
+    assert read | {d.text for d in made.corpus().held_out} == texts
+
+
+def test_the_end_is_held_out_where_no_document_is(tmp_path) -> None:
+    (tmp_path / "texts").mkdir()
+    for i, text in enumerate(("a long text, " * 100, "short", "x")):
+        (tmp_path / "texts" / f"{i}.txt").write_text(text)
+    made = prepare(Source(str(tmp_path / "texts")), tmp_path / "out", held_out=1e-9)
+    assert made.corpus().held_out and made.tokens == len(made.load().ids)
+
+
+def test_what_was_prepared_is_no_text(tmp_path, monkeypatch) -> None:
+    """Preparing a folder into itself, and once more; nothing of the user's goes."""
+    write_corpus(tmp_path / "corpus")
+    (tmp_path / "corpus" / "out.partial").mkdir()
+    (tmp_path / "corpus" / "out.partial" / "mine.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path / "corpus")
+    one = prepare(Source("."), Path("out"))
+    two = prepare(Source("."), Path("again"))
+    assert np.array_equal(one.load().ids, two.load().ids)
+    assert (tmp_path / "corpus" / "out.partial" / "mine.txt").read_text() == "mine"
+    with pytest.raises(ValueError, match="is no part of a text: name it alone"):
+        list(Source(["out", "0.txt"]).documents())
+
+
 def test_training_reads_it(tmp_path) -> None:
     write_corpus(tmp_path / "corpus")
     prepare(Source(str(tmp_path / "corpus")), tmp_path / "out")
@@ -59,7 +101,9 @@ def test_training_reads_it(tmp_path) -> None:
     assert np.isfinite(outcome.loss)
     with pytest.raises(ValueError, match="was prepared with 'bytes'"):
         train(settings(plain, f"data.path={tmp_path / 'out'}", "data.tokenizer=gpt2"))
-    assert not (plain / "run").exists() and overrides(plain)
+    with pytest.raises(ValueError, match=r"data.held_out=0.5 was decided when .* was prepared: leave it out"):
+        train(settings(plain, f"data.path={tmp_path / 'out'}", "data.held_out=0.5"))
+    assert not (plain / "run").exists()
 
 
 def test_refusals(tmp_path) -> None:

@@ -40,6 +40,22 @@ def test_a_folder_of_mixed_files_and_a_list(tables) -> None:
     assert len({d.name for d in both.documents()}) == 12
 
 
+def test_the_split_does_not_depend_on_how_a_place_is_written(tables, monkeypatch) -> None:
+    monkeypatch.chdir(tables)
+    for relative in (["texts", "saved"], "text*", ["texts", "a.jsonl"]):
+        given = [relative] if isinstance(relative, str) else relative
+        absolute = [str(tables / place) for place in given]
+        one, two = Corpus.load(relative), Corpus.load(absolute[0] if isinstance(relative, str) else absolute)
+        assert one.train == two.train and one.held_out == two.held_out
+
+
+def test_json_that_is_no_table_is_a_text(tables) -> None:
+    (tables / "texts" / "options.json").write_text('{"name": "x", "version": 1}')
+    (tables / "texts" / "list.json").write_text("[1, 2\n")
+    found = {d.text for d in Source(str(tables / "texts")).documents()}
+    assert {'{"name": "x", "version": 1}', "[1, 2\n"} < found
+
+
 def test_splits_and_columns(tables) -> None:
     assert [d.text for d in Source(str(tables / "splits"), split="test").documents()] == [TEXTS[3]]
     (tables / "b.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in TEXTS))

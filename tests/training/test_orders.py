@@ -168,8 +168,8 @@ def test_one_process_goes_on_with_what_two_remember(tmp_path) -> None:
     train(settings(one, *common, "train.batch_size=4"))
     two_processes(settings(two, *common))
     shutil.rmtree(two / "run" / "checkpoint-6")
-    saved = two / "run" / "run.yaml"
-    saved.write_text(saved.read_text().replace("batch_size: 2", "batch_size: 4"))
+    with pytest.raises(ConfigError, match="reads 4 rows a step, and this would read 2"):
+        train(settings(two, *common), resume=True)
     train(settings(two, *common, "train.batch_size=4"), resume=True)
     assert losses(one / "run") == pytest.approx(losses(two / "run"), rel=1e-5)
 
@@ -244,6 +244,13 @@ def test_a_text_that_changed_is_not_resumed(tmp_path) -> None:
     with pytest.raises(ConfigError, match="the text has changed since the run in") as caught:
         train(settings(tmp_path, "train.steps=8"), resume=True)
     assert str(caught.value).endswith("restore it, or train into another output_dir")
+
+
+def test_a_run_that_was_killed_while_it_noted_its_text(tmp_path) -> None:
+    train(settings(tmp_path))
+    (tmp_path / "run" / "data.json.partial").touch()
+    (tmp_path / "run" / "run.yaml.partial").touch()
+    assert train(settings(tmp_path, "train.steps=8"), resume=True).steps == 8
 
 
 def test_a_tokenizer_without_padding(tmp_path) -> None:

@@ -6,19 +6,20 @@ import json
 import multiprocessing
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from atlas_memory.data.sources import Document, Source
+from atlas_memory.data.sources import PREPARED, Document, Source
 from atlas_memory.data.streams import Tokens
 from atlas_memory.data.text import Corpus, rank
 from atlas_memory.data.tokens import encode, load_tokenizer
 
-ABOUT = "prepared.json"  # written last: a folder without it is not finished
 _PART = 2**22  # characters of a text file that are tokenised at once
 _HELD_OUT_AT_MOST = 2**24  # characters
 
@@ -46,11 +47,11 @@ class Prepared:
     @classmethod
     def open(cls, path: Any) -> Prepared | None:
         """The prepared folder at `path`; None for anything else. ValueError if its files do not belong together."""
-        if not isinstance(path, str | Path) or not (Path(path).expanduser() / ABOUT).is_file():
+        if not isinstance(path, str | Path) or not (Path(path).expanduser() / PREPARED).is_file():
             return None
         folder = Path(path).expanduser()
         try:
-            found = cls(folder, **json.loads((folder / ABOUT).read_text(encoding="utf-8")))
+            found = cls(folder, **json.loads((folder / PREPARED).read_text(encoding="utf-8")))
             whole = (folder / "tokens.bin").stat().st_size == found.tokens * np.dtype(found.dtype).itemsize
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(f"data.path={str(path)!r} is a damaged prepared folder: prepare it again") from error
@@ -94,43 +95,44 @@ def prepare(
     """Tokenise all documents of `source` into `folder`, in bounded memory, with so many processes.
 
     About the share `held_out` of the documents, by a hash of their names, is held out, but no more than 16 million
-    characters; of a text with a single document, its last part. `progress` is told how many documents and tokens have
-    been written.
+    characters. The first document is always trained on; where none is held out, the end of the text is. `progress` is
+    told how many documents and tokens have been written.
 
     Raises:
         ValueError: The folder is not empty; there is no text to read; what `Source.documents` raises.
     """
+    folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{str(folder)!r} is not empty: choose another folder to write to")
     known = load_tokenizer(tokenizer)
     dtype = np.dtype("<u2" if len(known) <= 2**16 else "<u4")
     end = np.asarray([known.eos_token_id], dtype)
     source.largest = _PART
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # hidden: not a part of the text
     starts: list[int] = []
     written = kept = 0
     try:
         with (partial / "tokens.bin").open("wb") as file, (partial / "held_out.jsonl").open("w") as held:
-            begins = True  # whether the next part that is trained on begins a document
+            holding = False
             for document, ids in _tokenised(source, tokenizer, dtype.str, workers):
-                begins = begins or not document.continues
-                if rank(document) < held_out and kept + len(document.text) <= _HELD_OUT_AT_MOST and (starts or kept):
-                    held.write(json.dumps({"name": document.name, "text": document.text}) + "\n")
-                    kept, begins = kept + len(document.text), True
+                if not document.continues:
+                    room = kept + len(document.text) <= _HELD_OUT_AT_MOST
+                    holding = bool(starts) and room and rank(document) < held_out
+                    if not holding:
+                        starts.append(written)
+                        file.write(end.tobytes())
+                        written += 1
+                if holding:  # of one longer than that, as much as may be held out; the rest is left out
+                    if kept + len(document.text) <= _HELD_OUT_AT_MOST:
+                        held.write(json.dumps({"name": document.name, "text": document.text}) + "\n")
+                    kept += len(document.text)
                     continue
-                if begins:
-                    starts.append(written)
-                    file.write(end.tobytes())
-                    written, begins = written + 1, False
                 file.write(ids.tobytes())
                 written += len(ids)
                 progress(len(starts), written)
             if not starts:
-                raise ValueError(
-                    f"no text in {str(source)!r}: {source.skipped} files, none of them non-empty UTF-8 text"
-                )
+                raise ValueError(f"no text in {str(source)!r}: {source.skipped} files, none non-empty UTF-8 text")
             file.write(end.tobytes())
         if not kept:
             written = _hold_out_the_end(partial, known, starts, written, held_out, dtype)
@@ -144,7 +146,7 @@ def prepare(
             "dtype": dtype.str,
             "name_of_tokenizer": tokenizer,
         }
-        (partial / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        (partial / PREPARED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         if folder.is_dir():
             folder.rmdir()
         os.replace(partial, folder)
@@ -158,19 +160,23 @@ def prepare(
 def _hold_out_the_end(
     folder: Path, tokenizer: Any, starts: list[int], written: int, share: float, dtype: np.dtype[Any]
 ) -> int:
-    """Where no document was held out, hold out the end of the last one: how many tokens are left."""
+    """Where no document was held out, hold out the end of the text: how many tokens are left."""
     ids = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r+")
-    size = written - starts[-1]
-    count = min(max(1, int(size * share)), _HELD_OUT_AT_MOST)
-    if size - count < 2:
+    cut = written - min(max(1, int(written * share)), _HELD_OUT_AT_MOST)
+    if cut < 2:
         raise ValueError("the text is too short to train on and to hold out from")
-    text = tokenizer.decode(ids[written - count : written].tolist())
-    (folder / "held_out.jsonl").write_text(json.dumps({"name": "the end", "text": text}) + "\n", encoding="utf-8")
-    ids[written - count] = tokenizer.eos_token_id
+    edges = [cut, *(s for s in starts if s > cut), written]
+    with (folder / "held_out.jsonl").open("w", encoding="utf-8") as held:
+        for n, (first, last) in enumerate(pairwise(edges)):
+            text = tokenizer.decode(ids[first:last].tolist(), skip_special_tokens=True)
+            if text.strip():
+                held.write(json.dumps({"name": f"the end, {n}", "text": text}) + "\n")
+    starts[:] = [s for s in starts if s < cut]
+    ids[cut] = tokenizer.eos_token_id
     ids.flush()
     del ids
-    os.truncate(folder / "tokens.bin", (written - count + 1) * dtype.itemsize)
-    return written - count
+    os.truncate(folder / "tokens.bin", (cut + 1) * dtype.itemsize)
+    return cut
 
 
 _worker: Any = None

@@ -18,12 +18,14 @@ _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip", "pydoc_data", "encodings"}
 )
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+PREPARED = "prepared.json"  # in a folder of `atlas data prepare`, written last: without it the folder is not finished
 _BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def is_dataset_name(place: str) -> bool:
     """Whether it can only be the name of a dataset on a hub: nothing here has it, and it looks like one."""
-    return bool(_HUB.fullmatch(place)) and not Path(place).parent.exists() and not Path(place).suffix
+    ending = Path(place).suffix in {*_BUILDERS, ".txt", ".md", ".py", ".csv", ".gz", ".zip"}
+    return bool(_HUB.fullmatch(place)) and not ending and not Path(place).parent.exists()
 
 
 @dataclass(frozen=True)
@@ -79,28 +81,31 @@ class Source:
         places = [self.path] if isinstance(self.path, str | Path) else list(self.path)
         if not places:
             raise ValueError("data.path is an empty list: name a file, a folder or a dataset")
-        for place in places:
-            yield from self._place(str(place), "" if len(places) == 1 else f"{place}/")
+        for n, place in enumerate(places):
+            # Not the place's own name: documents are held out by their names, wherever the folder stands.
+            yield from self._place(str(place), "" if len(places) == 1 else f"{n}/")
 
     def _place(self, place: str, prefix: str) -> Iterator[Document]:
         root = Path(place).expanduser()
-        if root.is_dir():
-            if _is_saved_dataset(root):
-                yield from self._rows(place, prefix or f"{root.name}")
-            else:
-                for document in self._files(root, list(_walk(root, frozenset()))):
-                    yield Document(prefix + document.name, document.text, document.continues)
+        if (root / PREPARED).is_file():
+            raise ValueError(f"data.path: {place!r} is a prepared folder, which is no part of a text: name it alone")
+        if root.is_dir() and not _is_saved_dataset(root):
+            found = self._files(root, list(_walk(root, frozenset())))
+        elif root.is_dir():
+            found = self._rows(str(root), root.name)
         elif root.is_file():
-            yield from self._file(root, root.name, alone=True)
-        elif found := sorted(glob.glob(str(root), recursive=True)):
-            for name in found:
-                yield from self._place(name, f"{name}/" if Path(name).is_dir() else "")
+            found = self._file(root, root.name, alone=True)
+        elif names := sorted(glob.glob(str(root), recursive=True)):
+            folders = [f"{Path(name).name}/" if Path(name).is_dir() else "" for name in names]
+            found = (d for name, folder in zip(names, folders, strict=True) for d in self._place(name, folder))
         elif any(c in place for c in "*?["):
             raise ValueError(f"data.path={place!r}: no file fits this pattern")
         elif is_dataset_name(place):
-            yield from self._rows(place, place)
+            found = self._rows(place, place)
         else:
             raise ValueError(f"data.path={place!r} does not exist")
+        for document in found:
+            yield Document(prefix + document.name, document.text, document.continues)
 
     def _files(self, root: Path, names: list[str]) -> Iterator[Document]:
         for name in names:
@@ -108,15 +113,20 @@ class Source:
 
     def _file(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
         if path.suffix in _BUILDERS:
-            yield from self._rows(str(path), name, _BUILDERS[path.suffix])
-            return
+            try:
+                rows = self._rows(str(path), name, _BUILDERS[path.suffix])
+                yield from rows if alone or path.suffix != ".json" else list(rows)
+                return
+            except ValueError:
+                if alone or path.suffix != ".json":
+                    raise  # what ends in .json may be anything, such as a list of options: then it is a text
         try:
-            parts = _parts(path, self.largest)
-            for i, text in enumerate(parts):
-                if self._is_new(text):
-                    yield Document(name if self.largest is None or not i else f"{name}:{i}", text, i > 0)
-                elif alone and not i:
-                    raise ValueError(f"data.path={str(path)!r} is empty")
+            for i, text in enumerate(_parts(path, self.largest)):
+                if i == 0 and not self._is_new(text):  # a copy of another file, or of nothing
+                    if alone:
+                        raise ValueError(f"data.path={str(path)!r} is empty, or a copy of another")
+                    return
+                yield Document(name, text, i > 0)
         except UnicodeDecodeError as error:
             if alone:
                 raise ValueError(f"data.path={str(path)!r} is not UTF-8 text") from error
@@ -193,10 +203,10 @@ def _line(error: Exception) -> str:
 
 
 def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
-    """Relative paths of the files under `root`, sorted; hidden names and folders in `left_out` are not
-    entered."""
+    """Relative paths of the files under `root`, sorted; without hidden ones, `left_out` and prepared folders."""
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(n for n in subfolders if not n.startswith((".", "__pycache__")) and n not in left_out)
+        entered = (n for n in subfolders if not n.startswith((".", "__pycache__")) and n not in left_out)
+        subfolders[:] = sorted(n for n in entered if not (Path(folder) / n / PREPARED).is_file())
         for name in sorted(files):
             if not name.startswith("."):
                 yield (Path(folder) / name).relative_to(root).as_posix()
@@ -215,9 +225,8 @@ def _parts(path: Path, largest: int | None) -> Iterator[str]:
             if "\0" in more:
                 raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
             text += more
-            if not more or largest is None:
-                if text or not more:
-                    yield text
+            if largest is None or len(more) < largest:
+                yield text
                 return
             cut = text.rfind("\n") + 1 or len(text)
             yield text[:cut]

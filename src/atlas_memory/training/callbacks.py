@@ -92,8 +92,10 @@ class HeldOut(TrainerCallback):
     streams = 8
 
     def __init__(self, model: Any, tokenizer: Any, documents: Sequence[Document], seq_len: int, every: int) -> None:
-        self.model, self.tokenizer, self.documents = model, tokenizer, documents
-        self.length, self.every = 8 * seq_len, every
+        self.model, self.tokenizer, self.length, self.every = model, tokenizer, 8 * seq_len, every
+        # The beginnings of the longest ones are enough for the streams, and soon tokenised.
+        longest = sorted(documents, key=lambda d: -len(d.text))[: self.streams]
+        self.documents = [Document(d.name, d.text[: 64 * self.length]) for d in longest]
         self.bits: float | None = None
         """Of the step that has just ended; None where nothing was read."""
 
@@ -190,7 +192,7 @@ class ProgressBar(TrainerCallback):
         start = self.clock.share_at(first, before)
         left = (now - before) * (1 - share) / max(share - start, 1e-9)
         return (
-            f"step {step:,} of {'at most ' if self.clock.limit < math.inf else ''}{self.clock.steps:,}  "
+            f"step {step:,}{'' if self.clock.limit < math.inf else f' of {self.clock.steps:,}'}  "
             f"loss {last['loss']:.3f} nats/token{self._held_out}  {speed:,.0f} tokens/s  "
             f"rate {last['learning_rate']:.1e}  {_time(now)} passed, {_time(left)} left"
         )

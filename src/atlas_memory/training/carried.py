@@ -67,9 +67,8 @@ class CarriedStates:
     def next(self) -> AtlasCache:
         """The cache of the batch that is read next; reading updates it.
 
-        A state that was read from M_0 on moves as M_0 does, as far as it has not been overwritten. Gradients therefore
-        go through it to M_0, as if it were M_0 and what was added since. Without them M_0 would be trained by fresh
-        documents alone.
+        Gradients go through it to M_0, as if the state were M_0 and what was added since, nothing of it forgotten.
+        Without them M_0 would be trained by fresh documents alone.
         """
         cache = self._caches[self._turn]
         self._turn = (self._turn + 1) % len(self._caches)

@@ -84,7 +84,7 @@ class TrainSection(_Section):
     made longer later should take. `report_to`: programs that draw curves, by transformers' names, such as
     ["tensorboard"]."""
 
-    steps: int = Field(default=1000, ge=1)
+    steps: int | None = Field(default=None, ge=1)  # None: 1,000, or as many as `max_minutes` hold
     max_minutes: float | None = Field(default=None, gt=0)
     batch_size: int = Field(default=16, ge=1)  # rows of one process in one pass
     gradient_accumulation_steps: int = Field(default=1, ge=1)  # passes a step
@@ -103,6 +103,11 @@ class TrainSection(_Section):
     threads: int | None = Field(default=None, ge=1)  # None: PyTorch's default
     device: Literal["auto", "cpu", "cuda"] = "auto"
     bf16: bool | None = None  # None: on a CUDA device that has it
+
+    @property
+    def last_step(self) -> int:
+        """The step at which the run ends, if it is not ended before."""
+        return self.steps or (1000 if self.max_minutes is None else 10_000_000)
 
 
 class RunConfig(_Section):
@@ -124,7 +129,9 @@ class RunConfig(_Section):
 
     def save(self, path: Path) -> None:
         """Write it as YAML, `resolved`."""
-        path.write_text(yaml.safe_dump(self.resolved().model_dump(), sort_keys=False), encoding="utf-8")
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(yaml.safe_dump(self.resolved().model_dump(), sort_keys=False), encoding="utf-8")
+        partial.replace(path)
 
 
 def _absolute(path: str) -> str:

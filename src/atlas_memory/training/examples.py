@@ -12,7 +12,7 @@ import numpy as np
 
 from atlas_memory.data import Document, RandomCrops, Segments, Tokens, load_tokenizer
 from atlas_memory.data.prepared import Prepared, load_corpus
-from atlas_memory.training.config import ConfigError, RunConfig
+from atlas_memory.training.config import ConfigError, DataSection, RunConfig
 from atlas_memory.training.processes import processes
 
 Examples = RandomCrops | Segments
@@ -50,27 +50,42 @@ class Text:
                 f"data.tokenizer={data.tokenizer!r}, but {str(prepared.folder)!r} was prepared with "
                 f"{prepared.name_of_tokenizer!r}: leave data.tokenizer out, or prepare the text again"
             )
+        usual = DataSection()
+        for name in ("held_out", "column", "split"):
+            if getattr(data, name) != getattr(usual, name):
+                raise ConfigError(
+                    f"data.{name}={getattr(data, name)!r} was decided when {str(prepared.folder)!r} was prepared: "
+                    "leave it out, or prepare the text again"
+                )
         held_out = prepared.corpus().held_out
         return cls(str(prepared), load_tokenizer(prepared.tokenizer), prepared.load(), held_out)
 
     def examples(self, config: RunConfig) -> Examples:
         """Training examples in the order in which they are read."""
         data, run = config.data, config.train
-        rows = run.batch_size * batches(config)
+        rows = _rows(config)
         if data.order == "crops":
-            return RandomCrops(self.tokens.ids, data.seq_len, run.steps * rows, run.seed)
+            return RandomCrops(self.tokens.ids, data.seq_len, run.last_step * rows, run.seed)
         part = len(self.tokens.ids) // (rows * data.seq_len * (data.carry or SEGMENTS))
         lanes = data.lanes or max(1, min(LANES, part))
-        return Segments(self.tokens, data.seq_len, rows, run.steps, run.seed, lanes, data.carry, data.pass_states)
+        return Segments(self.tokens, data.seq_len, rows, run.last_step, run.seed, lanes, data.carry, data.pass_states)
 
-    def save(self, folder: Path) -> None:
-        """Write which text the run in `folder` reads."""
-        (folder / ABOUT).write_text(json.dumps(self._mark()) + "\n", encoding="utf-8")
+    def save(self, folder: Path, config: RunConfig) -> None:
+        """Write which text the run in `folder` reads, and with how many rows a step; once."""
+        if not (folder / ABOUT).is_file():
+            partial = folder / f"{ABOUT}.partial"
+            partial.write_text(json.dumps(self._mark() | {"rows": _rows(config)}) + "\n", encoding="utf-8")
+            partial.replace(folder / ABOUT)
 
-    def check_same(self, folder: Path) -> None:
-        """ConfigError if the run in `folder` began with another text."""
+    def check_same(self, folder: Path, config: RunConfig) -> None:
+        """ConfigError if the run in `folder` began with another text, or another number of rows a step."""
         path, mark = folder / ABOUT, self._mark()
         before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else mark
+        if (rows := before.pop("rows", _rows(config))) != _rows(config):
+            raise ConfigError(
+                f"the run in {str(folder)!r} reads {rows} rows a step, and this would read {_rows(config)}: choose "
+                "train.batch_size x train.gradient_accumulation_steps x processes to be as many"
+            )
         if before != mark:
             raise ConfigError(
                 f"the text has changed since the run in {str(folder)!r} began (it had {before['tokens']:,} tokens to "
@@ -83,6 +98,11 @@ class Text:
         places = np.linspace(0, len(ids) - 1, min(len(ids), 2**20)).astype(np.int64)
         digest = hashlib.sha256(ids[places].astype("<i8").tobytes() + starts.astype("<i8").tobytes()).hexdigest()
         return {"tokens": len(ids), "documents": len(starts), "digest": digest}
+
+
+def _rows(config: RunConfig) -> int:
+    """Rows read in a step."""
+    return config.train.batch_size * batches(config)
 
 
 def batches(config: RunConfig) -> int:

@@ -41,6 +41,7 @@ from atlas_memory.training.runs import (
 # What may differ between a run and its resumption: everything else would make it another run.
 _MAY_CHANGE = frozenset(
     {"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device", "evaluate_every", "report_to"}
+    | {"batch_size", "gradient_accumulation_steps"}  # whose product must stay: Text.check_same
 )
 
 
@@ -74,7 +75,7 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
 
     text = Text.load(config)
     if resume:
-        text.check_same(folder)
+        text.check_same(folder, config)
     # A run that goes on needs the model that it began with no more.
     checkpoint = newest_checkpoint(folder) if resume and config.model.init_from is not None else None
     architecture = model_config(config, text.tokenizer) if checkpoint is None else saved_config(checkpoint)
@@ -97,7 +98,7 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     with _only_run(folder):
         if process() == 0:
             config.save(folder / "run.yaml")
-            text.save(folder)
+            text.save(folder, config)
         return _run(config, folder, model, text, examples, resume, console)
 
 
@@ -114,7 +115,7 @@ def _run(
     done = 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
     history = {int(entry["step"]): entry for entry in read_log(folder)} if done else {}
     elapsed = history[done]["elapsed"] if done in history else 0.0
-    clock = Clock(config.train.steps, config.train.max_minutes, elapsed)
+    clock = Clock(config.train.last_step, config.train.max_minutes, elapsed)
     if done and clock.share(done) >= 1:
         console.print(
             f"nothing to do: {folder} is finished (step {done}); raise train.steps or train.max_minutes", markup=False
@@ -182,6 +183,8 @@ class _Trainer(Trainer):
         super()._save_rng_state(output_dir)
         if self.carried is not None:
             self.carried.save(Path(output_dir))
+        if processes() > 1:
+            torch.distributed.barrier()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
@@ -227,7 +230,7 @@ def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
     cuda = run.device != "cpu" and torch.cuda.is_available()
     arguments = TrainingArguments(
         output_dir=str(folder),
-        max_steps=run.steps,
+        max_steps=run.last_step,
         per_device_train_batch_size=run.batch_size,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         max_grad_norm=run.grad_clip,
