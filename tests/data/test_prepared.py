@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from atlas_memory.data import Source, Tokens, byte_tokenizer
-from atlas_memory.data.prepared import ABOUT, Prepared, prepare
-from atlas_memory.data.sources import Document
+from atlas_memory.data.prepared import Prepared, prepare
+from atlas_memory.data.sources import PREPARED, Document
 from atlas_memory.data.tokens import encode
 from atlas_memory.training.trainer import train
 from tests.training.small import settings, write_corpus
@@ -114,7 +114,7 @@ def test_refusals(tmp_path) -> None:
     os.truncate(made.folder / "tokens.bin", 10)
     with pytest.raises(ValueError, match=r"tokens.bin is cut short: prepare it again"):
         Prepared.open(made.folder)
-    (made.folder / ABOUT).write_text(json.dumps({"source": "x"}))
+    (made.folder / PREPARED).write_text(json.dumps({"source": "x"}))
     with pytest.raises(ValueError, match="is a damaged prepared folder: prepare it again"):
         Prepared.open(made.folder)
     (tmp_path / "empty").mkdir()

@@ -172,13 +172,13 @@ def test_mistakes_leave_no_folder(tmp_path, override: str, message: str) -> None
 
 
 def test_minutes_end_a_run_and_its_schedule(tmp_path) -> None:
-    outcome = train(settings(tmp_path, "train.steps=100000", "train.max_minutes=0.01"))
+    outcome = train(settings(tmp_path, "train.steps=100000", "train.max_minutes=0.06"))
     assert 1 <= outcome.steps < 100000
     assert not outcome.interrupted
     rates = [rate for _, _, rate in losses(tmp_path / "run")]
     assert rates[-1] < 0.2 * max(rates)
     assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / f"checkpoint-{outcome.steps}"
-    assert train(settings(tmp_path, "train.steps=100000", "train.max_minutes=0.01"), resume=True).steps == outcome.steps
+    assert train(settings(tmp_path, "train.steps=100000", "train.max_minutes=0.06"), resume=True).steps == outcome.steps
 
 
 def test_a_rate_that_stays_and_falls_at_the_end(tmp_path) -> None:

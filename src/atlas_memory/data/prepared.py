@@ -162,7 +162,7 @@ def _hold_out_the_end(
 ) -> int:
     """Where no document was held out, hold out the end of the text: how many tokens are left."""
     ids = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r+")
-    cut = written - min(max(1, int(written * share)), _HELD_OUT_AT_MOST)
+    cut = written - min(max(16, int(written * share)), _HELD_OUT_AT_MOST)
     if cut < 2:
         raise ValueError("the text is too short to train on and to hold out from")
     edges = [cut, *(s for s in starts if s > cut), written]
