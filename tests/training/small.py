@@ -10,6 +10,7 @@ SMALL = (
     "model.num_attention_heads=2",
     "model.rule=deltanet",
     "data.seq_len=16",
+    "data.lanes=1",
     "train.batch_size=2",
     "train.warmup_steps=1",
     "train.save_every=3",
