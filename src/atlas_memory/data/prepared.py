@@ -138,7 +138,7 @@ def prepare(
             written = _hold_out_the_end(partial, known, starts, written, held_out, dtype)
         np.save(partial / "starts.npy", np.asarray(starts, np.int64))
         known.save_pretrained(partial / "tokenizer")
-        about = {
+        about: dict[str, Any] = {
             "source": str(source),
             "documents": len(starts),
             "tokens": written + 1,
@@ -152,9 +152,7 @@ def prepare(
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    found = Prepared.open(folder)
-    assert found is not None
-    return found
+    return Prepared(folder, **about)
 
 
 def _hold_out_the_end(

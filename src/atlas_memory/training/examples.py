@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from atlas_memory.data import Document, RandomCrops, Segments, Tokens, load_tokenizer
-from atlas_memory.data.prepared import Prepared, load_corpus
+from atlas_memory.data import Corpus, Document, RandomCrops, Segments, Tokens, load_tokenizer
+from atlas_memory.data.prepared import Prepared
 from atlas_memory.training.config import ConfigError, DataSection, RunConfig
 from atlas_memory.training.processes import processes
 
 Examples = RandomCrops | Segments
 ABOUT = "data.json"
-LANES = 16  # docs/training.md has what more and fewer are worth
+LANES = 16  # against one: docs/training.md
 SEGMENTS = 8  # of a row in an epoch, at least, where lanes are not given
 
 
@@ -43,7 +43,7 @@ class Text:
         prepared = Prepared.open(data.path)
         if prepared is None:
             tokenizer = load_tokenizer(data.tokenizer)
-            corpus = load_corpus(**data.source)
+            corpus = Corpus.load(**data.source)
             return cls(str(corpus), tokenizer, Tokens.of(tokenizer, corpus.train), corpus.held_out)
         if data.tokenizer not in ("bytes", prepared.name_of_tokenizer, prepared.tokenizer):
             raise ConfigError(
