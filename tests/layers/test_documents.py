@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from atlas_memory.layers.documents import Documents
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.models.cache import AtlasCache
 from tests.memory.problems import error
@@ -10,8 +11,8 @@ from tests.memory.problems import error
 from .mixers import DIM, MIXERS, build, grows
 
 TIME = 23
-STARTS = ((0, 5, 6, 17), (9,))  # the second row goes on with an earlier document first
-PIECES = ((0, 0, 5), (0, 5, 6), (0, 6, 17), (0, 17, 23), (1, 0, 9), (1, 9, 23))
+STARTS = ((0, 1, 5, 6, 17), (8, 9))  # the second row goes on with an earlier document first
+PIECES = ((0, 0, 1), (0, 1, 5), (0, 5, 6), (0, 6, 17), (0, 17, 23), (1, 0, 8), (1, 8, 9), (1, 9, 23))
 
 
 def problem(name):
@@ -27,7 +28,7 @@ def apart(mixer, x, before=None):
     """Every document alone, put together; the second row's first one after `before`."""
     found = [mixer(x[r : r + 1, a:b], before if (r, a) == (1, 0) else None) for r, a, b in PIECES]
     ys = [y for y, _ in found]
-    return torch.cat([torch.cat(ys[:4], 1), torch.cat(ys[4:], 1)]), (found[3][1], found[5][1])
+    return torch.cat([torch.cat(ys[:5], 1), torch.cat(ys[5:], 1)]), (found[4][1], found[7][1])
 
 
 def gradients(y, mixer, x):
@@ -87,6 +88,25 @@ def test_padding_between_documents(name):
         assert (y[r, a:b][~real] == 0).all()
         if real.any():
             assert error(y[r, a:b][real], mixer(x[r : r + 1, a:b][:, real])[0][0]) < 1e-8
+
+
+def test_padding_at_most_doubles_what_is_read():
+    """However unlike the lengths are; and what is alike is read together."""
+    starts = torch.zeros(8, 1000)
+    starts[:, 0] = 1
+    starts[1:, :] = 1  # seven rows of documents of one token, beside one of a thousand
+    groups = Documents.of(starts, starts, torch.nn.Identity()).groups
+    assert [list(g.index.shape) for g in groups] == [[1, 1000], [7000, 1]]
+    for _ in range(20):
+        starts = torch.rand(4, 200) < torch.rand(4, 1) ** 4
+        found = Documents.of(starts, starts, torch.nn.Identity())
+        if found is not None:
+            assert sum(g.index.numel() for g in found.groups) <= 2 * starts.numel()
+            x = torch.arange(800.0).view(4, 200)
+            assert torch.equal(found.join([g.split(x) for g in found.groups]), x)
+    starts = torch.zeros(4, 200)
+    starts[2, 90] = 1
+    assert len(Documents.of(starts, starts, torch.nn.Identity()).groups) == 1
 
 
 def test_wrong_starts_are_refused():

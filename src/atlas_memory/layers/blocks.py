@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .attention import FullAttention, SlidingWindowAttention
 from .context import MemoryAsContext
+from .documents import Documents, read_documents
 from .hybrids import MemoryAsGate, MemoryAsLayer
 from .memory import NeuralMemory
 from .mlp import ContinuumMLP, SwiGLU
@@ -94,8 +95,15 @@ class MemoryBlock(nn.Module):
         self.mlp_norm = None if periods else nn.RMSNorm(dim, eps)
         self.mlp = ContinuumMLP(dim, hidden, periods, eps) if periods else SwiGLU(dim, hidden)
 
-    def forward(self, x: Tensor, state: Any = None, mask: Tensor | None = None) -> tuple[Tensor, Any]:
-        """x `[batch, time, dim]`, mask `[batch, time]`; returns y `[batch, time, dim]` and the state."""
-        mixed, state = self.mixer(self.mixer_norm(x), state, mask)
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        mask: Tensor | None = None,
+        document_starts: Tensor | Documents | None = None,
+    ) -> tuple[Tensor, Any]:
+        """x `[batch, time, dim]`, mask and document_starts `[batch, time]`, or the cuts that were made of the latter;
+        returns y `[batch, time, dim]` and the state."""
+        mixed, state = read_documents(self.mixer, self.mixer_norm(x), state, mask, document_starts)
         x = x + mixed
         return self.mlp(x) if self.mlp_norm is None else x + self.mlp(self.mlp_norm(x)), state

@@ -1,7 +1,7 @@
 """Rows that hold several documents, each read as a sequence of its own.
 
 A document begins with everything empty: memory, window, momentum, convolution and attention. Rows are therefore cut
-where documents begin, the pieces read as a batch of sequences of unequal lengths, and the results put back. Nothing
+where documents begin, the pieces read as batches of sequences of like length, and the results put back. Nothing
 below this file knows of documents, so a packed document is exactly the document alone.
 """
 
@@ -11,10 +11,65 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..mathematics.state import State
-from .stateful import Stateful
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of rows that are read as one batch, each padded to the longest.
+
+    Attributes:
+        index: `[pieces, longest]` int64, where a piece's tokens stand in the rows put one behind the other.
+        real: `[pieces, longest]` bool, False behind the end of a shorter piece; None: all are as long.
+        row: `[pieces]`, the row that a piece is of; pieces are in the order of the tokens.
+        continues: `[pieces]` bool, whether it goes on with the document that the row was in before this call.
+    """
+
+    index: Tensor
+    real: Tensor | None
+    row: Tensor
+    continues: Tensor
+
+    def split(self, x: Tensor) -> Tensor:
+        """Tokens `[batch, time, ...]` as `[pieces, longest, ...]`; what stands behind a piece's end is not of it."""
+        return x.flatten(0, 1)[self.index]
+
+    def mask(self, mask: Tensor | None) -> Tensor | None:
+        """Which tokens of the pieces are real, of those that `mask` `[batch, time]` calls so; None: all."""
+        if mask is None or self.real is None:
+            return self.real if mask is None else self.split(mask.bool())
+        return self.real & self.split(mask.bool())
+
+    def own(self, y: Tensor) -> Tensor:
+        """Of `[pieces, longest, ...]` the tokens of the pieces, one behind the other."""
+        return y.flatten(0, 1) if self.real is None else y[self.real]
+
+    def begin(self, layer: nn.Module, x: Tensor, state: State | None) -> State | None:
+        """The state with which each piece of the rows x begins: that of its row, or a fresh one.
+
+        Raises:
+            ValueError: the state grows with what was read, so that a fresh one does not stand beside it.
+        """
+        if state is None or not self.continues.any():
+            return None
+        if (held := next(state.tensors()).shape[0]) != x.shape[0]:
+            raise ValueError(f"x has batch size {x.shape[0]} but the state has {held}; give the same rows")
+        _, fresh = layer(x[:1, :0])
+        source = torch.where(self.continues, self.row, x.shape[0])
+        of_fresh = fresh.tensors()
+
+        def choose(held: Tensor) -> Tensor:
+            new = next(of_fresh)
+            if held.shape[1:] != new.shape[1:]:
+                raise ValueError(
+                    f"a {type(layer).__name__} has a state that grows with what it reads: give document_starts to a "
+                    "call that begins without a state"
+                )
+            return torch.cat([held, new.to(held.dtype)])[source.to(held.device)]
+
+        return state.map(choose)
 
 
 @dataclass(frozen=True)
@@ -22,33 +77,32 @@ class Documents:
     """How rows `[batch, time]` are cut into pieces, none of which reaches over the beginning of a document.
 
     Attributes:
-        index: `[pieces, longest]` int64, where a piece's tokens stand in the rows put one behind the other.
-        real: `[pieces, longest]` bool, False behind the end of a shorter piece.
-        row: `[pieces]`, the row that a piece is of; pieces are in the order of the tokens.
-        continues: `[pieces]` bool, whether it goes on with the document that the row was in before this call.
-        last: `[batch]`, the last piece of each row.
+        groups: The pieces, in batches of like length: padding at most doubles what is read (not where a state grows).
+        place: `[batch * time]`, where the tokens of the rows are among those of the groups, put one behind the other;
+            None: they are in order.
+        last: `[batch]`, which piece of all groups is the last of each row.
         shape: (batch, time).
     """
 
-    index: Tensor
-    real: Tensor
-    row: Tensor
-    continues: Tensor
+    groups: tuple[Pieces, ...]
+    place: Tensor | None
     last: Tensor
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, starts: Tensor | None, x: Tensor) -> Documents | None:
+    def of(cls, starts: Tensor | Documents | None, x: Tensor, layer: nn.Module) -> Documents | None:
         """The cuts for x `[batch, time, ...]`; None where nothing begins.
 
         Args:
-            starts: `[batch, time]`, bool or numbers, nonzero at the first token of every document.
+            starts: `[batch, time]`, bool or numbers, nonzero at the first token of every document; or the cuts.
+            layer: What reads. If its state grows with what it reads, all pieces are one group, whose states are then
+                of one length.
 
         Raises:
             ValueError: starts is not `[batch, time]`.
         """
-        if starts is None:
-            return None
+        if starts is None or isinstance(starts, Documents):
+            return starts
         if starts.shape != x.shape[:2]:
             raise ValueError(
                 f"document_starts has shape {list(starts.shape)} but the tokens are [batch, time] = "
@@ -63,67 +117,61 @@ class Documents:
         row, column = begins.nonzero(as_tuple=True)
         first = row * time + column
         length = torch.diff(first, append=first.new_tensor([batch * time]))
-        steps = torch.arange(int(length.max()), device=x.device)
+        grows = any(getattr(module, "grows", False) for module in layer.modules())
+        chosen = [torch.arange(len(length), device=x.device)] if grows else _alike(length)
+        groups = []
+        for pieces in chosen:
+            steps = torch.arange(int(length[pieces].max()), device=x.device)
+            index, real = first[pieces, None] + steps, steps < length[pieces, None]
+            groups.append(
+                Pieces(
+                    index=index.clamp(max=batch * time - 1),
+                    real=None if bool(real.all()) else real,
+                    row=row[pieces],
+                    continues=~starts[row[pieces], column[pieces]],
+                )
+            )
         return cls(
-            index=(first[:, None] + steps).clamp(max=batch * time - 1),
-            real=steps < length[:, None],
-            row=row,
-            continues=~starts[row, column],
-            last=begins.sum(1).cumsum(0) - 1,
+            groups=tuple(groups),
+            place=torch.cat([g.own(g.index) for g in groups]).argsort() if len(groups) > 1 else None,
+            last=torch.cat(chosen).argsort()[begins.sum(1).cumsum(0) - 1],
             shape=(batch, time),
         )
 
-    def split(self, x: Tensor) -> Tensor:
-        """Tokens `[batch, time, ...]` as `[pieces, longest, ...]`; what stands behind a piece's end is not of it."""
-        return x.flatten(0, 1)[self.index]
+    def join(self, ys: list[Tensor]) -> Tensor:
+        """Results of each group `[pieces, longest, ...]` as `[batch, time, ...]`."""
+        y = torch.cat([g.own(y) for g, y in zip(self.groups, ys, strict=True)])
+        return (y if self.place is None else y[self.place]).unflatten(0, self.shape)
 
-    def mask(self, mask: Tensor | None) -> Tensor | None:
-        """Which tokens of the pieces are real, of those that `mask` `[batch, time]` calls so; None: all."""
-        if len(self.row) == self.shape[0] and mask is None:  # rows that begin anew, whole
-            return None
-        return self.real if mask is None else self.real & self.split(mask.bool())
+    def end(self, states: list[State]) -> State:
+        """Of the states after each piece, group by group, those after each row."""
+        others = [state.tensors() for state in states[1:]]
+        return states[0].map(lambda t: torch.cat([t, *map(next, others)])[self.last.to(t.device)])
 
-    def join(self, y: Tensor) -> Tensor:
-        """Results `[pieces, longest, ...]` as `[batch, time, ...]`."""
-        return y[self.real].unflatten(0, self.shape)
 
-    def begin(self, layer: Stateful, state: State | None) -> State | None:
-        """The state with which each piece begins: that of its row, or a fresh one.
-
-        Raises:
-            ValueError: the state grows with what was read, so that a fresh one does not stand beside it.
-        """
-        if state is None or not self.continues.any():
-            return None
-        if (held := next(state.tensors()).shape[0]) != self.shape[0]:
-            raise ValueError(f"x has batch size {self.shape[0]} but the state has {held}; give the same rows")
-        fresh = layer.initial_state()
-        source = torch.where(self.continues, self.row, self.shape[0])
-        of_fresh = fresh.tensors()
-
-        def choose(held: Tensor) -> Tensor:
-            new = next(of_fresh)
-            if held.shape[1:] != new.shape[1:]:
-                raise ValueError(
-                    f"a {type(layer).__name__} has a state that grows with what it reads: give document_starts to a "
-                    "call that begins without a state"
-                )
-            return torch.cat([held, new.to(held.dtype)])[source.to(held.device)]
-
-        return state.map(choose)
-
-    def end(self, state: State) -> State:
-        """Of the states after each piece those after each row."""
-        return state.map(lambda t: t[self.last.to(t.device)])
+def _alike(length: Tensor) -> list[Tensor]:
+    """Pieces of `length` `[pieces]` in groups: all together if padding them to the longest makes at most twice as many
+    tokens, or else those longer than half of it, and the rest so again. Padding and the number of groups, which are
+    read one after the other, then both cost at most as much again as the tokens."""
+    groups = []
+    order = length.argsort(descending=True, stable=True)
+    while len(order):
+        sizes = length[order]
+        longest, count = int(sizes[0]), len(order)
+        if count * longest > 2 * int(sizes.sum()):
+            count = int((2 * sizes > longest).sum())
+        groups.append(order[:count].sort().values)
+        order = order[count:]
+    return groups
 
 
 def read_documents(
-    layer: Stateful, x: Tensor, state: Any, mask: Tensor | None, starts: Tensor, **options: Any
+    layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, starts: Tensor | Documents | None, **options: Any
 ) -> tuple[Tensor, Any]:
     """`layer(x, state, mask, **options)` with every document a sequence of its own; starts as in `Documents.of`."""
-    documents = Documents.of(starts, x)
+    documents = Documents.of(starts, x, layer)
     if documents is None:
         y, after = layer(x, state, mask, **options)
         return y, after
-    y, after = layer(documents.split(x), documents.begin(layer, state), documents.mask(mask), **options)
-    return layer.with_every_parameter(documents.join(y), state), documents.end(after)
+    read = [layer(g.split(x), g.begin(layer, x, state), g.mask(mask), **options) for g in documents.groups]
+    return documents.join([y for y, _ in read]), documents.end([after for _, after in read])

@@ -11,7 +11,6 @@ from transformers.utils import can_return_tuple
 
 from ..layers.blocks import MemoryBlock
 from ..layers.documents import Documents
-from ..layers.stateful import Stateful
 from .cache import AtlasCache, check_cache
 from .configuration import AtlasConfig
 
@@ -114,20 +113,16 @@ class AtlasModel(AtlasPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         time, mask = x.shape[1], _mask_of_call(attention_mask, x.shape[1])
-        documents = Documents.of(document_starts, x)
-        if documents:
-            x, mask = documents.split(x), documents.mask(mask)
+        documents = Documents.of(document_starts, x, self)  # once for all layers
 
         hidden_states = [x]
         for i, layer in enumerate(self.layers):
             before = caches[i].state if caches else None
-            x, state = layer(x, documents.begin(cast(Stateful, layer.mixer), before) if documents else before, mask)
+            x, state = layer(x, before, mask, documents)
             if caches:
-                caches[i].write(documents.end(state) if documents else state, time)
+                caches[i].write(state, time)
             hidden_states.append(x)
         hidden_states[-1] = self.norm(x)
-        if documents:
-            hidden_states = [documents.join(h) for h in hidden_states]
         x = hidden_states[-1]
         return BaseModelOutputWithPast(
             last_hidden_state=x,
