@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import typer
 
 from benchmarks import peak as peaks
 from benchmarks import results
-from benchmarks.learning import LANGUAGE, STUDIES
+from benchmarks.learning import STUDIES
 from benchmarks.learning.study import run as measure_learning
 from benchmarks.registry import Benchmark, Missing, Row
 from benchmarks.run import Settings, demand_device
@@ -86,8 +87,10 @@ def learn(
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between; the table has their mean.")] = "0",
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json; default docs/learning.")] = None,
     workers: Annotated[int, typer.Option(help="Processes of one thread each.")] = os.cpu_count() or 1,
-    text: Annotated[Path | None, typer.Option(help="Of study language: a text file or folder; default stdlib.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Of study language: steps of training.", min=1)] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Of studies language, orders: a text or folder; default stdlib.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Of language, orders: steps of training.", min=1)] = None,
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Of study language: compile what is in a chunk.")
     ] = False,
@@ -95,19 +98,18 @@ def learn(
 ) -> None:
     """Whether memories write, are taught and remember; write a JSON file each, whenever a row of it is complete. Rows
     of other cases and widths that the file already has stay in it."""
+    given_too = {"text": None if text is None else str(text), "steps": steps, "compiled": compiled or None}
+    options = {name: value for name, value in given_too.items() if value is not None}
     for name in names or STUDIES:
         if name not in STUDIES:
             raise ValueError(f"unknown study {name!r}; there are {', '.join(STUDIES)}")
-    of_language = {"text": None if text is None else str(text), "steps": steps, "compiled": compiled or None}
-    of_language = {name: value for name, value in of_language.items() if value is not None}
-    if of_language and LANGUAGE.name not in (names or STUDIES):
-        raise ValueError(f"--{', --'.join(of_language)}: of study {LANGUAGE.name}; name it, or leave them out")
+        if unknown := options.keys() - inspect.signature(STUDIES[name].measure).parameters.keys():
+            raise ValueError(f"study {name} takes no --{', --'.join(sorted(unknown))}: leave it out, or name others")
     folder = results.writable(out or (QUICK if quick else results.LEARNING))
     for study in (STUDIES[name] for name in names or STUDIES):
         chosen = study.cases if cases is None else tuple(cases.split(","))
         heads = study.widths if widths is None else _numbers("widths", widths)
         given: dict[str, object] = {"cases": cases, "widths": widths, "seeds": seeds}
-        options = of_language if study.name == LANGUAGE.name else {}
         study = replace(study, measure=partial(study.measure, **options))
         settings = "".join(f" --{name}" if value is True else f" --{name} {value}" for name, value in options.items())
         chosen_too = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)

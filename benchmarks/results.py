@@ -54,6 +54,7 @@ def _gain(place: str) -> Callable[[Row], str]:
     return lambda row: f"{row[f'older {place}']:.4f} ± {row[f'error {place}']:.4f}"
 
 
+LATE = ("4,096-8,192", "16,384-32,768")
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "candidate": lambda row: row["candidate"],
     "shape": lambda row: row["shape"],
@@ -98,9 +99,9 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     **{f"{n} pairs held": _share(f"held {n}") for n in (16, 32, 64, 128)},
     "parameters": lambda row: f"{row['parameters']:,.0f}",
     "training": _bits("training"),
-    **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "0-64", "512-1,024", "4,096-8,192")},
+    **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "0-64", "512-1,024", *LATE)},
     "held out": _bits("held out"),
-    **{f"older, {place}": _gain(place.replace(",", "")) for place in ("512-1,024", "4,096-8,192")},
+    **{f"older, {place}": _gain(place.replace(",", "")) for place in ("512-1,024", *LATE)},
     "seconds": lambda row: f"{row['seconds']:,.0f}",
 }
 """What a table can show, by the head of the column; a row that lacks the number has a dash."""

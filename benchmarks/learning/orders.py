@@ -17,7 +17,8 @@ from atlas_memory.training.runs import read_log
 
 from .study import Study
 
-LENGTH, HELD_OUT, STREAMS = 128, 8192, 24
+LENGTH, HELD_OUT, STREAMS, STEPS = 128, 8192, 24, 900
+PLACES = ((0, 64), (512, 1024), (4096, 8192), (16384, 32768))
 ORDERS = {
     "crops": ("data.order=crops",),
     "packed 16 lanes": ("data.order=packed", "data.lanes=16"),
@@ -33,32 +34,48 @@ ORDERS = {
     ),
 }
 RULES = ("titans", "gated-deltanet")
+# Blocks without a memory, with MLPs that make up for its parameters. A state that grows is not carried: the Transformer
+# learns from as many tokens in rows eight times as long.
+BLOCKS = {
+    "swa: stream 16 lanes": ("model.block=swa", "model.attention_window=128", "model.intermediate_size=448"),
+    "attention: crops of 1024": (
+        "model.block=attention",
+        "model.intermediate_size=448",
+        "data.order=crops",
+        "data.seq_len=1024",
+        "train.batch_size=2",
+    ),
+}
 
 
-def bits(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
+def bits(case: str, dim: int, seed: int, quick: bool, text: str | None = None, steps: int = STEPS) -> dict[str, float]:
     """See ``ORDERS_STUDY``."""
     rule, order = case.split(": ")
-    given = ["model.preset=tiny", f"model.rule={rule}", f"model.hidden_size={8 * dim}", f"data.seq_len={LENGTH}"]
-    given += ["train.batch_size=16", f"train.steps={2 if quick else 900}", "train.warmup_steps=20", "train.device=cpu"]
-    given += [f"train.seed={seed}", "train.evaluate_every=0", "train.save_every=100000", *ORDERS[order]]
+    given = ["model.preset=tiny", f"model.hidden_size={8 * dim}", f"data.seq_len={LENGTH}"]
+    given += ["train.batch_size=16", f"train.steps={2 if quick else steps}", "train.warmup_steps=20"]
+    given += [f"train.seed={seed}", "train.evaluate_every=0", "train.save_every=100000", "train.device=cpu"]
+    given += ORDERS.get(order, ())
+    given += BLOCKS.get(case, (f"model.rule={rule}",))
+    given += [] if text is None else [f"data.path={text}"]
     with tempfile.TemporaryDirectory() as folder:
         outcome = train(load_config(None, [*given, f"output_dir={folder}/run"]), console=Console(quiet=True))
         run = load_run(f"{folder}/run")
         log = read_log(Path(folder) / "run")
-    held_out = Corpus.load().held_out[: 2 if quick else None]
+    held_out = Corpus.load(text).held_out[: 2 if quick else None]
 
     def score(recent: int | None = None) -> Score:
-        length, streams = (256, 2) if quick else (HELD_OUT, STREAMS)
+        length, streams = (256, 2) if quick else (HELD_OUT if text is None else 4 * HELD_OUT, STREAMS)
         return bits_per_byte(run.model, run.tokenizer, held_out, length, streams=streams, recent=recent)
 
     whole, recent = score(), score(LENGTH)
     margins = whole.margin_by_position(recent)
     found: dict[str, Any] = {
+        "parameters": float(run.model.num_parameters()),
         "training": float(np.mean([line["loss"] for line in log[-50:]])) / math.log(2),
         "held out": whole.overall,
         "seconds": outcome.seconds,
     }
-    for first, last in ((0, 64), (512, 1024), (4096, 8192)):
+    for first, last in PLACES:
         if first in whole.edges[:-1]:
             bucket = whole.edges.index(first)
             found[f"{first}-{last}"] = float(whole.by_position[bucket])
@@ -68,22 +85,25 @@ def bits(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
 
 ORDERS_STUDY = Study(
     name="orders",
-    shows="A byte model of preset tiny, trained by `atlas train` for 900 steps of 2,048 bytes of the standard "
-    "library, in each order of examples: bits a byte of the last 50 steps; of 24 held-out streams of 8,192 bytes, in "
-    "all and by place; and what bytes older than 128 save of them there, against the same streams read with a memory "
-    "of the last 64 to 128 bytes.",
-    cases=tuple(f"{rule}: {order}" for rule in RULES for order in ORDERS),
+    shows="A byte model of preset tiny, trained by `atlas train` for 900 steps (or `--steps`) of 2,048 bytes of the "
+    "standard library or of `--text`, in each order of examples: bits a byte of the last 50 steps; of 24 held-out "
+    "streams of 8,192 bytes (32,768 of `--text`), in all and by place; and what bytes older than 128 save of them "
+    "there, against the same streams read with a memory of the last 64 to 128 bytes.",
+    cases=(*(f"{rule}: {order}" for rule in RULES for order in ORDERS), *BLOCKS),
     widths=(16,),
     measure=bits,
     columns=(
         "candidate",
+        "parameters",
         "training",
         "held out",
         "0-64",
         "512-1,024",
         "4,096-8,192",
+        "16,384-32,768",
         "older, 512-1,024",
         "older, 4,096-8,192",
+        "older, 16,384-32,768",
         "seconds",
         "seeds",
         "revision",
