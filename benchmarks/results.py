@@ -94,7 +94,10 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "reach": _share("reach"),
     "growth": _value("growth"),
     **{f"gradient {n:,}" if n > 999 else f"gradient {n}": _value(f"gradient {n}") for n in (256, 1024, 4096)},
-    **{f"recall {n:,}" if n > 999 else f"recall {n}": _share(f"recall {n}") for n in (128, 512, 1024, 4096)},
+    **{
+        f"recall {n:,}" if n > 999 else f"recall {n}": _share(f"recall {n}")
+        for n in (128, 512, 1024, 2048, 4096, 16384)
+    },
     **{f"{n} pairs": _share(f"pairs {n}") for n in (16, 32, 64, 128)},
     **{f"{n} pairs held": _share(f"held {n}") for n in (16, 32, 64, 128)},
     "parameters": lambda row: f"{row['parameters']:,.0f}",

@@ -2,10 +2,13 @@
 
 from .holds import HOLDS
 from .language import LANGUAGE
+from .needle import NEEDLE
 from .orders import ORDERS_STUDY
 from .reach import REACH
 from .recall import CAPACITY, RECALL
 from .study import Study
 from .writes import WRITES
 
-STUDIES: dict[str, Study] = {s.name: s for s in (WRITES, HOLDS, REACH, RECALL, CAPACITY, LANGUAGE, ORDERS_STUDY)}
+STUDIES: dict[str, Study] = {
+    s.name: s for s in (WRITES, HOLDS, REACH, RECALL, NEEDLE, CAPACITY, LANGUAGE, ORDERS_STUDY)
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +60,13 @@ class Recall(nn.Module):
 
     def forward(self, keys: Tensor, values: Tensor) -> Tensor:
         """Logits of the answers ``[batch, pairs, symbols]``."""
+        return self.read(keys, values)[0]
+
+    def read(self, keys: Tensor, values: Tensor, state: Any = None, starts: Tensor | None = None) -> tuple[Tensor, Any]:
+        """The same for what goes on from a state, and the state; starts: as ``document_starts`` of a layer."""
         x = self.norm(self.key(keys) + self.value(values))
-        return self.out((x + self.mixer(x)[0])[:, -self.pairs :])
+        y, state = self.mixer(x, state, document_starts=starts)
+        return self.out((x + y)[:, -self.pairs :]), state
 
 
 def trained(case: str, task: Task, dim: int, seed: int, length: int, steps: int, narrow: bool = True) -> Recall:

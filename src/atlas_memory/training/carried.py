@@ -29,8 +29,9 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def _anchored(state: Any, fresh: Any) -> Any:
-    """`state` with the gradient of `fresh`."""
+def anchored(state: Any, fresh: Any) -> Any:
+    """`state`, which has no graph, with the gradient of `fresh`: as if it were that and what was added since, and nothing
+    of it forgotten. Without it M_0 would be trained by fresh documents alone."""
     starts = fresh.tensors()
 
     def anchor(held: torch.Tensor) -> torch.Tensor:
@@ -67,14 +68,13 @@ class CarriedStates:
     def next(self) -> AtlasCache:
         """The cache of the batch that is read next; reading updates it.
 
-        Gradients go through it to M_0, as if the state were M_0 and what was added since, nothing of it forgotten.
-        Without them M_0 would be trained by fresh documents alone.
+        Gradients go through it to M_0: `anchored`.
         """
         cache = self._caches[self._turn]
         self._turn = (self._turn + 1) % len(self._caches)
         for block, held in zip(self._blocks, cache.blocks, strict=True):
             if held.state is not None:
-                held.state = _anchored(held.state, block.mixer.initial_state())
+                held.state = anchored(held.state, block.mixer.initial_state())
         return cache
 
     def save(self, folder: Path) -> None:
