@@ -1,5 +1,5 @@
-"""Needles: the pairs of study recall, learned in segments of 128 tokens whose memory is carried, and asked through noise
-far longer than any segment."""
+"""Needles: the pairs of study recall, learned in segments of 128 tokens whose memory is carried, and asked through
+noise far longer than any segment."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def damage(folder: Path) -> str | None:
 
 
 def anchored(state: Any, fresh: Any) -> Any:
-    """`state`, which has no graph, with the gradient of `fresh`: as if it were that and what was added since, and nothing
-    of it forgotten. Without it M_0 would be trained by fresh documents alone."""
+    """`state`, which has no graph, with the gradient of `fresh`: as if it were that and what was added since, and
+    nothing of it forgotten. Without it M_0 would be trained by fresh documents alone."""
     starts = fresh.tensors()
 
     def anchor(held: torch.Tensor) -> torch.Tensor:
