@@ -61,6 +61,18 @@ class State:
         """The state without the graph by which it was made: what training on from it should begin with."""
         return self.map(Tensor.detach)
 
+    def anchored(self, fresh: Self) -> Self:
+        """The state, which has no graph, with the gradient of ``fresh``, a layer's ``initial_state``: as if it were that
+        and what was added since, and nothing of it forgotten. For training on from carried states: without it, M_0
+        would be trained by fresh sequences alone."""
+        starts = fresh.tensors()
+
+        def anchor(held: Tensor) -> Tensor:
+            start = next(starts)
+            return held + (start - start.detach()) if start.requires_grad else held
+
+        return self.map(anchor)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""

@@ -11,6 +11,7 @@ class AtlasCacheLayer(CacheLayerMixin):
 
     Attributes:
         state: What the block returned, or None before the first token; without its graph, unless `keep_graph`.
+        anchored: Whether the gradient that reaches the state goes on to M_0; see `AtlasCache`.
         seen: Columns of tokens read, padding included, as `generate` counts them.
     """
 
@@ -18,9 +19,9 @@ class AtlasCacheLayer(CacheLayerMixin):
     is_croppable = False
     is_sliding = False
 
-    def __init__(self, keep_graph: bool = False) -> None:
+    def __init__(self, keep_graph: bool = False, anchored: bool = False) -> None:
         super().__init__()
-        self.keep_graph = keep_graph
+        self.keep_graph, self.anchored = keep_graph, anchored
         self.state: Any = None
         self.seen = 0
 
@@ -83,10 +84,13 @@ class AtlasCache(Cache):
     Args:
         num_hidden_layers: Of the model.
         keep_graph: Let gradients flow from one call into those before it; `detach` ends that.
+        anchored: Let gradients flow to M_0 from a state that is read on from, as if the state were M_0 and what was
+            added since, nothing of it forgotten. For states without their graph: M_0 would be trained by fresh
+            documents alone.
     """
 
-    def __init__(self, num_hidden_layers: int, keep_graph: bool = False) -> None:
-        super().__init__(layers=[AtlasCacheLayer(keep_graph) for _ in range(num_hidden_layers)])
+    def __init__(self, num_hidden_layers: int, keep_graph: bool = False, anchored: bool = False) -> None:
+        super().__init__(layers=[AtlasCacheLayer(keep_graph, anchored) for _ in range(num_hidden_layers)])
 
     def detach(self) -> None:
         """Keep what was read, and let go of the graph by which it was made."""

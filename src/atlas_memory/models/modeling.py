@@ -11,6 +11,7 @@ from transformers.utils import can_return_tuple
 
 from ..layers.blocks import MemoryBlock
 from ..layers.documents import Documents
+from ..layers.stateful import Stateful
 from .cache import AtlasCache, check_cache
 from .configuration import AtlasConfig
 
@@ -21,6 +22,24 @@ class AtlasBlock(GradientCheckpointingLayer, MemoryBlock):
     def __init__(self, config: AtlasConfig) -> None:
         hidden, periods = cast(int, config.intermediate_size), config.continuum_periods
         super().__init__(config.hidden_size, config.mixer(), hidden, config.rms_norm_eps, periods)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        mask: Tensor | None = None,
+        document_starts: Tensor | Documents | None = None,
+        anchor: bool = False,
+    ) -> tuple[Tensor, Any]:
+        """As `MemoryBlock.forward`.
+
+        Args:
+            anchor: Let gradients flow from `state` to M_0; see `AtlasCache`. It is done here and not in the model: a
+                block whose weights are sharded has its M_0 only while it is called.
+        """
+        if state is not None and anchor and torch.is_grad_enabled():
+            state = state.anchored(cast(Stateful, self.mixer).initial_state())
+        return super().forward(x, state, mask, document_starts)
 
 
 class AtlasPreTrainedModel(PreTrainedModel):
@@ -118,7 +137,7 @@ class AtlasModel(AtlasPreTrainedModel):
         hidden_states = [x]
         for i, layer in enumerate(self.layers):
             before = caches[i].state if caches else None
-            x, state = layer(x, before, mask, documents)
+            x, state = layer(x, before, mask, documents, bool(caches and caches[i].anchored))
             if caches:
                 caches[i].write(state, time)
             hidden_states.append(x)

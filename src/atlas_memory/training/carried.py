@@ -29,18 +29,6 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def anchored(state: Any, fresh: Any) -> Any:
-    """`state`, which has no graph, with the gradient of `fresh`: as if it were that and what was added since, and
-    nothing of it forgotten. Without it M_0 would be trained by fresh documents alone."""
-    starts = fresh.tensors()
-
-    def anchor(held: torch.Tensor) -> torch.Tensor:
-        start = next(starts)
-        return held + (start - start.detach()) if start.requires_grad else held
-
-    return state.map(anchor)
-
-
 class CarriedStates:
     """The states of all layers at the end of each row's last segment, without their graphs.
 
@@ -49,7 +37,7 @@ class CarriedStates:
     processes + p) * batch` on, as the sampler deals them.
 
     Args:
-        model: An `AtlasForCausalLM`, whose states have a constant size.
+        model: An `AtlasForCausalLM`, whose states have a constant size; its weights may be sharded afterwards.
         batch: Rows in a batch of one process.
         accumulation: Batches a step.
         lanes: Steps until the same rows are read again.
@@ -60,21 +48,17 @@ class CarriedStates:
         self, model: Any, batch: int, accumulation: int = 1, lanes: int = 1, process: int = 0, processes: int = 1
     ) -> None:
         self._blocks = model.model.layers
+        with torch.no_grad():  # of what tensors each state is made, for `load`
+            self._like = [b.mixer.initial_state().map(lambda t: t.new_empty(0)) for b in self._blocks]
         turns = range(process, lanes * accumulation * processes, processes)
         self._rows = [range(turn * batch, (turn + 1) * batch) for turn in turns]
-        self._caches = [AtlasCache(len(self._blocks)) for _ in turns]
+        self._caches = [AtlasCache(len(self._blocks), anchored=True) for _ in turns]
         self._turn, self._accumulation, self._process, self._processes = 0, accumulation, process, processes
 
     def next(self) -> AtlasCache:
-        """The cache of the batch that is read next; reading updates it.
-
-        Gradients go through it to M_0: `anchored`.
-        """
+        """The cache of the batch that is read next; reading updates it. Gradients go through it to M_0."""
         cache = self._caches[self._turn]
         self._turn = (self._turn + 1) % len(self._caches)
-        for block, held in zip(self._blocks, cache.blocks, strict=True):
-            if held.state is not None:
-                held.state = anchored(held.state, block.mixer.initial_state())
         return cache
 
     def save(self, folder: Path) -> None:
@@ -123,10 +107,9 @@ class CarriedStates:
         for rows, cache in zip(self._rows, self._caches, strict=True):
             if not seen[rows[0]]:
                 continue
-            for i, (block, held) in enumerate(zip(self._blocks, cache.blocks, strict=True)):
-                like = block.mixer.initial_state().detach()
+            for i, (block, like, held) in enumerate(zip(self._blocks, self._like, cache.blocks, strict=True)):
                 names = [f"{i}.{name}" for name, _ in like.named_tensors()]
                 values = iter([torch.stack([found[row][name] for row in rows]) for name in names])
-                device = next(like.tensors()).device
+                device = next(block.parameters()).device
                 restored = like.map(lambda _, values=values, device=device: next(values).to(device))
                 held.restore(restored, seen[rows[0]])
