@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,23 +133,31 @@ def test_accumulation_is_a_larger_batch(tmp_path, order: str) -> None:
     assert near(one / "run", two / "run", 1e-5)
 
 
-def part(rank: int, port: int, config: RunConfig) -> None:
-    """One process of two."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+def part(rank: int, count: int, port: int, config: RunConfig, resume: bool) -> None:
+    """One process of `count`, two on each machine."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count))
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE=str(min(count, 2)))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    train(config)
+    train(config, resume)
 
 
-def two_processes(config: RunConfig) -> None:
+def start(config: RunConfig, count: int = 2, resume: bool = False) -> list[Any]:
+    """Processes that train together, as torchrun starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    parts = [FRESH.Process(target=part, args=(rank, port, config)) for rank in range(2)]
+    parts = [FRESH.Process(target=part, args=(rank, count, port, config, resume)) for rank in range(count)]
     for process in parts:
         process.start()
+    return parts
+
+
+def together(config: RunConfig, count: int = 2, resume: bool = False) -> None:
+    """Train with several processes to the end."""
+    parts = start(config, count, resume)
     for process in parts:
         process.join(300)
-    assert [process.exitcode for process in parts] == [0, 0]
+    assert [process.exitcode for process in parts] == [0] * count
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -156,7 +165,7 @@ def test_two_processes_are_one_with_a_batch_twice_as_large(tmp_path, order: str)
     common = (f"data.order={order}", "train.steps=4", "train.learning_rate=0.001", "train.save_every=2")
     one, two = tmp_path / "one", tmp_path / "two"
     train(settings(one, *common, "train.batch_size=4"))
-    two_processes(settings(two, *common))
+    together(settings(two, *common))
     assert losses(one / "run") == pytest.approx(losses(two / "run"), rel=1e-5)
     assert near(one / "run", two / "run", 1e-5)
     assert (two / "run" / "checkpoint-4" / "memory-1.safetensors").exists() == (order == "stream")
@@ -166,7 +175,7 @@ def test_one_process_goes_on_with_what_two_remember(tmp_path) -> None:
     common = (LANES, "train.learning_rate=0.001", "train.save_every=4")
     one, two = tmp_path / "one", tmp_path / "two"
     train(settings(one, *common, "train.batch_size=4"))
-    two_processes(settings(two, *common))
+    together(settings(two, *common))
     shutil.rmtree(two / "run" / "checkpoint-6")
     with pytest.raises(ConfigError, match="reads 4 rows a step, and this would read 2"):
         train(settings(two, *common), resume=True)

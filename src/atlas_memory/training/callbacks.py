@@ -87,12 +87,15 @@ class StopOnInterrupt(TrainerCallback):
 
 class HeldOut(TrainerCallback):
     """Reads held-out text every so many steps, and at the end: bits per byte of `streams` streams, always the same,
-    eight times as long as a training example."""
+    eight times as long as a training example. The first process reads; all of them, if the model is `sharded`."""
 
     streams = 8
 
-    def __init__(self, model: Any, tokenizer: Any, documents: Sequence[Document], seq_len: int, every: int) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, documents: Sequence[Document], seq_len: int, every: int, sharded: bool = False
+    ) -> None:
         self.model, self.tokenizer, self.length, self.every = model, tokenizer, 8 * seq_len, every
+        self.sharded = sharded
         # The beginnings of the longest ones are enough for the streams, and soon tokenised.
         longest = sorted(documents, key=lambda d: -len(d.text))[: self.streams]
         self.documents = [Document(d.name, d.text[: 64 * self.length]) for d in longest]
@@ -103,7 +106,7 @@ class HeldOut(TrainerCallback):
         self.bits = None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if process() > 0 or not self.every:
+        if not self.every or (process() > 0 and not self.sharded):
             return
         if state.global_step % self.every == 0 or control.should_training_stop or state.global_step == args.max_steps:
             self.bits = bits_per_byte(

@@ -77,6 +77,9 @@ class CarriedStates:
             "processes": str(self._processes),
         }
         folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob(FILES):  # of more processes than now, which were killed while they wrote
+            if self._process == 0 and int(path.stem.partition("-")[2]) >= self._processes:
+                path.unlink()
         save_file(tensors, folder / FILES.replace("*", str(self._process)), metadata=metadata)
 
     def load(self, folder: Path) -> None:

@@ -98,6 +98,7 @@ class TrainSection(_Section):
     save_every: int = Field(default=200, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     gradient_checkpointing: bool = False
+    fsdp: bool = False  # shard weights and optimiser among the processes of torchrun
     report_to: list[str] = []
     seed: int = Field(default=0, ge=0)
     threads: int | None = Field(default=None, ge=1)  # None: PyTorch's default

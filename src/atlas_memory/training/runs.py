@@ -1,7 +1,7 @@
 """A run's folder: making its model, loading it back, finding its checkpoints, reading its log.
 
 run.yaml  config.json  model.safetensors  tokenizer.json ...   the run and its last model
-checkpoint-N/                                                  what `--resume` continues from
+checkpoint-N/                                                  what `--resume` continues from; see also sharded.py
 log.jsonl                                                      one line a step
 """
 
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
+from atlas_memory.training import sharded
 from atlas_memory.training.carried import damage
 from atlas_memory.training.config import ConfigError, RunConfig, load_config, nearest
 
@@ -71,7 +72,7 @@ def first_model(config: RunConfig, architecture: AtlasConfig) -> Any:
             check_fit(folder, AtlasForCausalLM(architecture), "the options of this run")
     except ValueError as error:
         raise ConfigError(f"model.init_from: {error}") from error
-    return AtlasForCausalLM.from_pretrained(folder, config=architecture)
+    return _read(folder, architecture)
 
 
 def _first(init_from: str) -> tuple[Path, AtlasConfig]:
@@ -182,9 +183,10 @@ def _step(folder: Path) -> float:
 def _broken(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be continued from, or None."""
     try:
-        _shapes(checkpoint / WEIGHTS)
+        _shapes(checkpoint)
         states = list(checkpoint.glob("rng_state*.pth")) or [checkpoint / "rng_state.pth"]  # one of every process
-        for path in (checkpoint / "optimizer.pt", checkpoint / "scheduler.pt", *states):
+        optimizer = () if sharded.is_in(checkpoint) else (checkpoint / "optimizer.pt",)
+        for path in (*optimizer, checkpoint / "scheduler.pt", *states):
             with path.open("rb") as file:
                 torch.PyTorchFileReader(file)  # reads the directory at the end of the file, not the tensors
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
@@ -195,8 +197,11 @@ def _broken(checkpoint: Path) -> str | None:
     return damage(checkpoint)
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in a safetensors file; ValueError if it is not whole."""
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights in a folder; FileNotFoundError or ValueError if they are not whole."""
+    if sharded.is_in(folder):
+        return sharded.shapes(folder)
+    path = folder / WEIGHTS
     if not path.is_file():
         raise FileNotFoundError(2, "no such file", str(path))
     try:
@@ -222,12 +227,21 @@ def _load_model(folder: Path) -> Any:
     config = saved_config(folder)
     with torch.device("meta"):
         check_fit(folder, AtlasForCausalLM(config), "its config.json")
-    return AtlasForCausalLM.from_pretrained(folder)
+    return _read(folder, config)
+
+
+def _read(folder: Path, config: AtlasConfig) -> Any:
+    """A model of this configuration with the weights in a folder, which fit it."""
+    if not sharded.is_in(folder):
+        return AtlasForCausalLM.from_pretrained(folder, config=config)
+    model = AtlasForCausalLM(config)
+    sharded.load_weights(folder, model)
+    return model
 
 
 def check_fit(folder: Path, model: Any, name_of_model: str) -> None:
     """ValueError unless the weights in `folder` have the names and shapes of `model`'s."""
-    stored = _shapes(folder / WEIGHTS)
+    stored = _shapes(folder)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
     for name in sorted(stored.keys() | wanted.keys() - tied):

@@ -15,12 +15,13 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import TrainingArguments, default_data_collator, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from atlas_memory.data import Segments
 from atlas_memory.models import PRESETS, AtlasForCausalLM
+from atlas_memory.training import sharded
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.config import ConfigError, RunConfig, load_config
@@ -79,6 +80,7 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     # A run that goes on needs the model that it began with no more.
     checkpoint = newest_checkpoint(folder) if resume and config.model.init_from is not None else None
     architecture = model_config(config, text.tokenizer) if checkpoint is None else saved_config(checkpoint)
+    sharded.check(config, architecture)
     examples = text.examples(config)
     model = first_model(config, architecture) if checkpoint is None else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
@@ -129,7 +131,7 @@ def _run(
             cut_log(folder, done)
 
     run = config.train
-    reader = HeldOut(model, text.tokenizer, text.held_out, config.data.seq_len, run.evaluate_every)
+    reader = HeldOut(model, text.tokenizer, text.held_out, config.data.seq_len, run.evaluate_every, run.fsdp)
     log = JsonLog(folder / "log.jsonl", clock, reader)
     bar = ProgressBar(clock, log, console, run.batch_size * batches(config) * config.data.seq_len)
     interrupt = StopOnInterrupt()
@@ -149,27 +151,28 @@ def _run(
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         bar.close()
+    weights = sharded.whole_weights(model) if run.fsdp else None
     if process() == 0:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
         trainer.save_state()  # tells load_run how old the saved model is
         text.tokenizer.save_pretrained(folder)
     stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
 
 
-class _Trainer(Trainer):
+class _Trainer(sharded.ShardedTrainer):
     """The Trainer with our order of examples, our parameter groups and a schedule that knows the clock."""
 
     def __init__(self, run: RunConfig, clock: Clock, model: nn.Module, examples: Examples, **kwargs: Any) -> None:
-        self.run, self.clock, self.network, self.examples = run.train, clock, model, examples
+        self.run, self.clock, self.examples = run.train, clock, examples
         self.peak = run.train.learning_rate or PRESETS[run.model.preset].learning_rate
-        # Examples are of one length: nothing is padded, and the tokenizer needs no token for it.
-        super().__init__(model=model, train_dataset=examples, data_collator=default_data_collator, **kwargs)
         self.carried = None
         if run.data.order == "stream" and isinstance(examples, Segments):
             rows, passes = self.run.batch_size, self.run.gradient_accumulation_steps
-            process, processes = self.args.process_index, self.args.world_size
-            self.carried = CarriedStates(model, rows, passes, examples.lanes, process, processes)
+            self.carried = CarriedStates(model, rows, passes, examples.lanes, process(), processes())
+        # Examples are of one length: nothing is padded, and the tokenizer needs no token for it.
+        collate = default_data_collator
+        super().__init__(model, self.run.fsdp, train_dataset=examples, data_collator=collate, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
         return SequentialSampler(self.examples)  # which are in the order in which they are to be read

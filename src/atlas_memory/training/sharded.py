@@ -1,0 +1,185 @@
+"""Weights, gradients and the optimiser's state shared out among processes (FSDP2), and checkpoints of that.
+
+checkpoint-N/shards/   weights and optimiser, by torch.distributed.checkpoint: a file of every process, .metadata last
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.optim import Optimizer
+from transformers import Trainer, TrainingArguments
+
+from atlas_memory.models import AtlasConfig
+from atlas_memory.training.config import ConfigError, RunConfig
+from atlas_memory.training.processes import process, processes
+
+SHARDS = "shards"
+SCHEDULER = "scheduler.pt"
+
+
+def check(config: RunConfig, architecture: AtlasConfig) -> None:
+    """ConfigError if the run is to be sharded and cannot be."""
+    if not config.train.fsdp:
+        return
+    if "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "train.fsdp=True shards weights among the processes of torchrun, and this one was started alone: start it "
+            "with torchrun --nproc-per-node N -m atlas_memory train, or leave train.fsdp out"
+        )
+    if config.train.optimizer != "adamw":
+        raise ConfigError(
+            f"train.optimizer={config.train.optimizer!r} works on whole matrices, and train.fsdp=True leaves each "
+            "process a part of them: take train.optimizer=adamw, or leave train.fsdp out"
+        )
+    if any(period > 1 for period in architecture.continuum_periods or ()):
+        raise ConfigError(
+            f"model.continuum_periods={architecture.continuum_periods} sums gradients over steps (MultiPeriod), and "
+            "sharded checkpoints do not hold such sums: leave train.fsdp out"
+        )
+
+
+def shard(model: Any, device: torch.device) -> None:
+    """Leave this process its part of every parameter of an `AtlasForCausalLM`, in place; all processes must call.
+
+    A block's parameters are gathered while it is called, forward or backward, and let go of afterwards; what is in no
+    block is gathered together. They stay what they are, float32: mixed precision is autocast's, as without sharding.
+
+    The parts of a copy lie within a machine, and every machine has a copy: between machines gradients alone are sent.
+    Where every machine has one process, the machines share one copy.
+    """
+    if not torch.distributed.is_initialized():  # one process on a CPU, for which accelerate begins no group
+        torch.distributed.init_process_group("gloo")
+    count, here = processes(), int(os.environ.get("LOCAL_WORLD_SIZE", processes()))
+    if 1 < here < count:
+        mesh = init_device_mesh(device.type, (count // here, here), mesh_dim_names=("copies", "parts"))
+    else:
+        mesh = init_device_mesh(device.type, (count,))
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def whole_weights(model: Any) -> dict[str, Any]:
+    """The weights of a sharded model, on the CPU of the first process (others: nothing); all processes must call."""
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    tied = model._tied_weights_keys if model.config.tie_word_embeddings else ()  # gathered, they are two tensors
+    return {name: weight for name, weight in weights.items() if name not in tied}
+
+
+def save(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Write a sharded model and its optimiser, each process its part; all processes must call."""
+    if process() == 0:  # of a process that was killed here before; others write only after this one has planned
+        shutil.rmtree(checkpoint / SHARDS, ignore_errors=True)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=checkpoint / SHARDS)
+
+
+def load_weights(checkpoint: Path, model: nn.Module) -> None:
+    """Read the weights into a model, sharded among any number of processes (all must call) or not at all."""
+    weights = get_model_state_dict(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load({"model": weights}, checkpoint_id=checkpoint / SHARDS, no_dist=not isinstance(model, FSDPModule))
+    set_model_state_dict(model, weights)
+
+
+def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Read the optimiser's state of a sharded model; all processes must call."""
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.load({"optimizer": state}, checkpoint_id=checkpoint / SHARDS)
+    set_optimizer_state_dict(model, optimizer, state)
+
+
+class ShardedTrainer(Trainer):
+    """The Trainer of a model that is sharded, or of one that is not.
+
+    Args:
+        model: An `AtlasForCausalLM`.
+        fsdp: Whether to shard it, which changes it in place.
+    """
+
+    # Accelerate's own FSDP leaves CPUs out and would gather M_0 in bfloat16. So the model comes sharded, and accelerate
+    # is kept from putting DistributedDataParallel around it.
+
+    def __init__(self, model: Any, fsdp: bool, args: TrainingArguments, **kwargs: Any) -> None:
+        self.network, self.fsdp = model, fsdp
+        if fsdp:
+            shard(model, args.device)
+        super().__init__(model=model, args=args, **kwargs)
+        if fsdp:
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self.fsdp:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:  # what stands beside the weights, which all processes write with the optimiser
+            self.network.config.save_pretrained(output_dir)
+            cast(Any, self.processing_class).save_pretrained(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.fsdp:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save(Path(output_dir), self.network, cast(Any, self.optimizer).optimizer)
+        if self.args.should_save:
+            torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.fsdp:
+            load_weights(Path(resume_from_checkpoint), self.network)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self.fsdp:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_optimizer(Path(checkpoint), self.network, cast(Any, self.optimizer).optimizer)
+        cast(Any, self.lr_scheduler).load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+
+def is_in(checkpoint: Path) -> bool:
+    """Whether a checkpoint is sharded."""
+    return (checkpoint / SHARDS).is_dir()
+
+
+def shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights in a sharded checkpoint; FileNotFoundError or ValueError if it is not whole."""
+    about = _metadata(checkpoint / SHARDS)
+    ends: dict[str, int] = {}
+    for part in about.storage_data.values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for name, end in ends.items():
+        if (size := (checkpoint / SHARDS / name).stat().st_size) < end:
+            raise ValueError(f"{SHARDS}/{name} has {size:,} of {end:,} bytes")
+    found = about.state_dict_metadata.items()
+    weights = {name.removeprefix("model."): what for name, what in found if name.startswith("model.")}
+    return {name: tuple(what.size) for name, what in weights.items() if isinstance(what, TensorStorageMetadata)}
+
+
+def _metadata(shards: Path) -> Metadata:
+    try:
+        return dcp.FileSystemReader(shards).read_metadata()
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a pickle that was cut short raises many types
+        raise ValueError(f"{SHARDS}/.metadata is damaged ({type(error).__name__})") from error
