@@ -168,6 +168,28 @@ def test_a_cache_keeps_no_graph_by_default():
     assert not any(t.requires_grad for t in out.past_key_values.blocks[0].state.tensors())
 
 
+def test_an_anchored_cache_trains_what_its_states_began_with():
+    """The gradient of a carried state is M_0's too, and that of a document that begins inside a row is counted once."""
+    net = model(rule="titans")
+    ids, starts = torch.randint(0, 256, (2, 12)), torch.zeros(2, 12)
+    starts[0, 5] = 1
+    initial = [p for name, p in net.named_parameters() if ".initial." in name]
+
+    def gradients(anchored: bool, by_hand: bool):
+        cache = AtlasCache(net.config.num_hidden_layers, anchored=anchored)
+        net(input_ids=ids.flip(1), past_key_values=cache)
+        for block, layer in zip(cache.blocks, net.model.layers, strict=True):
+            if by_hand:
+                fresh = layer.mixer.initial_state().tensors()
+                block.state = block.state.map(lambda t, fresh=fresh: (new := next(fresh)) - new.detach() + t)
+        loss = net(input_ids=ids, labels=ids, document_starts=starts, past_key_values=cache).loss
+        return torch.autograd.grad(loss, initial)
+
+    for one, two, three in zip(gradients(True, False), gradients(False, True), gradients(False, False), strict=True):
+        assert (one - two).norm() <= 1e-8 * two.norm()
+        assert (one - three).norm() > 0.1 * one.norm()
+
+
 def test_hidden_states_of_packed_rows():
     net = model(rule="titans")
     ids, starts = torch.randint(0, 256, (1, 12)), torch.zeros(1, 12)

@@ -69,7 +69,7 @@ class CarriedStates:
             seen.append(cache.get_seq_length())
             for i, held in enumerate(cache.blocks if seen[-1] else ()):
                 for name, tensor in held.state.named_tensors():
-                    tensors[f"{n}.{i}.{name}"] = tensor.contiguous().clone()
+                    tensors[f"{n}.{i}.{name}"] = tensor.cpu().contiguous().clone()
         metadata = {
             "rows": json.dumps([[r.start, r.stop] for r in self._rows]),
             "seen": json.dumps(seen),
@@ -88,6 +88,7 @@ class CarriedStates:
         Raises:
             ValueError: Rows are missing: another number of rows was trained.
         """
+        own = [row for rows in self._rows for row in rows]
         found: dict[int, dict[str, torch.Tensor]] = {}
         seen: dict[int, int] = {}
         for path in sorted(folder.glob(FILES)):
@@ -98,10 +99,11 @@ class CarriedStates:
                     seen |= dict.fromkeys(rows, count)
                 for key in file.keys():  # noqa: SIM118
                     n, name = key.split(".", 1)
+                    if not set(own) & set(batches[int(n)]):  # there may be far more than fits into memory
+                        continue
                     for row, value in zip(batches[int(n)], file.get_tensor(key), strict=True):
                         found.setdefault(row, {})[name] = value
                 self._turn = int(about["lane"]) * self._accumulation
-        own = [row for rows in self._rows for row in rows]
         if missing := [row for row in own if row not in seen]:
             raise ValueError(
                 f"{str(folder)!r} holds what {len(seen)} rows remember, and row {missing[0]} is not among them: train "

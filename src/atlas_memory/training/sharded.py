@@ -36,8 +36,8 @@ SHARDS = "shards"
 SCHEDULER = "scheduler.pt"
 
 
-def check(config: RunConfig, architecture: AtlasConfig) -> None:
-    """ConfigError if the run is to be sharded and cannot be."""
+def check(config: RunConfig) -> None:
+    """ConfigError if the run is to be sharded and cannot be, whatever its model."""
     if not config.train.fsdp:
         return
     if "WORLD_SIZE" not in os.environ:
@@ -50,7 +50,11 @@ def check(config: RunConfig, architecture: AtlasConfig) -> None:
             f"train.optimizer={config.train.optimizer!r} works on whole matrices, and train.fsdp=True leaves each "
             "process a part of them: take train.optimizer=adamw, or leave train.fsdp out"
         )
-    if any(period > 1 for period in architecture.continuum_periods or ()):
+
+
+def check_model(config: RunConfig, architecture: AtlasConfig) -> None:
+    """ConfigError if the run is to be sharded and its model cannot be."""
+    if config.train.fsdp and any(period > 1 for period in architecture.continuum_periods or ()):
         raise ConfigError(
             f"model.continuum_periods={architecture.continuum_periods} sums gradients over steps (MultiPeriod), and "
             "sharded checkpoints do not hold such sums: leave train.fsdp out"

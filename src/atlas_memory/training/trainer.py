@@ -70,6 +70,7 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     if process() == 0:
         _check_folder(folder, config, resume)
     _check_device(config)
+    sharded.check(config)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     set_seed(config.train.seed)
@@ -80,7 +81,7 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     # A run that goes on needs the model that it began with no more.
     checkpoint = newest_checkpoint(folder) if resume and config.model.init_from is not None else None
     architecture = model_config(config, text.tokenizer) if checkpoint is None else saved_config(checkpoint)
-    sharded.check(config, architecture)
+    sharded.check_model(config, architecture)
     examples = text.examples(config)
     model = first_model(config, architecture) if checkpoint is None else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
