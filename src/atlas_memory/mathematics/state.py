@@ -62,9 +62,9 @@ class State:
         return self.map(Tensor.detach)
 
     def anchored(self, fresh: Self) -> Self:
-        """The state, which has no graph, with the gradient of ``fresh``, a layer's ``initial_state``: as if it were that
-        and what was added since, and nothing of it forgotten. For training on from carried states: without it, M_0
-        would be trained by fresh sequences alone."""
+        """The state, which has no graph, with the gradient of ``fresh``, a layer's ``initial_state``: as if it were
+        that and what was added since, and nothing of it forgotten. For training on from carried states: without it,
+        M_0 would be trained by fresh sequences alone."""
         starts = fresh.tensors()
 
         def anchor(held: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class TrainSection(_Section):
     max_minutes: float | None = Field(default=None, gt=0)
     batch_size: int = Field(default=16, ge=1)  # rows of one process in one pass
     gradient_accumulation_steps: int = Field(default=1, ge=1)  # passes a step
-    optimizer: Literal["adamw", "m3"] = "adamw"
+    optimizer: Literal["adamw", "muon", "m3"] = "adamw"
     learning_rate: float | None = Field(default=None, gt=0)  # None: the preset's
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: int = Field(default=50, ge=0)

@@ -26,6 +26,7 @@ from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar
 from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.config import ConfigError, RunConfig, load_config
 from atlas_memory.training.examples import Examples, Text, batches
+from atlas_memory.training.muon import MuonAndAdamW, muon_groups
 from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
 from atlas_memory.training.processes import process, processes
@@ -209,6 +210,8 @@ class _Trainer(sharded.ShardedTrainer):
         optimizer: torch.optim.Optimizer
         if self.run.optimizer == "m3":
             optimizer = M3(split_by_period(network, m3_groups(network, self.run.weight_decay)), lr=self.peak)
+        elif self.run.optimizer == "muon":
+            optimizer = MuonAndAdamW(split_by_period(network, muon_groups(network, self.run.weight_decay)), self.peak)
         else:
             optimizer = torch.optim.AdamW(split_by_period(network, groups), lr=self.peak, betas=(0.9, 0.95), fused=True)
         if any(group["period"] > 1 for group in optimizer.param_groups):

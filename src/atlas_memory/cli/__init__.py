@@ -1,12 +1,10 @@
-"""The command: `atlas train | generate | evaluate | report | rules | data prepare`."""
+"""The command: `atlas train | generate | evaluate | report | rules | data prepare | tokenizer train`."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -17,7 +15,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from . import __version__
+from .. import __version__
+from .quiet import quiet
+from .text import data_app, tokenizer_app
 
 # Training and pictures take a second to import: the commands import what they need, `--help` does not wait.
 
@@ -28,8 +28,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="Text made ready for training.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.add_typer(tokenizer_app, name="tokenizer")
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")]
 
 
@@ -39,18 +39,6 @@ class Writes(str, Enum):
     on = "on"
     off = "off"
     both = "both"
-
-
-def _quiet() -> None:
-    """Silence what third parties say about themselves; errors and our own warnings stay."""
-    from transformers.utils import logging as transformers_logging
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.basicConfig(format="atlas: %(message)s", level=logging.WARNING)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|accelerate)\.")
 
 
 def _version(asked: bool) -> None:
@@ -78,7 +66,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in output_dir.")] = False,
 ) -> None:
     """Train a model on text: your own, or the Python standard library's source."""
-    _quiet()
+    quiet()
     from atlas_memory.training.config import load_config
     from atlas_memory.training.processes import process
     from atlas_memory.training.trainer import train as run
@@ -98,36 +86,6 @@ def train(
         print(done)
 
 
-@data_app.command()
-def prepare(
-    sources: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SOURCE]...", help="As data.path has them; none: the standard library's source."),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The folder to write: data.path of runs to come.")] = Path("prepared"),
-    tokenizer: Annotated[str, typer.Option(help='"bytes", a name or a folder.')] = "bytes",
-    column: Annotated[str, typer.Option(help="Where tables have the text.")] = "text",
-    split: Annotated[str, typer.Option(help="Of a dataset.")] = "train",
-    held_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="The share of documents not to train on.")] = 0.1,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise.")] = os.cpu_count() or 1,
-) -> None:
-    """Tokenise text once, into a folder that training reads without loading it."""
-    _quiet()
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from atlas_memory.data.prepared import prepare as run
-    from atlas_memory.data.sources import Source
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading")
-
-        def show(documents: int, tokens: int) -> None:
-            bar.update(task, description=f"{documents:,} documents, {tokens:,} tokens")
-
-        print(run(Source(sources or None, column, split), out, tokenizer, held_out, workers, show))
-
-
 @app.command()
 def generate(
     run: RunFolder,
@@ -139,7 +97,7 @@ def generate(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Write text with a trained model."""
-    _quiet()
+    quiet()
     from atlas_memory.evaluation.sampling import sample
     from atlas_memory.training.runs import load_run
 
@@ -158,7 +116,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Bits per byte of held-out text, overall and by position."""
-    _quiet()
+    quiet()
     from atlas_memory.data.prepared import Prepared, load_corpus
     from atlas_memory.evaluation.perplexity import bits_per_byte, reading_length
     from atlas_memory.training.config import RunConfig
@@ -201,7 +159,7 @@ def evaluate(
 @app.command()
 def report(run: RunFolder) -> None:
     """Evaluate a run and write RUN/report/: a page, pictures and numbers."""
-    _quiet()
+    quiet()
     from atlas_memory.report import write_report
 
     numbers = write_report(run)

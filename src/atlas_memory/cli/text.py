@@ -1,0 +1,81 @@
+"""The commands that make text ready for training: `atlas data prepare`, `atlas tokenizer train`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .quiet import quiet
+
+data_app = typer.Typer(help="Text made ready for training.", no_args_is_help=True)
+tokenizer_app = typer.Typer(help="Tokenizers of your own.", no_args_is_help=True)
+
+Sources = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SOURCE]...", help="As data.path has them; none: the standard library's source."),
+]
+Column = Annotated[str, typer.Option(help="Where tables have the text.")]
+Split = Annotated[str, typer.Option(help="Of a dataset.")]
+HeldOut = Annotated[float, typer.Option(min=0.0, max=0.9, help="The share of documents not to train on.")]
+
+
+@contextmanager
+def _counting(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A line that says how many documents, and of what else, have been read."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading")
+        yield lambda documents, count: bar.update(task, description=f"{documents:,} documents, {count:,} {unit}")
+
+
+@data_app.command()
+def prepare(
+    sources: Sources = None,
+    out: Annotated[Path, typer.Option(help="The folder to write: data.path of runs to come.")] = Path("prepared"),
+    tokenizer: Annotated[str, typer.Option(help='"bytes", a name or a folder.')] = "bytes",
+    column: Column = "text",
+    split: Split = "train",
+    held_out: HeldOut = 0.1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise.")] = os.cpu_count() or 1,
+) -> None:
+    """Tokenise text once, into a folder that training reads without loading it."""
+    quiet()
+    from atlas_memory.data.prepared import prepare as run
+    from atlas_memory.data.sources import Source
+
+    with _counting("tokens") as show:
+        print(run(Source(sources or None, column, split), out, tokenizer, held_out, workers, show))
+
+
+# The only command of its group would take its place: a callback keeps `atlas tokenizer train` two words.
+@tokenizer_app.callback()
+@data_app.callback()
+def _group() -> None:
+    pass
+
+
+@tokenizer_app.command("train")
+def train_(
+    sources: Sources = None,
+    out: Annotated[Path, typer.Option(help="The folder to write: data.tokenizer of runs to come.")] = Path("tokenizer"),
+    vocab_size: Annotated[int, typer.Option(help="Tokens, at least 257.")] = 32_000,
+    column: Column = "text",
+    split: Split = "train",
+    held_out: HeldOut = 0.1,
+) -> None:
+    """Learn a byte-level BPE tokenizer from text."""
+    quiet()
+    from atlas_memory.data.bpe import train_tokenizer
+    from atlas_memory.data.sources import Source
+
+    with _counting("characters") as show:
+        made = train_tokenizer(Source(sources or None, column, split), out, vocab_size, held_out, show)
+    print(f"{out}: {len(made):,} tokens; use it with data.tokenizer={out}")
