@@ -1,4 +1,4 @@
-"""The command: `atlas train | generate | evaluate | report | rules | data prepare | tokenizer train`."""
+"""The command: `atlas train | plan | generate | evaluate | report | rules | data prepare | tokenizer train`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from .. import __version__
+from .planning import plan
 from .quiet import quiet
 from .text import data_app, tokenizer_app
 
@@ -28,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(plan)
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")]

@@ -29,6 +29,7 @@ from atlas_memory.training.examples import Examples, Text, batches
 from atlas_memory.training.muon import MuonAndAdamW, muon_groups
 from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
+from atlas_memory.training.plan import available, of_model
 from atlas_memory.training.processes import process, processes
 from atlas_memory.training.runs import (
     check_fit,
@@ -40,6 +41,7 @@ from atlas_memory.training.runs import (
     saved_config,
 )
 
+LARGE = 20_000_000  # parameters from which on memory is looked at before training
 # What may differ between a run and its resumption: everything else would make it another run.
 _MAY_CHANGE = frozenset(
     {"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device", "evaluate_every", "report_to"}
@@ -97,6 +99,8 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
         f"model: {config.model.init_from or config.model.preset}, {model.num_parameters():,} parameters",
         highlight=False,
     )
+
+    _warn_of_memory(config, architecture, model.num_parameters(), console)
 
     folder.mkdir(parents=True, exist_ok=True)
     with _only_run(folder):
@@ -274,6 +278,20 @@ def _check_device(config: RunConfig) -> None:
         raise ConfigError(f"train.report_to={config.train.report_to}: {error}") from error
     if config.train.bf16 and not _has_bf16(config):
         raise ConfigError("train.bf16=True needs a CUDA device that computes in bfloat16: leave it out")
+
+
+def _warn_of_memory(config: RunConfig, architecture: Any, parameters: int, console: Console) -> None:
+    """Say so where a large model will not fit; finding out takes seconds, so small ones are not asked."""
+    if parameters < LARGE or process() > 0:
+        return
+    needed, there = of_model(config, architecture, processes()).memory, available(config)
+    if needed > there:
+        console.print(
+            f"warning: about {needed / 1e9:.0f} GB are needed and there are {there / 1e9:.0f}: lower train.batch_size, "
+            "data.seq_len or data.lanes, or take train.gradient_checkpointing=true; `atlas plan` tells what each costs",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _check_folder(folder: Path, config: RunConfig, resume: bool) -> None:

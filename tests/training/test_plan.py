@@ -1,0 +1,94 @@
+"""What a plan says is what a run takes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from atlas_memory.cli import main
+from atlas_memory.models import AtlasForCausalLM
+from atlas_memory.training import load_config
+from atlas_memory.training import trainer as training
+from atlas_memory.training.plan import plan
+from atlas_memory.training.runs import load_run
+from atlas_memory.training.trainer import train
+
+from .small import overrides, settings
+
+PEAK = """
+import resource, sys, torch
+from atlas_memory.models import AtlasConfig, AtlasForCausalLM
+torch.set_num_threads(1)
+model = AtlasForCausalLM(AtlasConfig.preset("tiny", rule=sys.argv[1])).train()
+if sys.argv[2] == "True":
+    model.gradient_checkpointing_enable()
+ids = torch.randint(0, 256, (16, 256))
+small = model(input_ids=ids[:1, :32], labels=ids[:1, :32]).loss.backward()  # what a first call alone takes
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model(input_ids=ids, labels=ids).loss.backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.parametrize("rule,again", [("titans", False), ("gated-deltanet", True)])
+def test_memory_is_what_a_step_takes(rule, again) -> None:
+    given = ["model.preset=tiny", f"model.rule={rule}", "train.batch_size=16", "data.seq_len=256"]
+    found = plan(load_config(None, [*given, f"train.gradient_checkpointing={again}"]))
+    command = [sys.executable, "-c", PEAK, rule, str(again)]
+    measured = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    estimate = found.activations + found.logits
+    assert 1 / 1.5 < estimate / measured < 1.5
+
+
+def test_counts_are_those_of_the_model_and_its_run(tmp_path) -> None:
+    config = settings(tmp_path, "train.gradient_accumulation_steps=2")
+    found, two = plan(config), plan(config, processes=2)
+    train(config)
+    model = load_run(tmp_path / "run").model
+    assert isinstance(model, AtlasForCausalLM)
+    assert found.parameters == model.num_parameters() and found.weights == 16 * found.parameters
+    assert found.embeddings == model.get_input_embeddings().weight.numel()
+    assert found.initial == sum(p.numel() for name, p in model.named_parameters() if "initial" in name)
+    assert found.tokens == 6 * 4 * 16 and two.tokens == 2 * found.tokens
+    assert two.weights == found.weights
+    assert plan(settings(tmp_path, "train.fsdp=true"), processes=2).weights == found.weights // 2
+    states = model(input_ids=torch.zeros(4, 16, dtype=torch.long), use_cache=True).past_key_values
+    assert found.carried == sum(t.numel() * t.element_size() for b in states.blocks for t in b.state.tensors())
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, 16, dtype=torch.long), use_cache=False)
+    assert found.flops_per_token == 3 * counter.get_total_flops() / 16
+    assert plan(settings(tmp_path, "train.max_minutes=1", "train.steps=null")).tokens is None
+
+
+def test_the_largest_preset_is_planned_without_its_weights() -> None:
+    given = ["model.preset=1.3b", "model.rule=gated-deltanet", "model.vocab_size=32000", "data.seq_len=64"]
+    assert plan(load_config(None, given)).parameters > 1.2e9
+
+
+def test_the_command(tmp_path, capsys) -> None:
+    given = overrides(tmp_path)
+    assert main(["plan", *given, "--flops", "1e9", "--price", "3600"]) == 0
+    shown = capsys.readouterr().out
+    assert "memory of a process" in shown and "tokens" in shown and "at 3600 an hour" in shown
+    assert main(["plan", *given, "--flops", "1e9", "--price", "3600", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cost"] == pytest.approx(found["flops"] / 1e9) and not (tmp_path / "run").exists()
+    assert main(["plan", *given, "train.max_minutes=5", "train.steps=null"]) == 0
+    assert "the clock ends the run" in capsys.readouterr().out
+    for wrong, message in (
+        (["model.preset=huge"], "preset 'huge' is unknown"),
+        (["train.lr=1"], "unknown key train.lr"),
+        (["--price", "2"], "--price needs --flops"),
+    ):
+        assert main(["plan", *given, *wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_run_that_will_not_fit_says_so(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(training, "LARGE", 1)
+    monkeypatch.setattr(training, "available", lambda config: 1000)
+    assert main(["train", *overrides(tmp_path)]) == 0
+    assert "warning: about 0 GB are needed and there are 0: lower train.batch_size" in capsys.readouterr().err
