@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.cli import main
-from benchmarks.learning import STUDIES, holds, reach, writes
-from benchmarks.learning.recall import Recall, Task
+from benchmarks.learning import STUDIES, holds, needle, reach, writes
+from benchmarks.learning.recall import NOISE, Recall, Task
 from benchmarks.results import COLUMNS
 
 
@@ -27,6 +27,30 @@ def test_the_recall_task_can_be_answered_from_its_pairs_alone() -> None:
         assert [shown[int(k)] for k in keys[row, 35:]] == answers[row].tolist()
         assert (values[row, 35:] == 8 + 16).all()  # the question does not tell
     assert Recall("titans", task, 4)(keys, values).shape == (3, 5, 8)
+
+
+def test_needles_can_be_answered_from_the_first_segment_of_their_document() -> None:
+    """By a memory that goes through the segments as they come, of any length of documents."""
+    task = Task(pairs=8, symbols=16, room=120)
+    documents = needle.Documents(task, torch.Generator().manual_seed(0))
+    known: list[dict[int, int]] = [{} for _ in range(needle.ROWS)]
+    asked_late = 0
+    for _ in range(12):
+        keys, values, answers, first, asks = documents.draw(6)
+        for row in range(needle.ROWS):
+            if first[row]:
+                known[row] = {}
+            for key, value in zip(keys[row].tolist(), values[row].tolist(), strict=True):
+                if key < task.symbols and value < task.symbols:
+                    assert first[row]  # no pairs later
+                    known[row][key] = value
+            assert len(known[row]) == task.pairs
+            questions = values[row, -task.pairs :] == task.symbols + NOISE
+            assert questions.all() if asks[row] else not questions.any()
+            if asks[row]:
+                assert [known[row][key] for key in keys[row, -task.pairs :].tolist()] == answers[row].tolist()
+                asked_late += not first[row]
+    assert asked_late > 50
 
 
 def test_a_quick_run(capsys, tmp_path: Path) -> None:
