@@ -75,6 +75,25 @@ def test_lanes_are_further_rows() -> None:
             assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.parametrize("carry", [None, 3])
+def test_rows_go_on_where_they_stood_when_segments_grow(carry: int | None) -> None:
+    """After five steps of two lanes, so that half the rows are a segment ahead; then in more lanes of fewer rows."""
+    tokens, rows, lanes = some_tokens((90, 70, 300, 51, 8, 77, 200)), 6, 2
+    same = Segments(tokens, 4, rows * lanes, 30, carry=carry)
+    grown = Segments(tokens, 4, rows, 40, lanes=lanes, carry=carry, lengths={5: 12, 24: 24})
+    assert [grown.times(step) for step in (0, 4, 5, 23, 24, 39)] == [1, 1, 3, 3, 6, 6]
+    read: dict[int, list[dict[str, torch.Tensor]]] = {row: [] for row in range(rows * lanes)}
+    for step in range(40):
+        first, times = next((f, n) for f, n in ((24, 6), (5, 3), (0, 1)) if step >= f)
+        for item in range(rows):
+            lane = (step - first) % (lanes * times)
+            read[lane * (rows // times) + item // times].append(grown[step * rows + item])
+    assert [len(items) for items in read.values()] == [27, 27, 24, 24, 18, 18, 17, 17, 17, 17, 17, 17]
+    for number, items in read.items():
+        whole = row(same, number, len(items))
+        assert all(torch.equal(torch.cat([item[name] for item in items]), whole[name]) for name in whole)
+
+
 def test_passed_states_are_starts_that_are_not_marked() -> None:
     def marks(share: float) -> torch.Tensor:
         return row(Segments(some_tokens((5,) * 40), 20, 1, 10, pass_states=share), 0, 10)["document_starts"]
@@ -100,3 +119,7 @@ def test_rows_move_on_where_carrying_ends() -> None:
 def test_too_little_text_is_refused() -> None:
     with pytest.raises(ValueError, match=r"data.seq_len=20 times 4 rows is more than the training text \(77 tokens\)"):
         Segments(some_tokens(), 20, 4, 1)
+    with pytest.raises(
+        ValueError, match=r"the last of data.lengths=20 times 4 rows .*: lower the last of data.lengths, "
+    ):
+        Segments(some_tokens(), 10, 4, 1, lengths={3: 20})

@@ -52,6 +52,11 @@ def wrong(tmp_path) -> Path:
         ("data.held_out=1", "data.held_out=1: input should be less than 1"),
         ("data.pass_states=2", "data.pass_states=2: input should be less than or equal to 1"),
         ("data.lanes=0", "data.lanes=0: input should be greater than or equal to 1"),
+        ("data.lengths={{3: 24}}", "data.lengths: 24 from step 3 on is no multiple of 16 before it"),
+        ("data.lengths={{3: 32, 5: 32}}", "data.lengths: 32 from step 5 on is no multiple of 32 before it"),
+        ("data.lengths={{0: 32}}", "data.lengths: 0 is no step after the first: set data.seq_len=32"),
+        ("data.lengths={{3: 64}}", "make train.batch_size a multiple of 4"),
+        ("data.lengths={{half: 32}}", "data.lengths.half.[key]='half': input should be a valid integer"),
         ("output_dir={}/file", "is a file"),
         ("output_dir={}/file/run", "file"),
     ],
@@ -63,6 +68,12 @@ def test_each_mistake_is_one_line(wrong, capsys, override: str, says: str) -> No
     assert code in (1, 2) and said[-1].startswith("atlas: ") and says in said[-1]
     assert not [line for line in said[:-1] if "Error" in line or "Traceback" in line]
     assert not (wrong / "run").exists()
+
+
+def test_lengths_of_crops(wrong, capsys) -> None:
+    arguments = [*SMALL, f"data.path={wrong}/line.txt", f"output_dir={wrong}/run", "data.lengths={3: 32}"]
+    assert main(["train", *arguments, "data.order=crops"]) == 2
+    assert "data.lengths needs rows that read on: take data.order=stream or packed" in capsys.readouterr().err
 
 
 def test_one_giant_line_is_text(wrong) -> None:

@@ -132,7 +132,7 @@ def evaluate(
     trained = (loaded.config or RunConfig()).data
     corpus = load_corpus(**trained.source | ({} if data is None else {"path": str(data)}))
     documents = corpus.held_out if data is None else corpus.train + corpus.held_out
-    length = reading_length(trained.seq_len) if length is None else length
+    length = reading_length(trained.longest) if length is None else length
     scores = {
         name: bits_per_byte(loaded.model, loaded.tokenizer, documents, length, enabled, streams or None)
         for name, enabled in (("memory_on", True), ("writes_off", False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,10 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
     """Segments of `seq_len` tokens, read by `rows` x `lanes` rows, `rows` of them in a step: item `step * rows + r` is
     the next segment of row `step % lanes * rows + r`.
 
+    `lengths` makes segments n times as long from a step on. Then n items, one behind the other, are one segment: a step
+    reads rows / n of the rows, as many tokens as before, and there are n times as many lanes. It is the same rows that
+    are under way, and each goes on where it stood.
+
     In every epoch the documents are put one behind the other in another order, and the whole is cut into as many equal
     parts as there are rows. A row reads its part in order, epoch after epoch, each segment from where the one before
     ended. With `carry`, pieces of `carry` segments take the place of the documents: pieces of the text as it stands, in
@@ -62,6 +66,8 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         lanes: Steps until the same rows are read again, so that steps one after the other learn from other documents.
         carry: A row goes on in another place after so many segments, not all rows at the same step. None: it reads
             documents to their ends.
+        lengths: The step from which on segments are longer, counted from 0, and their tokens: `seq_len` or a multiple
+            of it that divides `rows * seq_len`. Lengths ascend with the steps, each a multiple of the one before.
         pass_states: The share of documents or pieces that are not marked as beginning: a row that carries its state
             begins them with what it remembers of the one before. A memory that is trained on short documents learns so
             to go on from states that only long ones lead to.
@@ -80,18 +86,21 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         lanes: int = 1,
         carry: int | None = None,
         pass_states: float = 0.0,
+        lengths: Mapping[int, int] | None = None,
     ) -> None:
         self.tokens, self.seq_len, self.rows, self.steps = tokens, seq_len, rows, steps
         self.seed, self.lanes, self.carry, self.pass_states = seed, lanes, carry, pass_states
+        self._phases = [(0, 1), *((first, length // seq_len) for first, length in sorted((lengths or {}).items()))]
         total = len(tokens.ids) - 1
         piece = 1 if carry is None else carry * seq_len
         self.part = total // piece // (rows * lanes) * piece  # tokens that a row reads in an epoch
-        if self.part < seq_len:
-            needed = f"data.seq_len={seq_len} times {rows * lanes} rows" + (
+        if self.part < seq_len * self._phases[-1][1]:
+            name = "data.seq_len" if len(self._phases) == 1 else "the last of data.lengths"
+            needed = f"{name}={seq_len * self._phases[-1][1]} times {rows * lanes} rows" + (
                 f" times data.carry={carry}" if carry else ""
             )
             raise ValueError(
-                f"{needed} is more than the training text ({total} tokens): lower data.seq_len, data.lanes or "
+                f"{needed} is more than the training text ({total} tokens): lower {name}, data.lanes or "
                 "train.batch_size, or give more text"
             )
         self._orders: dict[int, _Order] = {}  # of this epoch and the one before
@@ -100,12 +109,13 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         return self.rows * self.steps
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        step, row = divmod(index, self.rows)
-        step, lane = divmod(step, self.lanes)
-        row += lane * self.rows
+        step, item = divmod(index, self.rows)
+        first, times = self._phase(step)
+        item, nth = divmod(item, times)
+        row = item + (step - first) % (self.lanes * times) * (self.rows // times)
         # With an end to carrying, rows begin apart, so as not to move on all at the same step.
         ahead = 0 if self.carry is None else row * self.carry // (self.rows * self.lanes)
-        at, left = (step + ahead) * self.seq_len, self.seq_len
+        at, left = (self._read(row, step) + nth + ahead) * self.seq_len, self.seq_len
         places, starts = [], []
         while left:
             epoch, offset = divmod(at, self.part)
@@ -121,6 +131,22 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
             "shift_labels": torch.from_numpy(self.tokens.ids[place + 1].astype(np.int64)),
             "document_starts": torch.from_numpy(np.concatenate(starts)),
         }
+
+    def times(self, step: int) -> int:
+        """How many items, one behind the other, are a segment of this step."""
+        return self._phase(step)[1]
+
+    def _phase(self, step: int) -> tuple[int, int]:
+        """Since which step segments are as long as in `step`, and how many items they are."""
+        return max(phase for phase in self._phases if phase[0] <= step)
+
+    def _read(self, row: int, step: int) -> int:
+        """How many items' tokens a row has read before a step."""
+        items = 0
+        for (first, times), (end, _) in zip(self._phases, [*self._phases[1:], (step, 0)], strict=True):
+            rounds, lane = divmod(max(min(end, step) - first, 0), self.lanes * times)
+            items += times * (rounds + (row // (self.rows // times) < lane))
+        return items
 
     def _order(self, epoch: int) -> _Order:
         if epoch not in self._orders:

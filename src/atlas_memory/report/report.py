@@ -33,7 +33,7 @@ def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400
     run = load_run(folder)
     if run.config is None:
         raise ValueError(f"{str(folder)!r} has no run.yaml, so its training text and length are unknown")
-    trained = run.config.data.seq_len
+    trained = run.config.data.longest
     length = reading_length(trained)
     held_out = load_corpus(**run.config.data.source).held_out
     on = bits_per_byte(run.model, run.tokenizer, held_out, length, True, streams)

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from atlas_memory.models.cache import AtlasCache
 
 FILES = "memory-*.safetensors"  # one of every process
+Packed = tuple[dict[str, torch.Tensor], dict[str, str]]
+"""What the rows of a process remember, as far as they have been read, by name; and which rows they are."""
 
 
 def damage(folder: Path) -> str | None:
@@ -34,7 +36,8 @@ class CarriedStates:
 
     A process reads `accumulation` batches of `batch` rows a step, other rows in each of `lanes` steps. Rows are counted
     over all processes and lanes: in lane l, batch a of process p has the `batch` rows from `((l * accumulation + a) *
-    processes + p) * batch` on, as the sampler deals them.
+    processes + p) * batch` on, as the sampler deals them. When segments grow (`deal`), batches have fewer rows and
+    there are more lanes: the same rows, each with what it remembers.
 
     Args:
         model: An `AtlasForCausalLM`, whose states have a constant size; its weights may be sharded afterwards.
@@ -48,12 +51,30 @@ class CarriedStates:
         self, model: Any, batch: int, accumulation: int = 1, lanes: int = 1, process: int = 0, processes: int = 1
     ) -> None:
         self._blocks = model.model.layers
-        with torch.no_grad():  # of what tensors each state is made, for `load`
+        with torch.no_grad():  # of what tensors each state is made, for `_take`
             self._like = [b.mixer.initial_state().map(lambda t: t.new_empty(0)) for b in self._blocks]
-        turns = range(process, lanes * accumulation * processes, processes)
-        self._rows = [range(turn * batch, (turn + 1) * batch) for turn in turns]
-        self._caches = [AtlasCache(len(self._blocks), anchored=True) for _ in turns]
-        self._turn, self._accumulation, self._process, self._processes = 0, accumulation, process, processes
+        self._batch, self._accumulation, self._lanes = batch, accumulation, lanes
+        self._process, self._processes = process, processes
+        self._begin(1)
+
+    def _begin(self, times: int) -> None:
+        batch, turns = self._batch // times, self._lanes * times * self._accumulation * self._processes
+        mine = range(self._process, turns, self._processes)
+        self._rows = [range(turn * batch, (turn + 1) * batch) for turn in mine]
+        self._caches = [AtlasCache(len(self._blocks), anchored=True) for _ in mine]
+        self._turn, self._times = 0, times
+
+    def deal(self, times: int) -> None:
+        """Go on with segments `times` as long as at first, from the first lane; all processes must ask. Nothing changes
+        if they are as long as now."""
+        if times == self._times:
+            return
+        mine = self._packed()
+        parts = [mine] * self._processes
+        if self._processes > 1:
+            torch.distributed.all_gather_object(parts, mine)
+        self._begin(times)
+        self._take(parts)
 
     def next(self) -> AtlasCache:
         """The cache of the batch that is read next; reading updates it. Gradients go through it to M_0."""
@@ -61,26 +82,30 @@ class CarriedStates:
         self._turn = (self._turn + 1) % len(self._caches)
         return cache
 
-    def save(self, folder: Path) -> None:
-        """Write the states of this process's rows, as far as they have been read."""
+    def _packed(self) -> Packed:
         tensors: dict[str, torch.Tensor] = {}
         seen = []
         for n, cache in enumerate(self._caches):
             seen.append(cache.get_seq_length())
             for i, held in enumerate(cache.blocks if seen[-1] else ()):
                 for name, tensor in held.state.named_tensors():
-                    tensors[f"{n}.{i}.{name}"] = tensor.cpu().contiguous().clone()
-        metadata = {
+                    tensors[f"{n}.{i}.{name}"] = tensor.detach().cpu().contiguous().clone()
+        return tensors, {
             "rows": json.dumps([[r.start, r.stop] for r in self._rows]),
             "seen": json.dumps(seen),
             "lane": str(self._turn // self._accumulation),
+            "times": str(self._times),
             "processes": str(self._processes),
         }
+
+    def save(self, folder: Path) -> None:
+        """Write the states of this process's rows, as far as they have been read."""
+        tensors, about = self._packed()
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob(FILES):  # of more processes than now, which were killed while they wrote
             if self._process == 0 and int(path.stem.partition("-")[2]) >= self._processes:
                 path.unlink()
-        save_file(tensors, folder / FILES.replace("*", str(self._process)), metadata=metadata)
+        save_file(tensors, folder / FILES.replace("*", str(self._process)), metadata=about)
 
     def load(self, folder: Path) -> None:
         """Read what all processes saved, and take this one's rows of it, however they were dealt then.
@@ -88,25 +113,35 @@ class CarriedStates:
         Raises:
             ValueError: Rows are missing: another number of rows was trained.
         """
-        own = [row for rows in self._rows for row in rows]
-        found: dict[int, dict[str, torch.Tensor]] = {}
-        seen: dict[int, int] = {}
+        own = {row for rows in self._rows for row in rows}
+        parts = []
         for path in sorted(folder.glob(FILES)):
             with safe_open(path, framework="pt") as file:
                 about = file.metadata()
                 batches = [range(*rows) for rows in json.loads(about["rows"])]
-                for rows, count in zip(batches, json.loads(about["seen"]), strict=True):
-                    seen |= dict.fromkeys(rows, count)
-                for key in file.keys():  # noqa: SIM118
-                    n, name = key.split(".", 1)
-                    if not set(own) & set(batches[int(n)]):  # there may be far more than fits into memory
-                        continue
-                    for row, value in zip(batches[int(n)], file.get_tensor(key), strict=True):
-                        found.setdefault(row, {})[name] = value
-                self._turn = int(about["lane"]) * self._accumulation
+                # Others may be far more than fits into memory.
+                mine = [key for key in file.keys() if own & set(batches[int(key.split(".", 1)[0])])]  # noqa: SIM118
+                parts.append(({key: file.get_tensor(key) for key in mine}, about))
+        self._take(parts, str(folder))
+        if int(parts[0][1].get("times", 1)) == self._times:  # otherwise segments grow with the next step
+            self._turn = int(parts[0][1]["lane"]) * self._accumulation
+
+    def _take(self, parts: list[Packed], place: str = "the run") -> None:
+        """Begin with this process's rows of what all processes packed at `place`."""
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        seen: dict[int, int] = {}
+        for tensors, about in parts:
+            batches = [range(*rows) for rows in json.loads(about["rows"])]
+            for rows, count in zip(batches, json.loads(about["seen"]), strict=True):
+                seen |= dict.fromkeys(rows, count)
+            for key, tensor in tensors.items():
+                n, name = key.split(".", 1)
+                for row, value in zip(batches[int(n)], tensor, strict=True):
+                    found.setdefault(row, {})[name] = value
+        own = [row for rows in self._rows for row in rows]
         if missing := [row for row in own if row not in seen]:
             raise ValueError(
-                f"{str(folder)!r} holds what {len(seen)} rows remember, and row {missing[0]} is not among them: train "
+                f"{place!r} holds what {len(seen)} rows remember, and row {missing[0]} is not among them: train "
                 "with as many rows (batch_size x gradient_accumulation_steps x processes x lanes) as before"
             )
         for rows, cache in zip(self._rows, self._caches, strict=True):

@@ -50,6 +50,9 @@ class DataSection(_Section):
     text; `split`: of a dataset; `held_out`: the share of documents that is not trained on. `tokenizer`: "bytes", a name
     or a folder.
 
+    `lengths`: steps, and the tokens of a segment from that step on, such as {500: 512, 800: 2048}. A step reads as many
+    tokens as before, so that as many times fewer rows. Each is a multiple of the one before, the first of `seq_len`.
+
     `order`, how examples of `seq_len` tokens are taken from the documents:
 
     * "stream": every row reads documents in order, a segment a step, and keeps what it remembers from one step to the
@@ -67,10 +70,16 @@ class DataSection(_Section):
     held_out: float = Field(default=0.1, gt=0, lt=1)
     tokenizer: str = "bytes"
     seq_len: int = Field(default=256, ge=2)
+    lengths: dict[int, int] = {}
     order: Literal["stream", "packed", "crops"] = "stream"
     lanes: int | None = Field(default=None, ge=1)
     carry: int | None = Field(default=None, ge=1)
     pass_states: float = Field(default=0.0, ge=0, le=1)
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest segments of the run."""
+        return max([self.seq_len, *self.lengths.values()])
 
     @property
     def source(self) -> dict[str, Any]:
@@ -118,6 +127,23 @@ class RunConfig(_Section):
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     output_dir: str = Field(default="runs/atlas", min_length=1)
+
+    def check_lengths(self) -> None:
+        """ConfigError unless segments can grow as `data.lengths` says."""
+        if self.data.lengths and self.data.order == "crops":
+            raise ConfigError("data.lengths needs rows that read on: take data.order=stream or packed")
+        before, rows = self.data.seq_len, self.train.batch_size
+        for step, length in sorted(self.data.lengths.items()):
+            if step < 1:
+                raise ConfigError(f"data.lengths: {step} is no step after the first: set data.seq_len={length}")
+            if length <= before or length % before:
+                raise ConfigError(f"data.lengths: {length} from step {step} on is no multiple of {before} before it")
+            if rows * self.data.seq_len % length:
+                raise ConfigError(
+                    f"data.lengths: train.batch_size={rows} rows of {self.data.seq_len} tokens are no whole number of "
+                    f"rows of {length}: make train.batch_size a multiple of {length // self.data.seq_len}"
+                )
+            before = length
 
     def resolved(self) -> RunConfig:
         """The same with the paths that are read made absolute, so that the run can be read from anywhere."""

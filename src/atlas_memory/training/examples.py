@@ -66,9 +66,19 @@ class Text:
         rows = _rows(config)
         if data.order == "crops":
             return RandomCrops(self.tokens.ids, data.seq_len, run.last_step * rows, run.seed)
-        part = len(self.tokens.ids) // (rows * data.seq_len * (data.carry or SEGMENTS))
+        part = len(self.tokens.ids) // (rows * max(data.longest, data.seq_len * (data.carry or SEGMENTS)))
         lanes = data.lanes or max(1, min(LANES, part))
-        return Segments(self.tokens, data.seq_len, rows, run.last_step, run.seed, lanes, data.carry, data.pass_states)
+        return Segments(
+            self.tokens,
+            data.seq_len,
+            rows,
+            run.last_step,
+            run.seed,
+            lanes,
+            data.carry,
+            data.pass_states,
+            data.lengths,
+        )
 
     def save(self, folder: Path, config: RunConfig) -> None:
         """Write which text the run in `folder` reads, and with how many rows a step; once."""

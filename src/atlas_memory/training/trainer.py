@@ -74,6 +74,7 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
         _check_folder(folder, config, resume)
     _check_device(config)
     sharded.check(config)
+    config.check_lengths()
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     set_seed(config.train.seed)
@@ -137,7 +138,7 @@ def _run(
             cut_log(folder, done)
 
     run = config.train
-    reader = HeldOut(model, text.tokenizer, text.held_out, config.data.seq_len, run.evaluate_every, run.fsdp)
+    reader = HeldOut(model, text.tokenizer, text.held_out, config.data.longest, run.evaluate_every, run.fsdp)
     log = JsonLog(folder / "log.jsonl", clock, reader)
     bar = ProgressBar(clock, log, console, run.batch_size * batches(config) * config.data.seq_len)
     interrupt = StopOnInterrupt()
@@ -184,8 +185,12 @@ class _Trainer(sharded.ShardedTrainer):
         return SequentialSampler(self.examples)  # which are in the order in which they are to be read
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.carried is not None:
-            inputs = {**inputs, "past_key_values": self.carried.next()}
+        if isinstance(self.examples, Segments):
+            times = self.examples.times(self.state.global_step)
+            inputs = {name: items.reshape(-1, times * items.shape[1]) for name, items in inputs.items()}
+            if self.carried is not None:
+                self.carried.deal(times)
+                inputs["past_key_values"] = self.carried.next()
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:  # of every process, before older checkpoints are deleted
@@ -197,7 +202,8 @@ class _Trainer(sharded.ShardedTrainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        if self.carried is not None and checkpoint is not None:
+        if self.carried is not None and isinstance(self.examples, Segments) and checkpoint is not None:
+            self.carried.deal(self.examples.times(self.state.global_step))
             self.carried.load(Path(checkpoint))
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
