@@ -9,7 +9,7 @@ from atlas_memory.training import trainer
 from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.trainer import train
 from tests.training.small import settings
-from tests.training.test_orders import losses, near, same, two_processes, weights
+from tests.training.test_orders import losses, near, same, together, weights
 
 LENGTHS = ("data.lengths={3: 32, 5: 64}", "data.lanes=2", "train.batch_size=4", "train.steps=12")
 
@@ -70,7 +70,7 @@ def test_two_processes_are_one_that_accumulates(tmp_path) -> None:
     common = ("data.lengths={2: 32}", "data.lanes=2", "train.steps=6", "train.learning_rate=0.001")
     one, two = tmp_path / "one", tmp_path / "two"
     train(settings(one, *common, "train.gradient_accumulation_steps=2"))
-    two_processes(settings(two, *common))
+    together(settings(two, *common))
     assert losses(one / "run") == pytest.approx(losses(two / "run"), rel=1e-5)
     assert near(one / "run", two / "run", 1e-5)
     shutil.rmtree(two / "run" / "checkpoint-6")  # what two processes remember, in one
