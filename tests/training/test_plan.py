@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,21 +20,26 @@ from atlas_memory.training.trainer import train
 from .small import overrides, settings
 
 PEAK = """
-import resource, sys, torch
+import sys, torch
+from pathlib import Path
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 torch.set_num_threads(1)
+def peak():  # getrusage would begin with that of the process which started this one
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 model = AtlasForCausalLM(AtlasConfig.preset("tiny", rule=sys.argv[1])).train()
 if sys.argv[2] == "True":
     model.gradient_checkpointing_enable()
 ids = torch.randint(0, 256, (16, 256))
 small = model(input_ids=ids[:1, :32], labels=ids[:1, :32]).loss.backward()  # what a first call alone takes
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 model(input_ids=ids, labels=ids).loss.backward()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("rule,again", [("titans", False), ("gated-deltanet", True)])
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("rule,again", [("titans", False)])
 def test_memory_is_what_a_step_takes(rule, again) -> None:
     given = ["model.preset=tiny", f"model.rule={rule}", "train.batch_size=16", "data.seq_len=256"]
     found = plan(load_config(None, [*given, f"train.gradient_checkpointing={again}"]))
