@@ -3,18 +3,18 @@ noise far longer than any segment."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from atlas_memory.layers.stateful import Stateful
 from atlas_memory.memory import RULES
 
-from .recall import NOISE, Recall, Task
+from .recall import NOISE, Recall, Task, learn
 from .study import Study
 
 ROWS, SEGMENT, STEPS, LONGEST = 32, 128, 1600, 128
@@ -64,29 +64,25 @@ class Documents:
         return keys, values, answers, first, asks
 
 
-def trained(case: str, task: Task, dim: int, seed: int, steps: int) -> Recall:
-    """After ``steps`` of AdamW at 1e-2, warm-up and cosine. Documents are of one segment in the first quarter, and grow
-    over the next half, evenly in logarithm, to ``LONGEST``."""
-    torch.manual_seed(seed)
-    model = Recall(case, task, dim)
-    documents = Documents(task, torch.Generator().manual_seed(seed))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = None
-    layer = cast(Stateful, model.mixer)
+def losses(model: Recall, documents: Documents, steps: int) -> Iterator[Tensor]:
+    """Of every step: each row's next segment, read from what it remembers. Documents are of one segment in the first
+    quarter, and grow over the next half, evenly in logarithm, to ``LONGEST``."""
+    layer, state = cast(Stateful, model.mixer), None
     for step in range(steps):
-        for group in optimiser.param_groups:
-            group["lr"] = 1e-2 * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
         longest = round(LONGEST ** min(1.0, max(0.0, 2 * step / steps - 0.5)))
         keys, values, answers, first, asks = documents.draw(longest)
         starts = F.pad(first[:, None], (0, SEGMENT - 1))
         if state is not None:
             state = state.detach().anchored(layer.initial_state())
         logits, state = model.read(keys, values, state, starts)
-        loss = F.cross_entropy(logits[asks].flatten(0, 1), answers[asks].flatten())
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        yield F.cross_entropy(logits[asks].flatten(0, 1), answers[asks].flatten())
+
+
+def trained(case: str, task: Task, dim: int, seed: int, steps: int) -> Recall:
+    """After ``steps`` on rows whose memory is carried."""
+    torch.manual_seed(seed)
+    model = Recall(case, task, dim)
+    learn(model, losses(model, Documents(task, torch.Generator().manual_seed(seed)), steps), steps)
     return model.eval()
 
 

@@ -4,6 +4,7 @@ and more pairs."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,21 +70,29 @@ class Recall(nn.Module):
         return self.out((x + y)[:, -self.pairs :]), state
 
 
-def trained(case: str, task: Task, dim: int, seed: int, length: int, steps: int, narrow: bool = True) -> Recall:
-    """After ``steps`` of AdamW at 1e-2 on batches of 32, warm-up and cosine."""
-    torch.manual_seed(seed)
-    g = torch.Generator().manual_seed(seed)
-    model = Recall(case, task, dim, narrow)
+def learn(model: nn.Module, losses: Iterable[Tensor], steps: int) -> None:
+    """A step of AdamW for each of so many losses, each computed when its turn has come: 1e-2, warm-up and cosine."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(steps):
+    for step, loss in enumerate(losses):
         for group in optimiser.param_groups:
             group["lr"] = 1e-2 * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
-        keys, values, answers = task.batch(32, length, g)
-        loss = F.cross_entropy(model(keys, values).flatten(0, 1), answers.flatten())
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
+
+
+def trained(case: str, task: Task, dim: int, seed: int, length: int, steps: int, narrow: bool = True) -> Recall:
+    """After ``steps`` on batches of 32."""
+    torch.manual_seed(seed)
+    g = torch.Generator().manual_seed(seed)
+    model = Recall(case, task, dim, narrow)
+
+    def loss() -> Tensor:
+        keys, values, answers = task.batch(32, length, g)
+        return F.cross_entropy(model(keys, values).flatten(0, 1), answers.flatten())
+
+    learn(model, (loss() for _ in range(steps)), steps)
     return model.eval()
 
 

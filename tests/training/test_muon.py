@@ -103,3 +103,7 @@ def test_a_run_trains_with_it_and_goes_on(tmp_path):
 def test_both_kinds_are_needed():
     with pytest.raises(ValueError, match="needs groups with muon=True and groups with muon=False"):
         MuonAndAdamW([{"params": [nn.Parameter(torch.zeros(2, 2))], "muon": True}], lr=0.1)
+    optimizer = MuonAndAdamW(muon_groups(small_model()), lr=0.1)
+    with pytest.raises(ValueError, match="takes no more groups once it is made"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert optimizer.step(lambda: torch.tensor(3.0)) == 3

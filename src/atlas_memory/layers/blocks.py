@@ -6,8 +6,9 @@ A mixer is a module with `y, state = mixer(x, state, mask)`, x and y `[batch, ti
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from .attention import FullAttention, SlidingWindowAttention
@@ -18,6 +19,7 @@ from .memory import NeuralMemory
 from .mlp import ContinuumMLP, SwiGLU
 from .persistent import PersistentTokens, WithPersistentTokens
 from .self_modifying import SelfModifyingMemory
+from .stateful import Stateful
 
 
 def memory_alone(dim: int, heads: int, *, persistent_tokens: int = 0, **memory: Any) -> nn.Module:
@@ -101,9 +103,23 @@ class MemoryBlock(nn.Module):
         state: Any = None,
         mask: Tensor | None = None,
         document_starts: Tensor | Documents | None = None,
+        anchor: bool = False,
     ) -> tuple[Tensor, Any]:
-        """x `[batch, time, dim]`, mask and document_starts `[batch, time]`, or the cuts that were made of the latter;
-        returns y `[batch, time, dim]` and the state."""
+        """Read x.
+
+        Args:
+            x: `[batch, time, dim]`.
+            state: Where an earlier call stopped; None: nothing has been read.
+            mask: `[batch, time]`, nonzero at real tokens.
+            document_starts: `[batch, time]`, nonzero where documents begin, or the cuts that were made of it.
+            anchor: Let gradients flow from `state` to M_0 (`State.anchored`). It is done here and not by the caller: a
+                block whose weights are sharded has its M_0 only while it is called.
+
+        Returns:
+            y `[batch, time, dim]` and the state.
+        """
+        if state is not None and anchor and torch.is_grad_enabled():
+            state = state.anchored(cast(Stateful, self.mixer).initial_state())
         mixed, state = read_documents(self.mixer, self.mixer_norm(x), state, mask, document_starts)
         x = x + mixed
         return self.mlp(x) if self.mlp_norm is None else x + self.mlp(self.mlp_norm(x)), state

@@ -11,7 +11,6 @@ from transformers.utils import can_return_tuple
 
 from ..layers.blocks import MemoryBlock
 from ..layers.documents import Documents
-from ..layers.stateful import Stateful
 from .cache import AtlasCache, check_cache
 from .configuration import AtlasConfig
 
@@ -22,24 +21,6 @@ class AtlasBlock(GradientCheckpointingLayer, MemoryBlock):
     def __init__(self, config: AtlasConfig) -> None:
         hidden, periods = cast(int, config.intermediate_size), config.continuum_periods
         super().__init__(config.hidden_size, config.mixer(), hidden, config.rms_norm_eps, periods)
-
-    def forward(
-        self,
-        x: Tensor,
-        state: Any = None,
-        mask: Tensor | None = None,
-        document_starts: Tensor | Documents | None = None,
-        anchor: bool = False,
-    ) -> tuple[Tensor, Any]:
-        """As `MemoryBlock.forward`.
-
-        Args:
-            anchor: Let gradients flow from `state` to M_0; see `AtlasCache`. It is done here and not in the model: a
-                block whose weights are sharded has its M_0 only while it is called.
-        """
-        if state is not None and anchor and torch.is_grad_enabled():
-            state = state.anchored(cast(Stateful, self.mixer).initial_state())
-        return super().forward(x, state, mask, document_starts)
 
 
 class AtlasPreTrainedModel(PreTrainedModel):

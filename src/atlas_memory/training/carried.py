@@ -119,7 +119,7 @@ class CarriedStates:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata()
                 batches = [range(*rows) for rows in json.loads(about["rows"])]
-                # Others may be far more than fits into memory.
+                # Others may be far more than fits into memory. An open file has keys() and is no mapping.
                 mine = [key for key in file.keys() if own & set(batches[int(key.split(".", 1)[0])])]  # noqa: SIM118
                 parts.append(({key: file.get_tensor(key) for key in mine}, about))
         self._take(parts, str(folder))

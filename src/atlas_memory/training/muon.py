@@ -22,22 +22,22 @@ class MuonAndAdamW(Optimizer):
     >>> optimizer = MuonAndAdamW(muon_groups(model, weight_decay=0.1), lr=3e-3)
 
     Args:
-        groups: Parameter groups, each with `muon`, and with `weight_decay` unless it is 0.
+        groups: Parameter groups, with `muon` unless it is False, and `weight_decay` unless it is 0.
         lr: Learning rate of both kinds.
-        betas: Of AdamW; Muon's momentum is PyTorch's 0.95.
 
     Raises:
-        ValueError: There is no group of one of the kinds; a group for Muon has a parameter that is no matrix.
+        ValueError: There is no group of one of the kinds; a group for Muon has a parameter that is no matrix; a group
+            is added later.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float] = (0.9, 0.95)) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "muon": False})
         matrices, others = ([g for g in self.param_groups if g["muon"] is kind] for kind in (True, False))
         if not matrices or not others:
             raise ValueError("MuonAndAdamW needs groups with muon=True and groups with muon=False")
         # Both add their settings to the groups, which stay the dictionaries that a schedule changes.
         self._muon = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
-        self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
+        self._adamw = torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), fused=True)
         self._share()
 
     def _share(self) -> None:
@@ -45,14 +45,15 @@ class MuonAndAdamW(Optimizer):
             optimizer.param_groups = [g for g in self.param_groups if g["muon"] is kind]
             optimizer.state = self.state
 
-    @torch.no_grad()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is made."""
+        if hasattr(self, "_muon"):
+            raise ValueError("MuonAndAdamW takes no more groups once it is made: give all of them when making it")
+        super().add_param_group(param_group)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Move every parameter that has a gradient. `closure` computes the loss and its gradients, once."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._muon.step()
+        loss = self._muon.step(closure)
         self._adamw.step()
         return loss
 

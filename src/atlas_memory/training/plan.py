@@ -20,12 +20,12 @@ from atlas_memory.training.examples import LANES
 from atlas_memory.training.runs import model_config
 
 SEEN = 128
-"""Tokens of a row at most from which a block's needs are found; a block whose state has one size needs as much for any
-others. Longer takes longer."""
+"""Tokens of a row from which a block's needs are found, or twice an attention's window: a block whose state has one
+size needs as much for any others, and longer rows take longer."""
 OPTIMISER = {"adamw": 8, "muon": 8, "m3": 16}
 """Bytes of state a parameter, at most."""
 LOGITS = 12
-"""Bytes an entry: float32 logits, their softmax and their gradient."""
+"""Bytes an entry: float32 logits, their softmax and their gradient. Under autocast it is 16."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,9 @@ class Plan:
         embeddings: Of them, embeddings and output head.
         initial: Of them, the memories' M_0.
         tokens: Read in all, by all processes; None: the clock decides.
-        flops_per_token: Floating-point operations of matrix products, forward and backward, of a segment of
-            `data.seq_len` tokens with a full window; two a multiply-add.
+        flops_per_token: Floating-point operations of matrix products, forward and backward; two a multiply-add.
         weights: Bytes of weights, gradients and the optimiser's state.
-        activations: Bytes that a pass keeps for going back.
+        activations: Bytes that a pass keeps for going back, and as many again for the block in which it is.
         logits: Bytes of logits and their gradient.
         carried: Bytes of what rows remember from step to step, at most.
     """
@@ -71,33 +70,36 @@ class Plan:
 
 
 def plan(config: RunConfig, processes: int = 1) -> Plan:
-    """The needs of `config` on so many processes. Its text is not read. ConfigError if the model is not one.
+    """The needs of `config` on so many processes. Its text is not read. ConfigError for a config that cannot be run.
 
     Parameters are counted on a model without weights. What a block keeps for going back, and what it multiplies, is
     seen on a block of the full size that computes with shapes alone (PyTorch's fake tensors), in the forms that a CPU
     takes.
     """
+    config.check_lengths()
     prepared = Prepared.open(config.data.path)
-    return of_model(
-        config,
-        model_config(config, load_tokenizer(prepared.tokenizer if prepared else config.data.tokenizer)),
-        processes,
-    )
+    tokenizer = load_tokenizer(prepared.tokenizer if prepared else config.data.tokenizer)
+    return of_model(config, model_config(config, tokenizer), processes)
+
+
+def without_weights(architecture: AtlasConfig) -> AtlasForCausalLM:
+    """A model of shapes alone (PyTorch's meta device); random numbers stay where they were."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return AtlasForCausalLM(architecture)
 
 
 def of_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1) -> Plan:
     """`plan` where the model is known."""
     data, run = config.data, config.train
-    with torch.device("meta"):
-        model = AtlasForCausalLM(architecture)
+    model = without_weights(architecture)
     parameters = model.num_parameters()
     ends = {model.model.embed_tokens.weight, model.lm_head.weight}  # one, if they are tied
     embeddings = sum(p.numel() for p in ends)
     initial = sum(p.numel() for m in model.modules() if isinstance(m, OmegaMemory) for p in m.initial)
     grows = any(getattr(module, "grows", False) for module in model.modules())
-    length = data.seq_len if grows else min(data.seq_len, SEEN)
+    length = data.seq_len if grows else min(data.seq_len, max(SEEN, 2 * (architecture.attention_window or 0)))
     kept, state, flops = _block(model, length)
-    saved = kept * data.seq_len // length
+    block = run.batch_size * kept * data.seq_len // length
     blocks, width = architecture.num_hidden_layers, architecture.hidden_size
     tokens = run.batch_size * data.seq_len  # of a pass
     inputs = 4 * width * tokens * blocks
@@ -113,7 +115,7 @@ def of_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1) -
         tokens=run.last_step * rows * data.seq_len * processes if known else None,
         flops_per_token=passes * flops * blocks / length + 3 * head,
         weights=parameters * (8 + OPTIMISER[run.optimizer]) // (processes if run.fsdp else 1),
-        activations=run.batch_size * saved + inputs if run.gradient_checkpointing else run.batch_size * saved * blocks,
+        activations=2 * block + inputs if run.gradient_checkpointing else (blocks + 1) * block,
         logits=LOGITS * architecture.vocab_size * tokens,
         carried=lanes * rows * state * blocks,
     )

@@ -20,7 +20,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from atlas_memory.data import Segments
-from atlas_memory.models import PRESETS, AtlasForCausalLM
+from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.training import sharded
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
@@ -29,7 +29,7 @@ from atlas_memory.training.examples import Examples, Text, batches
 from atlas_memory.training.muon import MuonAndAdamW, muon_groups
 from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
-from atlas_memory.training.plan import available, of_model
+from atlas_memory.training.plan import available, of_model, without_weights
 from atlas_memory.training.processes import process, processes
 from atlas_memory.training.runs import (
     check_fit,
@@ -87,6 +87,7 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     architecture = model_config(config, text.tokenizer) if checkpoint is None else saved_config(checkpoint)
     sharded.check_model(config, architecture)
     examples = text.examples(config)
+    _warn_of_memory(config, architecture, console)
     model = first_model(config, architecture) if checkpoint is None else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -100,8 +101,6 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
         f"model: {config.model.init_from or config.model.preset}, {model.num_parameters():,} parameters",
         highlight=False,
     )
-
-    _warn_of_memory(config, architecture, model.num_parameters(), console)
 
     folder.mkdir(parents=True, exist_ok=True)
     with _only_run(folder):
@@ -286,9 +285,9 @@ def _check_device(config: RunConfig) -> None:
         raise ConfigError("train.bf16=True needs a CUDA device that computes in bfloat16: leave it out")
 
 
-def _warn_of_memory(config: RunConfig, architecture: Any, parameters: int, console: Console) -> None:
+def _warn_of_memory(config: RunConfig, architecture: AtlasConfig, console: Console) -> None:
     """Say so where a large model will not fit; finding out takes seconds, so small ones are not asked."""
-    if parameters < LARGE or process() > 0:
+    if process() > 0 or without_weights(architecture).num_parameters() < LARGE:
         return
     needed, there = of_model(config, architecture, processes()).memory, available(config)
     if needed > there:
