@@ -7,7 +7,7 @@ import pytest
 from atlas_memory.cli import main
 from atlas_memory.data import Corpus, Source, encode, load_tokenizer
 from atlas_memory.data.bpe import train_tokenizer
-from atlas_memory.data.tokens import END, bytes_per_token
+from atlas_memory.data.tokens import END, PAD, bytes_per_token
 from atlas_memory.training.trainer import train
 from tests.training.small import settings, write_corpus
 
@@ -21,9 +21,9 @@ def test_it_is_learned_from_what_is_trained_on_and_writes_any_text(tmp_path) -> 
     made = train_tokenizer(Source(folder), tmp_path / "out", 300, progress=lambda *n: heard.append(n))
     assert heard[-1][0] == 12 - len(held)
     vocabulary = made.get_vocab()
-    assert 257 < len(vocabulary) <= 300 and "document" in vocabulary and not any("zyz" in t for t in vocabulary)
+    assert 258 < len(vocabulary) <= 300 and "document" in vocabulary and not any("zyz" in t for t in vocabulary)
     loaded = load_tokenizer(str(tmp_path / "out"))
-    assert loaded.eos_token == END and loaded.get_vocab() == vocabulary
+    assert loaded.eos_token == END and loaded.pad_token == PAD and loaded.get_vocab() == vocabulary
     text = "document 3: naïve 語 🙂\r\n\t\x00 document"
     ids = encode(loaded, text)
     assert loaded.decode(ids) == text and int(bytes_per_token(loaded, text).sum()) == len(text.encode())
@@ -44,7 +44,7 @@ def test_a_run_reads_with_it(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     "options,message",
     [
-        (["--vocab-size", "256"], "vocab_size=256 must be at least 257: every byte and <|endoftext|>"),
+        (["--vocab-size", "257"], "vocab_size=257 must be at least 258: every byte, <|endoftext|> and <|pad|>"),
         (["--out", "."], "is not empty: choose another folder to write to"),
         (["--column", "body"], "has no column 'body'"),
     ],

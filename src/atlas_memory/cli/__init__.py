@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from .. import __version__
 from .planning import plan
 from .quiet import quiet
+from .rules import rules
 from .text import data_app, tokenizer_app
 
 # Training and pictures take a second to import: the commands import what they need, `--help` does not wait.
@@ -29,7 +29,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(plan)
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")]
@@ -144,7 +143,12 @@ def evaluate(
         if margin is not None:
             found["margin"] = {"bits_per_byte": margin[0], "standard_error": margin[1]}
         print(json.dumps(found, indent=2))
-        return
+    else:
+        _show(scores, margin)
+
+
+def _show(scores: dict[str, Any], margin: tuple[float, float] | None) -> None:
+    """Scores as a table, and what writing saves, with its standard error."""
     first = next(iter(scores.values()))
     table = Table("tokens", *(name.replace("_", " ") for name in scores), title="Bits per byte by position")
     for j, (start, stop) in enumerate(zip(first.edges, first.edges[1:], strict=False)):
@@ -174,101 +178,8 @@ def report(run: RunFolder) -> None:
     print(f"report: {run / 'report' / 'report.html'}")
 
 
-@app.command()
-def rules(
-    name: Annotated[str | None, typer.Argument(metavar="RULE", help="Only this rule, every field of it.")] = None,
-    dim: Annotated[int, typer.Option(min=1, help="Width of the layer whose state and cost are shown.")] = 256,
-    heads: Annotated[int, typer.Option(min=1, help="Its heads.")] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; of all rules or of one.")] = False,
-) -> None:
-    """The rules and what they cost, the blocks, the presets of model sizes; or one rule."""
-    from dataclasses import asdict
-
-    from atlas_memory.forms.cost import multiply_adds, state_bytes
-    from atlas_memory.layers.blocks import BLOCKS
-    from atlas_memory.memory import RULES, Rule
-    from atlas_memory.models.presets import PRESETS
-
-    if name is not None and name not in RULES:
-        raise typer.BadParameter(f"unknown rule {name!r}; known rules: {', '.join(RULES)}")
-    if dim % heads:
-        raise typer.BadParameter(f"--dim must be a multiple of --heads, got {dim} and {heads}")
-    parts = ("features", "network", "bias", "retention", "optimiser", "window")
-
-    def describe(rule: Rule) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            part: {"kind": type(value).__name__, **asdict(value)}
-            for part, value in ((part, getattr(rule, part)) for part in parts)
-        }
-        size = dim // heads
-        return found | {
-            "state_bytes": state_bytes(rule, size, heads),
-            "multiply_adds": multiply_adds(rule, size, heads),
-        }
-
-    described = {key: describe(rule) for key, rule in RULES.items() if name in (None, key)}
-    if as_json:
-        print(json.dumps(described if name is None else described[name], indent=2))
-        return
-    console = Console(markup=False, highlight=False)
-    measured = f"layer of width {dim}, {heads} heads, float32"
-
-    def amount(value: int | None) -> str:
-        if value is None:
-            return "grows"
-        power, unit = next((p, u) for p, u in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")) if value >= p)
-        return f"{value / power:,.3g}{unit}"
-
-    if name is not None:
-        one = Table("part", "kind", "fields", title=name, box=SIMPLE)
-        for part in parts:
-            options = dict(described[name][part])
-            one.add_row(part, options.pop("kind"), ", ".join(f"{key}={value!r}" for key, value in options.items()))
-        console.print(one)
-        numbers = described[name]
-        state, work = (amount(described[name][number]) for number in ("state_bytes", "multiply_adds"))
-        print(f"{measured}: state {state} bytes, {work} multiply-adds a token")
-        return
-
-    def brief(value: Any) -> str:
-        """The name of a part, and what is not its default."""
-        usual = asdict(type(value)())
-        changed = (f"{key}={option}" for key, option in asdict(value).items() if option != usual[key])
-        return " ".join((type(value).__name__, *changed))
-
-    columns = (Column(part, overflow="fold") for part in parts[:4])
-    made = Table(
-        Column("rule", min_width=max(map(len, RULES))),
-        *columns,
-        title="What a memory is made of",
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-    )
-    costs = Table("rule", Column("optimiser", min_width=20), "c", "b", "read", box=SIMPLE, padding=(0, 1, 0, 0))
-    costs.title = f"How it moves; what it costs in a {measured}"
-    costs.add_column("state,\nbytes", justify="right")
-    costs.add_column("multiply-adds\na token", justify="right")
-    for key, rule in RULES.items():
-        made.add_row(key, *(brief(getattr(rule, part)) for part in parts[:4]))
-        window, numbers = rule.window, described[key]
-        costs.add_row(
-            key,
-            brief(rule.optimiser),
-            *map(str, (window.size, window.chunk, window.read)),
-            *(amount(numbers[column]) for column in ("state_bytes", "multiply_adds")),
-        )
-    blocks = Table("block", "memory", "mixes over time with", title="Blocks", box=SIMPLE, padding=(0, 1, 0, 0))
-    for key, mixer in BLOCKS.items():
-        about = (mixer.make.__doc__ or "").split("\n\n")[0]
-        blocks.add_row(
-            key, "yes" if mixer.memory else "no", " ".join(about.split()).removeprefix(f'The mixer "{key}": ')
-        )
-    sizes = Table("preset", "layers", "width", "heads", "peak rate", "about", title="Presets", box=SIMPLE)
-    for key, preset in PRESETS.items():
-        shape = (preset.config[field] for field in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-        sizes.add_row(key, *map(str, shape), f"{preset.learning_rate:g}", preset.about)
-    for table in (made, costs, blocks, sizes):
-        console.print(table)
+app.command()(plan)
+app.command()(rules)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -55,18 +55,11 @@ def prepare(
         print(run(Source(sources or None, column, split), out, tokenizer, held_out, workers, show))
 
 
-# The only command of its group would take its place: a callback keeps `atlas tokenizer train` two words.
-@tokenizer_app.callback()
-@data_app.callback()
-def _group() -> None:
-    pass
-
-
 @tokenizer_app.command("train")
 def train_(
     sources: Sources = None,
     out: Annotated[Path, typer.Option(help="The folder to write: data.tokenizer of runs to come.")] = Path("tokenizer"),
-    vocab_size: Annotated[int, typer.Option(help="Tokens, at least 257.")] = 32_000,
+    vocab_size: Annotated[int, typer.Option(help="Tokens, at least 258.")] = 32_000,
     column: Column = "text",
     split: Split = "train",
     held_out: HeldOut = 0.1,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from atlas_memory.data.folders import check_new, new_folder
 from atlas_memory.data.sources import Source
 from atlas_memory.data.text import rank
-from atlas_memory.data.tokens import END
+from atlas_memory.data.tokens import END, PAD
 
-SMALLEST = 257  # every byte, and the end of text
+SMALLEST = 258  # every byte, the end of text and padding
 
 
 def train_tokenizer(
@@ -32,18 +30,16 @@ def train_tokenizer(
     documents. `progress` is told how many documents and characters have been read.
 
     Args:
-        vocab_size: Tokens, at least 257. Fewer are learned if the text has too few different pairs.
+        vocab_size: Tokens, at least 258. Fewer are learned if the text has too few different pairs.
         held_out: The share of documents that is left out, those that `atlas train` and `atlas data prepare` hold out of
-            the same text at the same share; the first document is read in any case.
+            the same text at the same share; but the first document is read in any case, and a single one whole.
 
     Raises:
         ValueError: The folder is not empty; too small a vocabulary; there is no text; what `Source.documents` raises.
     """
     if vocab_size < SMALLEST:
-        raise ValueError(f"vocab_size={vocab_size} must be at least {SMALLEST}: every byte and {END}")
-    folder = folder.resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{str(folder)!r} is not empty: choose another folder to write to")
+        raise ValueError(f"vocab_size={vocab_size} must be at least {SMALLEST}: every byte, {END} and {PAD}")
+    folder = check_new(folder)
     source.largest = 2**20
     read = [0, 0]
 
@@ -63,7 +59,7 @@ def train_tokenizer(
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=vocab_size, special_tokens=[END, PAD], initial_alphabet=sorted(alphabet), show_progress=False
     )
     backend.train_from_iterator(texts(), trainer)
     if not read[1]:
@@ -72,17 +68,10 @@ def train_tokenizer(
         tokenizer_object=backend,
         bos_token=END,
         eos_token=END,
-        pad_token=END,
+        pad_token=PAD,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with new_folder(folder) as partial:
         tokenizer.save_pretrained(partial)
-        if folder.is_dir():
-            folder.rmdir()
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return tokenizer

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from atlas_memory.data.folders import check_new, new_folder
 from atlas_memory.data.sources import PREPARED, Document, Source
 from atlas_memory.data.streams import Tokens
 from atlas_memory.data.text import Corpus, rank
@@ -101,18 +100,14 @@ def prepare(
     Raises:
         ValueError: The folder is not empty; there is no text to read; what `Source.documents` raises.
     """
-    folder = folder.resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{str(folder)!r} is not empty: choose another folder to write to")
+    folder = check_new(folder)
     known = load_tokenizer(tokenizer)
     dtype = np.dtype("<u2" if len(known) <= 2**16 else "<u4")
     end = np.asarray([known.eos_token_id], dtype)
     source.largest = _PART
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # hidden: not a part of the text
     starts: list[int] = []
     written = kept = 0
-    try:
+    with new_folder(folder) as partial:
         with (partial / "tokens.bin").open("wb") as file, (partial / "held_out.jsonl").open("w") as held:
             holding = False
             for document, ids in _tokenised(source, tokenizer, dtype.str, workers):
@@ -147,11 +142,6 @@ def prepare(
             "name_of_tokenizer": tokenizer,
         }
         (partial / PREPARED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        if folder.is_dir():
-            folder.rmdir()
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Prepared(folder, **about)
 
 

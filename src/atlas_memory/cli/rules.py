@@ -1,0 +1,108 @@
+"""The command `atlas rules`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Column, Table
+
+from .planning import brief
+
+PARTS = ("features", "network", "bias", "retention", "optimiser", "window")
+
+
+def rules(
+    name: Annotated[str | None, typer.Argument(metavar="RULE", help="Only this rule, every field of it.")] = None,
+    dim: Annotated[int, typer.Option(min=1, help="Width of the layer whose state and cost are shown.")] = 256,
+    heads: Annotated[int, typer.Option(min=1, help="Its heads.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; of all rules or of one.")] = False,
+) -> None:
+    """The rules and what they cost, the blocks, the presets of model sizes; or one rule."""
+    from atlas_memory.memory import RULES
+
+    if name is not None and name not in RULES:
+        raise typer.BadParameter(f"unknown rule {name!r}; known rules: {', '.join(RULES)}")
+    if dim % heads:
+        raise typer.BadParameter(f"--dim must be a multiple of --heads, got {dim} and {heads}")
+    described = {key: _described(rule, dim // heads, heads) for key, rule in RULES.items() if name in (None, key)}
+    if as_json:
+        print(json.dumps(described if name is None else described[name], indent=2))
+        return
+    console = Console(markup=False, highlight=False)
+    measured = f"layer of width {dim}, {heads} heads, float32"
+    if name is None:
+        for table in (*_rules(described, measured), _blocks(), _sizes()):
+            console.print(table)
+        return
+    one, numbers = Table("part", "kind", "fields", title=name, box=SIMPLE), described[name]
+    for part in PARTS:
+        options = dict(numbers[part])
+        one.add_row(part, options.pop("kind"), ", ".join(f"{key}={value!r}" for key, value in options.items()))
+    console.print(one)
+    state, work = _costs(numbers)
+    print(f"{measured}: state {state} bytes, {work} multiply-adds a token")
+
+
+def _described(rule: Any, size: int, heads: int) -> dict[str, Any]:
+    """A rule's parts with their fields, and what it costs with so many heads of this size."""
+    from atlas_memory.forms.cost import multiply_adds, state_bytes
+
+    parts = {part: getattr(rule, part) for part in PARTS}
+    found: dict[str, Any] = {part: {"kind": type(value).__name__, **asdict(value)} for part, value in parts.items()}
+    return found | {"state_bytes": state_bytes(rule, size, heads), "multiply_adds": multiply_adds(rule, size, heads)}
+
+
+def _costs(numbers: dict[str, Any]) -> Iterator[str]:
+    values = (numbers[column] for column in ("state_bytes", "multiply_adds"))
+    return ("grows" if value is None else brief(value) for value in values)
+
+
+def _part(value: Any) -> str:
+    """The name of a part, and what is not its default."""
+    usual = asdict(type(value)())
+    changed = (f"{key}={option}" for key, option in asdict(value).items() if option != usual[key])
+    return " ".join((type(value).__name__, *changed))
+
+
+def _rules(described: dict[str, dict[str, Any]], measured: str) -> tuple[Table, Table]:
+    """What memories are made of; how they move and what that costs."""
+    from atlas_memory.memory import RULES
+
+    columns = (Column(part, overflow="fold") for part in PARTS[:4])
+    made = Table(Column("rule", min_width=max(map(len, RULES))), *columns, box=SIMPLE, padding=(0, 1, 0, 0))
+    made.title = "What a memory is made of"
+    costs = Table("rule", Column("optimiser", min_width=20), "c", "b", "read", box=SIMPLE, padding=(0, 1, 0, 0))
+    costs.title = f"How it moves; what it costs in a {measured}"
+    costs.add_column("state,\nbytes", justify="right")
+    costs.add_column("multiply-adds\na token", justify="right")
+    for key, rule in RULES.items():
+        made.add_row(key, *(_part(getattr(rule, part)) for part in PARTS[:4]))
+        window = map(str, (rule.window.size, rule.window.chunk, rule.window.read))
+        costs.add_row(key, _part(rule.optimiser), *window, *_costs(described[key]))
+    return made, costs
+
+
+def _blocks() -> Table:
+    from atlas_memory.layers.blocks import BLOCKS
+
+    blocks = Table("block", "memory", "mixes over time with", title="Blocks", box=SIMPLE, padding=(0, 1, 0, 0))
+    for key, mixer in BLOCKS.items():
+        about = " ".join((mixer.make.__doc__ or "").split("\n\n")[0].split())
+        blocks.add_row(key, "yes" if mixer.memory else "no", about.removeprefix(f'The mixer "{key}": '))
+    return blocks
+
+
+def _sizes() -> Table:
+    from atlas_memory.models.presets import PRESETS
+
+    sizes = Table("preset", "layers", "width", "heads", "peak rate", "about", title="Presets", box=SIMPLE)
+    for key, preset in PRESETS.items():
+        shape = (preset.config[field] for field in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+        sizes.add_row(key, *map(str, shape), f"{preset.learning_rate:g}", preset.about)
+    return sizes
