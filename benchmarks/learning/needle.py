@@ -14,17 +14,15 @@ from torch.nn import functional as F
 from atlas_memory.layers.stateful import Stateful
 from atlas_memory.memory import RULES
 
-from .recall import NOISE, Recall, Task, learn
+from .recall import NOISE, Recall, Task, learn, right
 from .study import Study
 
 ROWS, SEGMENT, STEPS, LONGEST = 32, 128, 1600, 128
 """Rows read in a step, tokens of a segment, steps of training, segments of the longest document."""
-READ = 2048
-"""Tokens that are read at once when questions come late; the state is carried."""
 
 
 @dataclass
-class Documents:
+class Stream:
     """Rows of documents, a segment at a time: the first holds the pairs, and in every one, noise for the rest, its last
     tokens ask for all of them again (half of the time; in a document's last segment always).
 
@@ -64,13 +62,13 @@ class Documents:
         return keys, values, answers, first, asks
 
 
-def losses(model: Recall, documents: Documents, steps: int) -> Iterator[Tensor]:
+def losses(model: Recall, stream: Stream, steps: int) -> Iterator[Tensor]:
     """Of every step: each row's next segment, read from what it remembers. Documents are of one segment in the first
     quarter, and grow over the next half, evenly in logarithm, to ``LONGEST``."""
     layer, state = cast(Stateful, model.mixer), None
     for step in range(steps):
         longest = round(LONGEST ** min(1.0, max(0.0, 2 * step / steps - 0.5)))
-        keys, values, answers, first, asks = documents.draw(longest)
+        keys, values, answers, first, asks = stream.draw(longest)
         starts = F.pad(first[:, None], (0, SEGMENT - 1))
         if state is not None:
             state = state.detach().anchored(layer.initial_state())
@@ -82,21 +80,8 @@ def trained(case: str, task: Task, dim: int, seed: int, steps: int) -> Recall:
     """After ``steps`` on rows whose memory is carried."""
     torch.manual_seed(seed)
     model = Recall(case, task, dim)
-    learn(model, losses(model, Documents(task, torch.Generator().manual_seed(seed)), steps), steps)
+    learn(model, losses(model, Stream(task, torch.Generator().manual_seed(seed)), steps), steps)
     return model.eval()
-
-
-@torch.no_grad()
-def right(model: Recall, task: Task, length: int, sequences: int = 64) -> float:
-    """Share of right answers over fresh sequences whose questions come after ``length`` tokens."""
-    g, found = torch.Generator().manual_seed(7), []
-    for _ in range(sequences // 16):
-        keys, values, answers = task.batch(16, length, g)
-        state = None
-        for k, v in zip(keys.split(READ, 1), values.split(READ, 1), strict=True):
-            logits, state = model.read(k, v, state)
-        found.append(float((logits.argmax(-1) == answers).float().mean()))
-    return sum(found) / len(found)
 
 
 def carried(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:

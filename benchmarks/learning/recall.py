@@ -19,6 +19,8 @@ from atlas_memory.memory import RULES
 from .study import Study, laptop
 
 HEADS, NOISE = 2, 16
+READ = 4096
+"""Tokens that are read at once when questions come late; the state is carried."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,16 @@ def trained(case: str, task: Task, dim: int, seed: int, length: int, steps: int,
 
 
 @torch.no_grad()
-def right(model: Recall, task: Task, length: int) -> float:
-    """Share of right answers over 64 fresh sequences."""
-    g = torch.Generator().manual_seed(7)
-    parts = [task.batch(16, length, g) for _ in range(4)]
-    return sum(float((model(k, v).argmax(-1) == a).float().mean()) for k, v, a in parts) / len(parts)
+def right(model: Recall, task: Task, length: int, sequences: int = 64) -> float:
+    """Share of right answers over fresh sequences of so many tokens, the questions last."""
+    g, found = torch.Generator().manual_seed(7), []
+    for _ in range(sequences // 16):
+        keys, values, answers = task.batch(16, length, g)
+        state = None
+        for k, v in zip(keys.split(READ, 1), values.split(READ, 1), strict=True):
+            logits, state = model.read(k, v, state)
+        found.append(float((logits.argmax(-1) == answers).float().mean()))
+    return sum(found) / len(found)
 
 
 def through_noise(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:

@@ -32,11 +32,11 @@ def test_the_recall_task_can_be_answered_from_its_pairs_alone() -> None:
 def test_needles_can_be_answered_from_the_first_segment_of_their_document() -> None:
     """By a memory that goes through the segments as they come, of any length of documents."""
     task = Task(pairs=8, symbols=16, room=120)
-    documents = needle.Documents(task, torch.Generator().manual_seed(0))
+    stream = needle.Stream(task, torch.Generator().manual_seed(0))
     known: list[dict[int, int]] = [{} for _ in range(needle.ROWS)]
     asked_late = 0
     for _ in range(12):
-        keys, values, answers, first, asks = documents.draw(6)
+        keys, values, answers, first, asks = stream.draw(6)
         for row in range(needle.ROWS):
             if first[row]:
                 known[row] = {}
