@@ -78,6 +78,10 @@ def test_generate(run, capsys) -> None:
     assert texts[0] == texts[1] != texts[2]
     assert texts[0].startswith("aé")
     assert main(["generate", str(run), "--greedy", "--max-new-tokens", "3"]) == 0
+    likeliest = capsys.readouterr().out
+    assert main(["generate", str(run), "--top-p", "1e-6", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out == likeliest
+    assert refused(capsys, "generate", run, "--top-p", "2")[0] == 2
 
 
 def test_a_process_of_its_own_is_quiet(run) -> None:

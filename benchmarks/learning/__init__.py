@@ -6,9 +6,10 @@ from .needle import NEEDLE
 from .orders import ORDERS_STUDY
 from .reach import REACH
 from .recall import CAPACITY, RECALL
+from .recipe import RECIPE
 from .study import Study
 from .writes import WRITES
 
 STUDIES: dict[str, Study] = {
-    s.name: s for s in (WRITES, HOLDS, REACH, RECALL, NEEDLE, CAPACITY, LANGUAGE, ORDERS_STUDY)
+    s.name: s for s in (WRITES, HOLDS, REACH, RECALL, NEEDLE, CAPACITY, LANGUAGE, ORDERS_STUDY, RECIPE)
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,17 @@ BLOCKS = {
 def bits(case: str, dim: int, seed: int, quick: bool, text: str | None = None, steps: int = STEPS) -> dict[str, float]:
     """See ``ORDERS_STUDY``."""
     rule, order = case.split(": ")
+    given = [*ORDERS.get(order, ()), *BLOCKS.get(case, (f"model.rule={rule}",))]
+    return trained(given, dim, seed, quick, text, steps)
+
+
+def trained(options: Sequence[str], dim: int, seed: int, quick: bool, text: str | None, steps: int) -> dict[str, float]:
+    """What a byte model learns of a text in so many steps of 16 rows of 128 bytes, if ``options`` of `atlas train` do
+    not say otherwise."""
     given = ["model.preset=tiny", f"model.hidden_size={8 * dim}", f"data.seq_len={LENGTH}"]
     given += ["train.batch_size=16", f"train.steps={2 if quick else steps}", "train.warmup_steps=20"]
     given += [f"train.seed={seed}", "train.evaluate_every=0", "train.save_every=100000", "train.device=cpu"]
-    given += ORDERS.get(order, ())
-    given += BLOCKS.get(case, (f"model.rule={rule}",))
-    given += [] if text is None else [f"data.path={text}"]
+    given += [*options, *([] if text is None else [f"data.path={text}"])]
     with tempfile.TemporaryDirectory() as folder:
         outcome = train(load_config(None, [*given, f"output_dir={folder}/run"]), console=Console(quiet=True))
         run = load_run(f"{folder}/run")
@@ -83,6 +89,22 @@ def bits(case: str, dim: int, seed: int, quick: bool, text: str | None = None, s
     return found
 
 
+COLUMNS = (
+    "candidate",
+    "parameters",
+    "training",
+    "held out",
+    "0-64",
+    "512-1,024",
+    "4,096-8,192",
+    "16,384-32,768",
+    "older, 512-1,024",
+    "older, 4,096-8,192",
+    "older, 16,384-32,768",
+    "seconds",
+    "seeds",
+    "revision",
+)
 ORDERS_STUDY = Study(
     name="orders",
     shows="A byte model of preset tiny, trained by `atlas train` for 900 steps (or `--steps`) of 2,048 bytes of the "
@@ -92,20 +114,5 @@ ORDERS_STUDY = Study(
     cases=(*(f"{rule}: {order}" for rule in RULES for order in ORDERS), *BLOCKS),
     widths=(16,),
     measure=bits,
-    columns=(
-        "candidate",
-        "parameters",
-        "training",
-        "held out",
-        "0-64",
-        "512-1,024",
-        "4,096-8,192",
-        "16,384-32,768",
-        "older, 512-1,024",
-        "older, 4,096-8,192",
-        "older, 16,384-32,768",
-        "seconds",
-        "seeds",
-        "revision",
-    ),
+    columns=COLUMNS,
 )

@@ -106,3 +106,27 @@ def test_an_empty_list_is_refused() -> None:
 def test_the_share_that_is_held_out(tables) -> None:
     sizes = [len(Corpus.load(tables / "texts", held_out=share).held_out) for share in (0.01, 0.5, 0.99)]
     assert sizes[0] == 1 and 2 <= sizes[1] <= 10 and sizes[2] >= 10
+
+
+def test_a_dataset_of_a_hub(tables, monkeypatch) -> None:
+    """What is asked of `datasets`; nothing here reaches a hub."""
+    rows, asked, read = datasets.Dataset.from_dict({"text": TEXTS}), [], []
+
+    def load(place, subset, split, streaming):
+        asked.append((place, subset, split, streaming))
+        return rows.to_iterable_dataset().map(lambda row: read.append(row) or row) if streaming else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert [d.text for d in Source("owner/name").documents()] == TEXTS
+    some = Source("owner/name", subset="large", split="dev", streaming=True, documents_at_most=3)
+    assert [d.text for d in some.documents()] == TEXTS[:3] and len(read) <= 4
+    assert asked == [("owner/name", None, "train", False), ("owner/name", "large", "dev", True)]
+
+
+def test_only_the_first(tables) -> None:
+    found = Source([str(tables / "texts"), str(tables / "a.jsonl")], documents_at_most=5).documents()
+    assert [d.text for d in found] == TEXTS[:5]
+    (tables / "book.txt").write_text("a line\n" * 50)
+    parts = list(Source([str(tables / "book.txt"), str(tables / "texts")], documents_at_most=1, largest=64).documents())
+    assert len(parts) > 3 and "".join(d.text for d in parts) == "a line\n" * 50
+    assert len(Corpus.load(str(tables / "texts"), documents_at_most=4).train) == 3

@@ -2,7 +2,10 @@
 
 import pytest
 
+from atlas_memory.data import byte_tokenizer
 from atlas_memory.training.config import ConfigError, RunConfig, load_config
+from atlas_memory.training.plan import without_weights
+from atlas_memory.training.runs import model_config
 
 
 def test_defaults_files_and_overrides(tmp_path) -> None:
@@ -25,6 +28,8 @@ def test_saved_paths_are_read_from_anywhere(tmp_path, monkeypatch) -> None:
         load_config(None, [f"data.path={given}", f"model.init_from={given}"]).save(tmp_path / "run.yaml")
         config = load_config(tmp_path / "run.yaml")
         assert config.data.path == config.model.init_from == str(saved.resolve())
+    load_config(None, ["then.data.path=text/a.txt"]).save(tmp_path / "run.yaml")
+    assert load_config(tmp_path / "run.yaml").then == {"data": {"path": str(tmp_path / "text/a.txt")}}
 
 
 def test_the_demo_is_valid() -> None:
@@ -37,6 +42,8 @@ def test_the_demo_is_valid() -> None:
         ("train.stpes=3", r"unknown key train.stpes \(=3\); did you mean train.steps\?"),
         ("steps=3", r"unknown key steps \(=3\); did you mean train.steps\?"),
         ("zebra=3", r"unknown key zebra \(=3\); known: data.carry, "),
+        ("train.lr=3", r"unknown key train.lr \(=3\); did you mean train.learning_rate\?"),
+        ("train.zebra=3", r"unknown key train.zebra \(=3\); known: train.batch_size, train.bf16"),
         ("train.steps=many", "train.steps='many': input should be a valid integer"),
         ("train.steps=0", "train.steps=0: input should be greater than or equal to 1"),
         ("train.learning_rate=.nan", "train.learning_rate=nan: input should be a finite number"),
@@ -74,3 +81,48 @@ def test_wrong_files(tmp_path, text: str, message: str) -> None:
 def test_an_empty_file_is_the_defaults(tmp_path) -> None:
     (tmp_path / "run.yaml").touch()
     assert load_config(tmp_path / "run.yaml") == RunConfig()
+
+
+@pytest.mark.parametrize("name", ["50m", "170m", "340m", "400m", "760m", "1.3b"])
+def test_the_configurations_that_come_with_the_library(name: str) -> None:
+    config = load_config(name, ["train.seed=3"])
+    assert config.train.seed == 3
+    counted = without_weights(model_config(config, byte_tokenizer())).num_parameters()
+    assert counted == pytest.approx(float(name[:-1]) * (1e6 if name.endswith("m") else 1e9), rel=0.02)
+    rows = config.train.batch_size * config.train.gradient_accumulation_steps
+    tokens = {"50m": 1e9, "760m": 30e9, "1.3b": 100e9}.get(name, 15e9)
+    assert config.train.last_step * rows * config.data.seq_len == pytest.approx(tokens, rel=0.01)
+
+
+def test_a_file_goes_before_a_name(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "340m").write_text("train: {steps: 3}")
+    assert load_config("340m").train.steps == 3
+
+
+def test_what_comes_after() -> None:
+    config = load_config(None, ["train.steps=8", "data.seq_len=64", "output_dir=runs/x"])
+    assert config.next() is None
+    more = ["then.train.steps=2", "then.model.hierarchy.local_chunks=[1]", "then.then.data.seq_len=128"]
+    after = load_config(None, ["train.steps=8", "data.seq_len=64", "output_dir=runs/x", *more]).next()
+    assert after is not None and after.model.init_from == "runs/x" and after.output_dir == "runs/x/then"
+    assert after.model.overrides == {"hierarchy": {"local_chunks": [1]}}
+    assert (after.train.steps, after.data.seq_len) == (2, 64)
+    last = after.next()
+    assert last is not None and last.model.init_from == "runs/x/then" and last.next() is None
+    assert (last.train.steps, last.data.seq_len, last.model.overrides) == (2, 128, {})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("then.steps=3", "then.steps=3: then has sections model, data and train"),
+        ("then.train=3", "then.train=3: then has sections model, data and train"),
+        ("then.train.stepz=3", r"then: unknown key train.stepz \(=3\); did you mean train.steps\?"),
+        ("then.data.lengths={1: 40}", "data.lengths: 40 from step 1 on is no multiple of 256 before it"),
+        ("then.then.output_dir=x", "then.output_dir='x': then has sections model, data and train"),
+    ],
+)
+def test_what_cannot_come_after(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [override]).check()

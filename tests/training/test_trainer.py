@@ -213,7 +213,7 @@ def test_loading_what_is_not_a_run(copy, tmp_path) -> None:
         load_run(tmp_path / "empty")
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "hidden_size": 32}))
-    with pytest.raises(ValueError, match=r"do not fit its config.json: .* is \[.*16.*\] in the file"):
+    with pytest.raises(ValueError, match=r"do not fit its config.json: .* is \[.*16.*\] in them"):
         load_run(copy)
     (copy / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json' is missing or damaged"):
@@ -225,3 +225,58 @@ def test_loading_what_is_not_a_run(copy, tmp_path) -> None:
         load_run(copy)
     (copy / "model.safetensors").unlink()
     assert load_run(copy).folder == copy
+
+
+def test_samples(tmp_path) -> None:
+    train(settings(tmp_path, "train.evaluate_every=2", "train.sample_tokens=5"))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert all(line["prompt"].startswith("document ") and 0 < len(line["text"]) <= 5 for line in lines)
+    # They change nothing that is learned; and a resumed run writes those after its checkpoint anew.
+    more = ("train.sample_tokens=0", "train.evaluate_every=0", f"output_dir={tmp_path / 'silent'}")
+    train(settings(tmp_path, *more))
+    one, two = (load_run(tmp_path / name).model.state_dict() for name in ("run", "silent"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not (tmp_path / "silent" / "samples.jsonl").exists()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    train(settings(tmp_path, "train.evaluate_every=2", "train.sample_tokens=5", "train.prompt=a"), True)
+    again = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"] == "a") for line in again] == [(2, False), (4, True), (6, True)]
+
+
+STAGES = ("model.rule=tnt", "model.hierarchy={global_chunk: 8, local_chunks: [4], shard: 8}", "train.evaluate_every=0")
+
+
+def test_one_run_after_another(tmp_path) -> None:
+    """TNT's second stage, in one configuration; killed in the second stage, it goes on there."""
+    more = (*STAGES, "then.model.hierarchy.local_chunks=[1]", "then.train.steps=4")
+    outcome = train(settings(tmp_path, *more))
+    assert (outcome.folder, outcome.steps) == (tmp_path / "run" / "then", 4)
+    first, last = (load_run(tmp_path / name) for name in ("run", "run/then"))
+    chunks = [run.model.config.hierarchy["local_chunks"] for run in (first, last)]
+    assert [list(chunk) for chunk in chunks] == [[4], [1]]
+    by_hand = (f"model.init_from={tmp_path / 'run'}", "model.hierarchy.local_chunks=[1]", "train.steps=4")
+    train(settings(tmp_path, *STAGES, *by_hand, f"output_dir={tmp_path / 'hand'}"))
+    weights, wanted = last.model.state_dict(), load_run(tmp_path / "hand").model.state_dict()
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+    for name in ("model.safetensors", "checkpoint-4"):
+        gone = tmp_path / "run" / "then" / name
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    assert train(settings(tmp_path, *more), resume=True).steps == 4
+    again = load_run(tmp_path / "run" / "then").model.state_dict()
+    assert all(torch.equal(again[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("then.model.hidden_size=32", r"then: the weights at the end of the run do not fit the options of the next"),
+        ("then.model.widow=3", r"then: unknown key model.widow \(=3\); did you mean model.window"),
+        ("then.model.hierarchy.local_chunks=[3]", "then: model: hierarchy shard=8 must be a multiple"),
+    ],
+)
+def test_what_cannot_follow_is_said_before_anything_is_written(tmp_path, override, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(settings(tmp_path, *STAGES, override))
+    assert not (tmp_path / "run").exists()

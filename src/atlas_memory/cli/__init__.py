@@ -93,18 +93,24 @@ def generate(
     prompt: Annotated[str, typer.Option(help="What the text begins with; - reads it from standard input.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
     temperature: Annotated[float, typer.Option(min=1e-6)] = 0.8,
-    top_k: Annotated[int, typer.Option(min=1)] = 40,
+    top_k: Annotated[int, typer.Option(min=1, help="Draw from so many of the likeliest tokens,")] = 40,
+    top_p: Annotated[
+        float, typer.Option(min=1e-6, max=1.0, help="and of these from the fewest that have this share of all.")
+    ] = 1.0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
-    """Write text with a trained model."""
+    """Write text with a trained model, as it comes."""
     quiet()
+    from transformers import TextStreamer
+
     from atlas_memory.evaluation.sampling import sample
     from atlas_memory.training.runs import load_run
 
     prompt = sys.stdin.read() if prompt == "-" else prompt
     loaded = load_run(run)
-    print(sample(loaded.model, loaded.tokenizer, prompt, max_new_tokens, temperature, top_k, seed, greedy))
+    shown = TextStreamer(loaded.tokenizer, skip_special_tokens=True)
+    sample(loaded.model, loaded.tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed, greedy, shown)
 
 
 @app.command()

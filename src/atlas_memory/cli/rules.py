@@ -37,7 +37,7 @@ def rules(
     console = Console(markup=False, highlight=False)
     measured = f"layer of width {dim}, {heads} heads, float32"
     if name is None:
-        for table in (*_rules(described, measured), _blocks(), _sizes()):
+        for table in (*_rules(described, measured), _blocks(), _sizes(), _parameters()):
             console.print(table)
         return
     one, numbers = Table("part", "kind", "fields", title=name, box=SIMPLE), described[name]
@@ -106,3 +106,26 @@ def _sizes() -> Table:
         shape = (preset.config[field] for field in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         sizes.add_row(key, *map(str, shape), f"{preset.learning_rate:g}", preset.about)
     return sizes
+
+
+def _parameters() -> Table:
+    """What the presets hold depends on the rule: lifted keys make large M_0."""
+    import torch
+
+    from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
+
+    rules = ("gated-deltanet", "titans", "omeganet", "atlas")
+    table = Table("preset", box=SIMPLE, title="Parameters of the presets, by rule")
+    for rule in rules:
+        table.add_column(rule, justify="right")
+    for key in (key for key in PRESETS if key not in ("small", "medium", "large")):  # other names of three
+        counts = []
+        for rule in rules:
+            config = AtlasConfig.preset(key, rule=rule, num_hidden_layers=1)
+            with torch.device("meta"):
+                model = AtlasForCausalLM(config)
+            block = sum(p.numel() for p in model.model.layers[0].parameters())
+            more = PRESETS[key].config["num_hidden_layers"] - 1
+            counts.append(brief(model.num_parameters() + more * block))
+        table.add_row(key, *counts)
+    return table

@@ -22,6 +22,9 @@ Sources = Annotated[
 ]
 Column = Annotated[str, typer.Option(help="Where tables have the text.")]
 Split = Annotated[str, typer.Option(help="Of a dataset.")]
+Subset = Annotated[str | None, typer.Option(help="Of a hub's dataset that has several.")]
+Streaming = Annotated[bool, typer.Option("--streaming", help="Read a hub's dataset as it comes, without a download.")]
+Documents = Annotated[int | None, typer.Option(min=1, help="Read only the first so many.")]
 HeldOut = Annotated[float, typer.Option(min=0.0, max=0.9, help="The share of documents not to train on.")]
 
 
@@ -43,6 +46,9 @@ def prepare(
     tokenizer: Annotated[str, typer.Option(help='"bytes", a name or a folder.')] = "bytes",
     column: Column = "text",
     split: Split = "train",
+    subset: Subset = None,
+    streaming: Streaming = False,
+    documents: Documents = None,
     held_out: HeldOut = 0.1,
     workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise.")] = os.cpu_count() or 1,
 ) -> None:
@@ -52,7 +58,8 @@ def prepare(
     from atlas_memory.data.sources import Source
 
     with _counting("tokens") as show:
-        print(run(Source(sources or None, column, split), out, tokenizer, held_out, workers, show))
+        source = Source(sources or None, column, split, subset, streaming, documents)
+        print(run(source, out, tokenizer, held_out, workers, show))
 
 
 @tokenizer_app.command("train")
@@ -62,6 +69,9 @@ def train_(
     vocab_size: Annotated[int, typer.Option(help="Tokens, at least 258.")] = 32_000,
     column: Column = "text",
     split: Split = "train",
+    subset: Subset = None,
+    streaming: Streaming = False,
+    documents: Documents = None,
     held_out: HeldOut = 0.1,
 ) -> None:
     """Learn a byte-level BPE tokenizer from text."""
@@ -70,5 +80,6 @@ def train_(
     from atlas_memory.data.sources import Source
 
     with _counting("characters") as show:
-        made = train_tokenizer(Source(sources or None, column, split), out, vocab_size, held_out, show)
+        source = Source(sources or None, column, split, subset, streaming, documents)
+        made = train_tokenizer(source, out, vocab_size, held_out, show)
     print(f"{out}: {len(made):,} tokens; use it with data.tokenizer={out}")

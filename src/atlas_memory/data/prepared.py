@@ -77,10 +77,10 @@ class Prepared:
         return f"{self.source}, prepared in {str(self.folder)!r}: {self.documents:,} documents, {self.tokens:,} tokens"
 
 
-def load_corpus(path: Any, column: str, split: str, held_out: float) -> Corpus:
+def load_corpus(path: Any, **options: Any) -> Corpus:
     """What `Corpus.load` reads; of a prepared folder, what it holds out."""
     prepared = Prepared.open(path)
-    return Corpus.load(path, column, split, held_out) if prepared is None else prepared.corpus()
+    return Corpus.load(path, **options) if prepared is None else prepared.corpus()
 
 
 def prepare(

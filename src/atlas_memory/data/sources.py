@@ -48,6 +48,9 @@ class Source:
             tables of documents, all others texts of one document each.
         column: The column of tables that holds the text.
         split: Of a dataset.
+        subset: Of a dataset on a hub that has several, its "configuration".
+        streaming: Read a dataset on a hub row by row as it comes, instead of downloading it whole first.
+        documents_at_most: Of all places together; None: all.
         largest: Cut text files into parts of about so many characters, at the ends of lines; None: never.
 
     Attributes:
@@ -58,6 +61,9 @@ class Source:
     path: str | Path | Sequence[str] | None = None
     column: str = "text"
     split: str = "train"
+    subset: str | None = None
+    streaming: bool = False
+    documents_at_most: int | None = None
     largest: int | None = None
     skipped: int = 0
     _seen: set[bytes] = field(default_factory=set)
@@ -68,11 +74,19 @@ class Source:
         return str(self.path) if isinstance(self.path, str | Path) else ", ".join(self.path)
 
     def documents(self) -> Iterator[Document]:
-        """Every document.
+        """Every document, or the first so many.
 
         Raises:
             ValueError: A place that does not exist or cannot be read; a table without the column.
         """
+        count = 0
+        for document in self._documents():
+            count += not document.continues
+            if self.documents_at_most is not None and count > self.documents_at_most:
+                return
+            yield document
+
+    def _documents(self) -> Iterator[Document]:
         self.skipped, self._seen = 0, set()
         if self.path is None:
             root = Path(sysconfig.get_path("stdlib"))
@@ -137,7 +151,7 @@ class Source:
             self.skipped += 1
 
     def _rows(self, place: str, name: str, builder: str | None = None) -> Iterator[Document]:
-        for i, row in enumerate(_each(_dataset(place, self.split, builder), place)):
+        for i, row in enumerate(_each(self._dataset(place, builder), place)):
             if self.column not in row:
                 raise ValueError(
                     f"data.path={place!r} has no column {self.column!r}: set data.column to one of {', '.join(row)}"
@@ -148,6 +162,33 @@ class Source:
             elif self._is_new(text):
                 yield Document(f"{name}:{i}", text)
 
+    def _dataset(self, place: str, builder: str | None) -> Any:
+        """A dataset of Hugging Face: rows of a table file, one at a time; a folder of `save_to_disk`; a hub's."""
+        try:
+            import datasets
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"data.path={place!r} is read by datasets, which is missing: pip install datasets"
+            ) from error
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(logging.CRITICAL)  # what it reports, the error says
+        here = Path(place).is_dir()
+        try:
+            if builder is not None:
+                return datasets.load_dataset(builder, data_files=place, split="train", streaming=True)
+            if here:
+                found = datasets.load_from_disk(place)
+            else:
+                found = datasets.load_dataset(place, self.subset, split=self.split, streaming=self.streaming)
+            if not isinstance(found, datasets.DatasetDict):
+                return found
+            if self.split not in found:
+                raise ValueError(f"it has no split {self.split!r}: set data.split to one of {', '.join(found)}")
+            return found[self.split]
+        except Exception as error:  # the loader raises a dozen different types
+            where = "cannot be read" if builder or here else "does not exist here nor as a dataset by name"
+            raise ValueError(f"data.path={place!r} {where} ({_line(error)})") from error
+
     def _is_new(self, text: str) -> bool:
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
         if not text.strip() or digest in self._seen:
@@ -155,28 +196,6 @@ class Source:
             return False
         self._seen.add(digest)
         return True
-
-
-def _dataset(place: str, split: str, builder: str | None) -> Any:
-    """A dataset of Hugging Face: rows of a table file, one at a time; a folder of `save_to_disk`; a hub's."""
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise ValueError(f"data.path={place!r} is read by datasets, which is missing: pip install datasets") from error
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what it reports, the error says
-    try:
-        if builder is not None:
-            return datasets.load_dataset(builder, data_files=place, split="train", streaming=True)
-        found = datasets.load_from_disk(place) if Path(place).is_dir() else datasets.load_dataset(place, split=split)
-        if not isinstance(found, datasets.DatasetDict):
-            return found
-        if split not in found:
-            raise ValueError(f"it has no split {split!r}: set data.split to one of {', '.join(found)}")
-        return found[split]
-    except Exception as error:  # the loader raises a dozen different types
-        where = "cannot be read" if builder or Path(place).is_dir() else "does not exist here nor as a dataset by name"
-        raise ValueError(f"data.path={place!r} {where} ({_line(error)})") from error
 
 
 def _each(rows: Any, place: str) -> Iterator[dict[str, Any]]:

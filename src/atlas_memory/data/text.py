@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from atlas_memory.data.sources import Document, Source
 
@@ -24,20 +25,14 @@ class Corpus:
     skipped: int = 0
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path | Sequence[str] | None = None,
-        column: str = "text",
-        split: str = "train",
-        held_out: float = 0.1,
-    ) -> Corpus:
-        """Read what `Source` names, and hold out about the share `held_out` of it.
+    def load(cls, path: str | Path | Sequence[str] | None = None, held_out: float = 0.1, **options: Any) -> Corpus:
+        """Read what `Source(path, **options)` names, and hold out about the share `held_out` of it.
 
         Documents are held out by a hash of their names, so that the split is the same on every machine and does not
         change for the others when one is added; of a single document the end is held out. ValueError if there is no
         text to read.
         """
-        source = Source(path, column, split)
+        source = Source(path, **options)
         documents = list(source.documents())
         if not documents:
             raise ValueError(f"no text in {str(source)!r}: {source.skipped} files, none of them non-empty UTF-8 text")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from atlas_memory.data.tokens import encode
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
 
 
 @torch.inference_mode()
@@ -17,22 +20,30 @@ def sample(
     tokens: int,
     temperature: float = 0.8,
     top_k: int = 40,
+    top_p: float = 1.0,
     seed: int = 0,
     greedy: bool = False,
+    streamer: BaseStreamer | None = None,
 ) -> str:
-    """`prompt` and up to `tokens` tokens that the model writes after it.
+    """`prompt` and up to `tokens` tokens that the model writes after it, each drawn from the `top_k` likeliest, and of
+    these from the fewest that have a share `top_p` of all.
 
-    Before the prompt stands the end-of-text token, with which documents begin.
+    Before the prompt stands the end-of-text token, with which documents begin. `streamer`: is given tokens as they are
+    made. Random numbers elsewhere are drawn as if this had not been called.
     """
     ids = [tokenizer.eos_token_id, *encode(tokenizer, prompt).tolist()]
-    torch.manual_seed(seed)
-    choice = {"do_sample": False} if greedy else {"do_sample": True, "temperature": temperature, "top_k": top_k}
-    out = model.generate(
-        torch.tensor([ids], device=model.device),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
-        max_new_tokens=tokens,
-        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **choice,
-    )
+    choice: dict[str, Any] = {"do_sample": not greedy}
+    if not greedy:
+        choice |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        out = model.generate(
+            torch.tensor([ids], device=model.device),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
+            max_new_tokens=tokens,
+            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            streamer=streamer,
+            **choice,
+        )
     return tokenizer.decode(out[0], skip_special_tokens=True)

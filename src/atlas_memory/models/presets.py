@@ -29,14 +29,14 @@ LAPTOP = {
 }
 
 
-def _paper(layers: int, dim: int, heads: int, hidden: int) -> dict[str, Any]:
+def _paper(layers: int, dim: int, heads: int, hidden: int, tied: bool = False) -> dict[str, Any]:
     return {
         "vocab_size": 32000,
         "hidden_size": dim,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "intermediate_size": hidden,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
     }
 
 
@@ -65,6 +65,7 @@ PRESETS: dict[str, Preset] = {
     "nano": Preset(_bytes(2, 64, 4), 3e-3, "bytes, for tests and quick looks"),
     "tiny": Preset(_bytes(2, 128, 8), 3e-3, "bytes, trains on a laptop in minutes"),
     "mini": Preset(_bytes(4, 256, 8), 3e-3, "bytes, trains on a laptop in hours"),
+    "50m": Preset(_paper(8, 512, 8, 1856, tied=True), 3e-3, "not in Table 7; input and output embeddings are one"),
     "170m": Preset(_paper(12, 768, 16, 3072), 3e-3, "ATLAS Table 7"),
     "340m": Preset(_paper(24, 1024, 16, 2048), 1.5e-3, "ATLAS Table 7"),
     "400m": Preset(_paper(24, 1024, 16, 2752), 1.5e-3, "not in Table 7; the 340m with wider MLPs"),

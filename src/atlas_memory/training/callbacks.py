@@ -16,8 +16,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from atlas_memory.data import Document
+from atlas_memory.data.tokens import encode
 from atlas_memory.evaluation.perplexity import bits_per_byte
+from atlas_memory.evaluation.sampling import sample
 from atlas_memory.training.processes import largest, process, processes
+from atlas_memory.training.runs import writing
 
 
 class Clock(TrainerCallback):
@@ -114,6 +117,43 @@ class HeldOut(TrainerCallback):
             ).overall
 
 
+class Samples(TrainerCallback):
+    """Writes `tokens` tokens with the model whenever held-out text was read: a line of `samples.jsonl` with step,
+    prompt and text, and its beginning on the console.
+
+    `prompt`: what the text begins with; None: the first `given` tokens of the held-out text.
+    """
+
+    given = 32
+
+    def __init__(self, path: Path, held_out: HeldOut, tokens: int, prompt: str | None, console: Console) -> None:
+        self.path, self.held_out, self.tokens, self.console = path, held_out, tokens, console
+        tokenizer = held_out.tokenizer
+        if prompt is None and tokens:
+            # A token is seldom more than 16 characters, and what a tokenizer makes of a cut word does no harm here.
+            ids = encode(tokenizer, held_out.documents[0].text[: 16 * self.given])[: self.given]
+            prompt = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
+        self.prompt = prompt or ""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self.tokens or self.held_out.bits is None:
+            return
+        model = self.held_out.model
+        model.eval()  # transformers generates without a cache in training mode where activations are recomputed
+        text = sample(model, self.held_out.tokenizer, self.prompt, self.tokens)
+        model.train()
+        if process() > 0:
+            return
+        written = text.removeprefix(self.prompt)
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": state.global_step, "prompt": self.prompt, "text": written}) + "\n")
+        shown = " ".join(written.split())
+        shown = shown if len(shown) <= 100 else f"{shown[:100]} ..."
+        self.console.print(
+            f"sample after step {state.global_step:,}: {shown}", highlight=False, markup=False, soft_wrap=True
+        )
+
+
 class JsonLog(TrainerCallback):
     """Appends one line a step to a file: step, loss (nats a token), learning rate, gradient norm, seconds; and bits per
     byte of held-out text where it was read."""
@@ -148,7 +188,7 @@ class JsonLog(TrainerCallback):
             self.last["held_out_bits_per_byte"] = self.held_out.bits
         if process() > 0:
             return
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.last) + "\n")
 
 

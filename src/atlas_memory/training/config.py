@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atlas_memory.data.sources import is_dataset_name
 
+CONFIGS = Path(__file__).with_name("configs")
+"""Runs of the larger presets, by their names."""
+
 
 class ConfigError(ValueError):
     """A run description that cannot be used; the message is one line."""
@@ -47,8 +50,9 @@ class DataSection(_Section):
 
     `path`: a text file, a folder, a pattern, JSON lines, Parquet, a saved dataset, a dataset's name on a hub, a list of
     these, or a folder of `atlas data prepare`; None: the standard library's source. `column`: where tables have the
-    text; `split`: of a dataset; `held_out`: the share of documents that is not trained on. `tokenizer`: "bytes", a name
-    or a folder.
+    text; `split`, `subset`: of a dataset; `streaming`: read a hub's dataset as it comes, not downloading it first;
+    `documents`: read only the first so many; `held_out`: the share of documents that is not trained on. `tokenizer`:
+    "bytes", a name or a folder.
 
     `lengths`: steps, and the tokens of a segment from that step on, such as {500: 512, 800: 2048}. A step reads as many
     tokens as before, so that as many times fewer rows. Each is a multiple of the one before, the first of `seq_len`.
@@ -67,6 +71,9 @@ class DataSection(_Section):
     path: str | list[str] | None = None
     column: str = "text"
     split: str = "train"
+    subset: str | None = None
+    streaming: bool = False
+    documents: int | None = Field(default=None, ge=1)
     held_out: float = Field(default=0.1, gt=0, lt=1)
     tokenizer: str = "bytes"
     seq_len: int = Field(default=256, ge=2)
@@ -84,7 +91,8 @@ class DataSection(_Section):
     @property
     def source(self) -> dict[str, Any]:
         """The arguments of `load_corpus`."""
-        return {"path": self.path, "column": self.column, "split": self.split, "held_out": self.held_out}
+        names = ("path", "column", "split", "subset", "streaming", "held_out")
+        return {name: getattr(self, name) for name in names} | {"documents_at_most": self.documents}
 
 
 class TrainSection(_Section):
@@ -104,6 +112,8 @@ class TrainSection(_Section):
     weight_decay: float = Field(default=0.1, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
     evaluate_every: int = Field(default=200, ge=0)  # steps between readings of held-out text; 0: none
+    sample_tokens: int = Field(default=100, ge=0)  # that the model writes whenever it has read held-out text; 0: none
+    prompt: str | None = None  # what they follow; None: the beginning of the held-out text
     save_every: int = Field(default=200, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     gradient_checkpointing: bool = False
@@ -121,12 +131,43 @@ class TrainSection(_Section):
 
 
 class RunConfig(_Section):
-    """Everything that a run depends on."""
+    """Everything that a run depends on.
+
+    `then`: keys and values of a second run, which begins with the model at the end of this one, in the folder
+    `output_dir`/then. What they do not name is as it was in this one, TNT's second stage being
+    {model: {hierarchy: {local_chunks: [1]}}, train: {steps: 50}}. It may have a `then` of its own.
+    """
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     output_dir: str = Field(default="runs/atlas", min_length=1)
+    then: dict[str, Any] = {}
+
+    def next(self) -> RunConfig | None:
+        """The run that `then` describes, if any; ConfigError if it is none."""
+        if not self.then:
+            return None
+        tree = self.model_dump(exclude={"then"})
+        tree["model"] = {"preset": self.model.preset, "init_from": self.output_dir}
+        tree["output_dir"] = str(Path(self.output_dir) / "then")
+        for name, value in self.then.items():
+            if name in ("model", "data", "train") and isinstance(value, dict):
+                tree[name] |= value
+            elif name == "then":
+                tree[name] = value
+            else:
+                raise ConfigError(f"then.{name}={value!r}: then has sections model, data and train, with keys in them")
+        try:
+            return RunConfig.model_validate(tree)
+        except ValidationError as error:
+            raise ConfigError(f"then: {_explain(error)}") from error
+
+    def check(self) -> None:
+        """ConfigError where keys contradict each other, here or in a run to come."""
+        self.check_lengths()
+        if (after := self.next()) is not None:
+            after.check()
 
     def check_lengths(self) -> None:
         """ConfigError unless segments can grow as `data.lengths` says."""
@@ -152,6 +193,8 @@ class RunConfig(_Section):
             path = getattr(section, name)
             if path is not None:
                 setattr(section, name, [_absolute(p) for p in path] if isinstance(path, list) else _absolute(path))
+        if (after := self.next()) is not None and "path" in self.then.get("data", {}):
+            copy.then["data"]["path"] = after.resolved().data.path
         return copy
 
     def save(self, path: Path) -> None:
@@ -170,9 +213,13 @@ def _absolute(path: str) -> str:
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     """The file's values (None: the defaults) with `overrides` such as `"train.steps=500"` put on top.
 
+    A name such as "340m", where there is no file of that name, is the configuration that comes with the library.
     Values are read as YAML. ConfigError (a ValueError of one line) names the key, the value and the remedy.
     """
-    tree = _read_yaml(Path(path)) if path is not None else {}
+    tree = {}
+    if path is not None:
+        ours = CONFIGS / f"{path}.yaml"
+        tree = _read_yaml(ours if ours.is_file() and not Path(path).exists() else Path(path))
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key:
@@ -191,7 +238,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+        ours = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}; by name there are {ours}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark else ""
@@ -225,13 +273,22 @@ def _explain(error: ValidationError) -> str:
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """A remedy to append to "unknown name": the closest known name, or all of them."""
+    """A remedy to append to "unknown name": the closest known name, or all of them.
+
+    That is, of the same section's names the closest, or the one of which it is the initials (`train.lr`); the same
+    name, or the initials, in another section; and where there is no such section, the closest of all.
+    """
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    if not close:  # a key of another section, perhaps
-        last = name.rpartition(".")[2]
-        close = [k for k in known if k.rpartition(".")[2] == last][:1]
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+    section, _, last = name.rpartition(".")
+    within = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+    close = [within[word] for word in difflib.get_close_matches(last, within, n=1)]
+    others = [(k.rpartition(".")[2], k) for k in (*within.values(), *known)]
+    close += [k for word, k in others if last in (word, "".join(part[:1] for part in word.split("_")))]
+    if not section or not within:
+        close += difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known: {', '.join(within.values() if section and within else known)}"
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -51,7 +51,7 @@ class Text:
                 f"{prepared.name_of_tokenizer!r}: leave data.tokenizer out, or prepare the text again"
             )
         usual = DataSection()
-        for name in ("held_out", "column", "split"):
+        for name in ("held_out", "column", "split", "subset", "streaming", "documents"):
             if getattr(data, name) != getattr(usual, name):
                 raise ConfigError(
                     f"data.{name}={getattr(data, name)!r} was decided when {str(prepared.folder)!r} was prepared: "

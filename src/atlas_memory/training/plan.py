@@ -76,7 +76,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     seen on a block of the full size that computes with shapes alone (PyTorch's fake tensors), in the forms that a CPU
     takes.
     """
-    config.check_lengths()
+    config.check()
     prepared = Prepared.open(config.data.path)
     tokenizer = load_tokenizer(prepared.tokenizer if prepared else config.data.tokenizer)
     return of_model(config, model_config(config, tokenizer), processes)

@@ -2,7 +2,7 @@
 
 run.yaml  config.json  model.safetensors  tokenizer.json ...   the run and its last model
 checkpoint-N/                                                  what `--resume` continues from; see also sharded.py
-log.jsonl                                                      one line a step
+log.jsonl, samples.jsonl                                       a line a step; a line for every text that was written
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,9 @@ logger = logging.getLogger(__name__)
 WEIGHTS = "model.safetensors"
 
 
-def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
+def model_config(config: RunConfig, tokenizer: Any, first: AtlasConfig | None = None) -> AtlasConfig:
     """The run's `AtlasConfig`; vocabulary and special tokens are the tokenizer's unless set, or those of the model to
-    begin with. ConfigError if wrong."""
+    begin with (`first`: what that will be, where it is still to be trained). ConfigError if wrong."""
     known = {f"model.{name}" for name in ("preset", "init_from", *AtlasConfig.__annotations__)}
     for name, value in config.model.overrides.items():
         if f"model.{name}" not in known:
@@ -44,9 +47,9 @@ def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
             "pad_token_id": tokenizer.pad_token_id,
             **config.model.overrides,
         }
-        remedy = "leave it out"
+        remedy = "make it as large, or leave it out"
     else:
-        _, saved = _first(config.model.init_from)
+        saved = first or _first(config.model.init_from)[1]
         fields = _merged({name: getattr(saved, name) for name in AtlasConfig.__annotations__}, config.model.overrides)
         remedy = "take the data.tokenizer that the model in model.init_from was trained with"
     if fields["vocab_size"] < len(tokenizer):
@@ -59,6 +62,21 @@ def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
         return AtlasConfig.preset(config.model.preset, **fields)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {' '.join(str(error).split())}") from error
+
+
+def check_next(config: RunConfig, tokenizer: Any, architecture: AtlasConfig) -> None:
+    """ConfigError unless the run after this one can begin with this one's model."""
+    after = config.next()
+    if after is None:
+        return
+    try:
+        changed = model_config(after, tokenizer, architecture)
+        with torch.device("meta"):
+            before, behind = AtlasForCausalLM(architecture), AtlasForCausalLM(changed)
+        _compare(_shapes_of(before), behind, "the weights at the end of the run", "the options of the next")
+    except ValueError as error:
+        raise ConfigError(f"then: {error}") from error
+    check_next(after, tokenizer, changed)
 
 
 def first_model(config: RunConfig, architecture: AtlasConfig) -> Any:
@@ -146,13 +164,13 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def read_log(folder: Path) -> list[dict[str, float]]:
-    """The lines of `log.jsonl` by step; a step that was done again after a resume counts once, as last
-    done."""
-    path = folder / "log.jsonl"
+def read_log(folder: Path, name: str = "log.jsonl") -> list[dict[str, Any]]:
+    """The lines of `log.jsonl` (or of `samples.jsonl`) by step; a step that was done again after a resume counts once,
+    as last done."""
+    path = folder / name
     if not path.is_file():
         return []
-    steps: dict[int, dict[str, float]] = {}
+    steps: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
@@ -162,14 +180,29 @@ def read_log(folder: Path) -> list[dict[str, float]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def cut_log(folder: Path, step: int) -> None:
-    """Drop the lines after `step` from `log.jsonl`: a run resumed at `step` does those steps again, or others."""
-    kept = [entry for entry in read_log(folder) if entry["step"] <= step]
-    path = folder / "log.jsonl"
-    if path.is_file():
-        replacement = path.with_suffix(".tmp")
-        replacement.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-        replacement.replace(path)
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around the writing of a file or a checkpoint of a run: OSError of one line if it could not be done."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # PyTorch and safetensors have their own for a full disk
+        full = shutil.disk_usage(path.parent).free < 2**20
+        reason = "the disk is full" if full else getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise OSError(
+            f"{path} could not be written: {reason}; make room, and the run goes on from its last checkpoint with: "
+            f"atlas train --resume output_dir={path.parent}"
+        ) from error
+
+
+def cut_logs(folder: Path, step: int) -> None:
+    """Drop the lines after `step` from both logs: a run resumed at `step` does those steps again, or others."""
+    for name in ("log.jsonl", "samples.jsonl"):
+        kept = [entry for entry in read_log(folder, name) if entry["step"] <= step]
+        path = folder / name
+        if path.is_file():
+            replacement = path.with_suffix(".tmp")
+            replacement.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+            replacement.replace(path)
 
 
 def _step(folder: Path) -> float:
@@ -241,14 +274,23 @@ def _read(folder: Path, config: AtlasConfig) -> Any:
 
 def check_fit(folder: Path, model: Any, name_of_model: str) -> None:
     """ValueError unless the weights in `folder` have the names and shapes of `model`'s."""
-    stored = _shapes(folder)
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    _compare(_shapes(folder), model, f"the weights in {str(folder)!r}", name_of_model)
+
+
+def _shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's weights, as a file has them."""
     tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
-    for name in sorted(stored.keys() | wanted.keys() - tied):
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def _compare(stored: dict[str, tuple[int, ...]], model: Any, what: str, name_of_model: str) -> None:
+    """ValueError unless `stored` has the names and shapes of `model`'s weights."""
+    wanted = _shapes_of(model)
+    for name in sorted(stored.keys() | wanted.keys()):
         if stored.get(name) != wanted.get(name):
             raise ValueError(
-                f"the weights in {str(folder)!r} do not fit {name_of_model}: {name} is "
-                f"{_show(stored.get(name))} in the file and {_show(wanted.get(name))} in the model"
+                f"{what} do not fit {name_of_model}: {name} is {_show(stored.get(name))} in them and "
+                f"{_show(wanted.get(name))} in the model"
             )
 
 

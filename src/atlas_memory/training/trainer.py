@@ -3,49 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from filelock import FileLock, Timeout
 from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import TrainingArguments, default_data_collator, set_seed
-from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from atlas_memory.data import Segments
-from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
+from atlas_memory.models import PRESETS, AtlasForCausalLM
 from atlas_memory.training import sharded
-from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, StopOnInterrupt
+from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, Samples, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
-from atlas_memory.training.config import ConfigError, RunConfig, load_config
+from atlas_memory.training.checks import check_device, check_folder, has_bf16, only_run, warn_of_memory
+from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.examples import Examples, Text, batches
 from atlas_memory.training.muon import MuonAndAdamW, muon_groups
 from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
-from atlas_memory.training.plan import available, of_model, without_weights
 from atlas_memory.training.processes import process, processes
 from atlas_memory.training.runs import (
+    WEIGHTS,
     check_fit,
-    cut_log,
+    check_next,
+    cut_logs,
     first_model,
     model_config,
     newest_checkpoint,
     read_log,
     saved_config,
-)
-
-LARGE = 20_000_000  # parameters from which on memory is looked at before training
-# What may differ between a run and its resumption: everything else would make it another run.
-_MAY_CHANGE = frozenset(
-    {"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device", "evaluate_every", "report_to"}
-    | {"batch_size", "gradient_accumulation_steps"}  # whose product must stay: Text.check_same
+    writing,
 )
 
 
@@ -66,15 +59,23 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
 
     A folder that holds anything is refused unless `resume`, which continues its newest intact checkpoint
     (from the beginning if there is none). Everything that can be wrong is checked before a file is written:
-    ValueError.
+    ValueError. A run that `config.then` describes follows, and the outcome is the last one's.
     """
+    outcome, after = _train(config, resume, console), config.next()
+    if after is None or outcome.interrupted:
+        return outcome
+    return train(after, resume and (Path(after.output_dir) / "run.yaml").is_file(), console)
+
+
+def _train(config: RunConfig, resume: bool, console: Console | None) -> Outcome:
+    """`train` of one run."""
     console = console or Console(stderr=True, quiet=process() > 0)
     folder = Path(config.output_dir)
     if process() == 0:
-        _check_folder(folder, config, resume)
-    _check_device(config)
+        check_folder(folder, config, resume)
+    check_device(config)
     sharded.check(config)
-    config.check_lengths()
+    config.check()
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     set_seed(config.train.seed)
@@ -85,9 +86,10 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     # A run that goes on needs the model that it began with no more.
     checkpoint = newest_checkpoint(folder) if resume and config.model.init_from is not None else None
     architecture = model_config(config, text.tokenizer) if checkpoint is None else saved_config(checkpoint)
+    check_next(config, text.tokenizer, architecture)
     sharded.check_model(config, architecture)
     examples = text.examples(config)
-    _warn_of_memory(config, architecture, console)
+    warn_of_memory(config, architecture, console)
     model = first_model(config, architecture) if checkpoint is None else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -103,7 +105,7 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     )
 
     folder.mkdir(parents=True, exist_ok=True)
-    with _only_run(folder):
+    with only_run(folder):
         if process() == 0:
             config.save(folder / "run.yaml")
             text.save(folder, config)
@@ -134,11 +136,12 @@ def _run(
     if resume:
         console.print(f"resuming at step {done}", highlight=False)
         if process() == 0:
-            cut_log(folder, done)
+            cut_logs(folder, done)
 
     run = config.train
     reader = HeldOut(model, text.tokenizer, text.held_out, config.data.longest, run.evaluate_every, run.fsdp)
     log = JsonLog(folder / "log.jsonl", clock, reader)
+    writer = Samples(folder / "samples.jsonl", reader, run.sample_tokens, run.prompt, console)
     bar = ProgressBar(clock, log, console, run.batch_size * batches(config) * config.data.seq_len)
     interrupt = StopOnInterrupt()
     trainer = _Trainer(
@@ -148,7 +151,7 @@ def _run(
         examples,
         args=_arguments(config, folder),
         processing_class=text.tokenizer,
-        callbacks=[clock, interrupt, reader, log, bar],
+        callbacks=[clock, interrupt, reader, writer, log, bar],
     )
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
@@ -159,9 +162,10 @@ def _run(
         bar.close()
     weights = sharded.whole_weights(model) if run.fsdp else None
     if process() == 0:
-        model.save_pretrained(folder, state_dict=weights)
-        trainer.save_state()  # tells load_run how old the saved model is
-        text.tokenizer.save_pretrained(folder)
+        with writing(folder / WEIGHTS):
+            model.save_pretrained(folder, state_dict=weights)
+            trainer.save_state()  # tells load_run how old the saved model is
+            text.tokenizer.save_pretrained(folder)
     stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
 
@@ -191,6 +195,16 @@ class _Trainer(sharded.ShardedTrainer):
                 self.carried.deal(times)
                 inputs["past_key_values"] = self.carried.next()
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        checkpoint = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
+        try:
+            with writing(checkpoint):
+                super()._save_checkpoint(model, trial)
+        except OSError:
+            if process() == 0:  # a part of a checkpoint is of no use, and in the way
+                shutil.rmtree(checkpoint, ignore_errors=True)
+            raise
 
     def _save_rng_state(self, output_dir: str) -> None:  # of every process, before older checkpoints are deleted
         super()._save_rng_state(output_dir)
@@ -259,7 +273,7 @@ def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         use_cpu=not cuda,  # and so never MPS, which lacks float64
         ddp_backend=("nccl" if cuda else "gloo") if processes() > 1 else None,
         ddp_find_unused_parameters=False,  # a layer leaves none without a gradient
-        bf16=_has_bf16(config) if run.bf16 is None else run.bf16,
+        bf16=has_bf16(config) if run.bf16 is None else run.bf16,
         dataloader_pin_memory=cuda,
         use_cache=True,  # what the saved configuration says; no state is kept in training
         remove_unused_columns=False,
@@ -268,71 +282,3 @@ def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
     if arguments.n_gpu > 1:  # several GPUs mean several processes here, never nn.DataParallel
         arguments._n_gpu = 1
     return arguments
-
-
-def _has_bf16(config: RunConfig) -> bool:
-    return config.train.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-
-
-def _check_device(config: RunConfig) -> None:
-    if config.train.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("train.device='cuda', but PyTorch sees no CUDA device: use auto or cpu")
-    try:
-        get_reporting_integration_callbacks(config.train.report_to)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"train.report_to={config.train.report_to}: {error}") from error
-    if config.train.bf16 and not _has_bf16(config):
-        raise ConfigError("train.bf16=True needs a CUDA device that computes in bfloat16: leave it out")
-
-
-def _warn_of_memory(config: RunConfig, architecture: AtlasConfig, console: Console) -> None:
-    """Say so where a large model will not fit; finding out takes seconds, so small ones are not asked."""
-    if process() > 0 or without_weights(architecture).num_parameters() < LARGE:
-        return
-    needed, there = of_model(config, architecture, processes()).memory, available(config)
-    if needed > there:
-        console.print(
-            f"warning: about {needed / 1e9:.0f} GB are needed and there are {there / 1e9:.0f}: lower train.batch_size, "
-            "data.seq_len or data.lanes, or take train.gradient_checkpointing=true; `atlas plan` tells what each costs",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
-def _check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir={str(folder)!r} is a file")
-    if not resume:
-        if folder.is_dir() and any(folder.iterdir()):
-            raise ConfigError(
-                f"output_dir={str(folder)!r} is not empty: choose another, or continue the run in it with --resume"
-            )
-        return
-    if not (folder / "run.yaml").is_file():
-        raise ConfigError(f"nothing to resume: {str(folder)!r} holds no run.yaml")
-    before, now = load_config(folder / "run.yaml").resolved().model_dump(), config.resolved().model_dump()
-    for section in ("model", "data", "train"):
-        for key in sorted(before[section].keys() | now[section].keys()):
-            old, new = before[section].get(key), now[section].get(key)
-            if old != new and not (section == "train" and key in _MAY_CHANGE):
-                raise ConfigError(
-                    f"{section}.{key} is {new!r}, but the run to resume has {old!r}: "
-                    "set it back, or train into another output_dir"
-                )
-
-
-@contextmanager
-def _only_run(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, so that a run is never written twice at a time; its first process holds it."""
-    if process() > 0:
-        yield
-        return
-    lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise ConfigError(f"output_dir={str(folder)!r} is in use by another process") from error
-    try:
-        yield
-    finally:
-        lock.release()

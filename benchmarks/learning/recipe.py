@@ -1,0 +1,50 @@
+"""The recipe: what one change of memory or training is worth to a small language model, at equal tokens."""
+
+from __future__ import annotations
+
+from .orders import COLUMNS, STEPS, trained
+from .study import Study
+
+# Options of `atlas train` in the place of those of the demo: titans in preset tiny, eight heads of 16, rows that carry
+# what they remember, 16 lanes.
+CHANGES = {
+    "titans": (),
+    "heads of 32": ("model.num_attention_heads=4",),
+    "heads of 64": ("model.num_attention_heads=2",),
+    "memory of 4 widths": ("model.rule_options.network.expansion=4",),
+    "fading to zero": ("model.rule_options.retention.to_start=false",),
+    "degree 2": ("model.rule_options.features={kind: Polynomial, degree: 2}",),
+    "window of 4": ("model.rule_options.window.size=4",),
+    "no gate of momentum": ("model.rule_options.optimiser={kind: GradientDescent}",),
+    "4 lanes": ("data.lanes=4",),
+    "64 lanes": ("data.lanes=64",),
+    "a place for 32 segments": ("data.carry=32",),
+    "segments of 64": ("data.seq_len=64", "train.batch_size=32"),
+    "segments of 256": ("data.seq_len=256", "train.batch_size=8"),
+    "segments that grow": ("data.lengths={450: 512}",),
+    "half of beginnings with a memory": ("data.carry=32", "data.pass_states=0.5"),
+    "muon at 0.003": ("train.optimizer=muon",),
+    "muon at 0.01": ("train.optimizer=muon", "train.learning_rate=0.01"),
+    "omeganet": ("model.rule=omeganet",),
+    "gated-deltanet": ("model.rule=gated-deltanet",),
+    "gated-deltanet with heads of 32": ("model.rule=gated-deltanet", "model.num_attention_heads=4"),
+    "gated-deltanet with muon at 0.003": ("model.rule=gated-deltanet", "train.optimizer=muon"),
+}
+
+
+def worth(case: str, dim: int, seed: int, quick: bool, text: str | None = None, steps: int = STEPS) -> dict[str, float]:
+    """See ``RECIPE``."""
+    changes = CHANGES[case]
+    rule = () if any(change.startswith("model.rule=") for change in changes) else ("model.rule=titans",)
+    return trained([*rule, "data.lanes=16", *changes], dim, seed, quick, text, steps)
+
+
+RECIPE = Study(
+    name="recipe",
+    shows="The byte model of study orders with `titans` and 16 lanes, with one thing changed: what is learned in 900 "
+    "steps (or `--steps`) of 2,048 bytes, and what bytes older than 128 save.",
+    cases=tuple(CHANGES),
+    widths=(16,),
+    measure=worth,
+    columns=COLUMNS,
+)

@@ -1,0 +1,93 @@
+"""What is looked at before a run begins, so that nothing is lost: its folder, its device, its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from rich.console import Console
+from transformers.integrations import get_reporting_integration_callbacks
+
+from atlas_memory.models import AtlasConfig
+from atlas_memory.training.config import ConfigError, RunConfig, load_config
+from atlas_memory.training.plan import available, of_model, without_weights
+from atlas_memory.training.processes import process, processes
+
+LARGE = 20_000_000  # parameters from which on memory is looked at before training
+# What may differ between a run and its resumption: everything else would make it another run.
+_MAY_CHANGE = frozenset(
+    {"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device", "evaluate_every", "report_to"}
+    | {"sample_tokens", "prompt"}
+    | {"batch_size", "gradient_accumulation_steps"}  # whose product must stay: Text.check_same
+)
+
+
+def has_bf16(config: RunConfig) -> bool:
+    return config.train.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
+def check_device(config: RunConfig) -> None:
+    if config.train.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device='cuda', but PyTorch sees no CUDA device: use auto or cpu")
+    try:
+        get_reporting_integration_callbacks(config.train.report_to)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"train.report_to={config.train.report_to}: {error}") from error
+    if config.train.bf16 and not has_bf16(config):
+        raise ConfigError("train.bf16=True needs a CUDA device that computes in bfloat16: leave it out")
+
+
+def warn_of_memory(config: RunConfig, architecture: AtlasConfig, console: Console) -> None:
+    """Say so where a large model will not fit; finding out takes seconds, so small ones are not asked."""
+    if process() > 0 or without_weights(architecture).num_parameters() < LARGE:
+        return
+    needed, there = of_model(config, architecture, processes()).memory, available(config)
+    if needed > there:
+        console.print(
+            f"warning: about {needed / 1e9:.0f} GB are needed and there are {there / 1e9:.0f}: lower train.batch_size, "
+            "data.seq_len or data.lanes, or take train.gradient_checkpointing=true; `atlas plan` tells what each costs",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir={str(folder)!r} is a file")
+    if not resume:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(
+                f"output_dir={str(folder)!r} is not empty: choose another, or continue the run in it with --resume"
+            )
+        return
+    if not (folder / "run.yaml").is_file():
+        raise ConfigError(f"nothing to resume: {str(folder)!r} holds no run.yaml")
+    before, now = load_config(folder / "run.yaml").resolved().model_dump(), config.resolved().model_dump()
+    for section in ("model", "data", "train"):
+        for key in sorted(before[section].keys() | now[section].keys()):
+            old, new = before[section].get(key), now[section].get(key)
+            if old != new and not (section == "train" and key in _MAY_CHANGE):
+                raise ConfigError(
+                    f"{section}.{key} is {new!r}, but the run to resume has {old!r}: "
+                    "set it back, or train into another output_dir"
+                )
+
+
+@contextmanager
+def only_run(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, so that a run is never written twice at a time; its first process holds it."""
+    if process() > 0:
+        yield
+        return
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise ConfigError(f"output_dir={str(folder)!r} is in use by another process") from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,52 @@
+"""A disk that is full: one line says so, what was written before is kept, and the run goes on from it."""
+
+import resource
+import subprocess
+import sys
+
+import torch
+from safetensors.torch import load_file
+
+from atlas_memory.cli import main
+from tests.training.small import overrides
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+from atlas_memory.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_a_checkpoint_that_does_not_fit(tmp_path, capsys) -> None:
+    assert resource.RLIMIT_FSIZE  # a file may have so many bytes: to who writes it, a disk that is full
+    more = ("train.evaluate_every=0", "data.order=packed")
+    command = [sys.executable, "-c", LIMITED, "60000", "train", *overrides(tmp_path, *more)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = found.stderr.strip().splitlines()
+    folder = tmp_path / "run"
+    assert found.returncode == 1 and "Traceback" not in found.stderr
+    assert said[-1].startswith(f"atlas: {folder / 'checkpoint-3'} could not be written: ")
+    assert said[-1].endswith(f"--resume output_dir={folder}")
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == []
+
+    assert main(["train", "--resume", f"output_dir={folder}"]) == 0
+    assert main(["train", *overrides(tmp_path, *more, f"output_dir={tmp_path / 'whole'}")]) == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
+    assert all(torch.equal(one[name], two[name]) for name in two)
+
+
+def test_an_older_checkpoint_is_kept(tmp_path, capsys, monkeypatch) -> None:
+    write = torch.save
+
+    def full(value, path, *args, **kwargs) -> None:
+        if "checkpoint-6" in str(path):
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+        write(value, path, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", full)
+    assert main(["train", *overrides(tmp_path, "train.evaluate_every=0", "train.keep_checkpoints=1")]) == 1
+    assert "checkpoint-6 could not be written: [enforce fail" in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
+    monkeypatch.undo()
+    assert main(["train", "--resume", f"output_dir={tmp_path / 'run'}"]) == 0
