@@ -227,6 +227,15 @@ def test_loading_what_is_not_a_run(copy, tmp_path) -> None:
     assert load_run(copy).folder == copy
 
 
+def test_the_card_says_how_a_run_is_loaded(whole) -> None:
+    card = (whole / "README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    names: dict = {}
+    exec(code, names)
+    assert names["model"].config.rule == "deltanet" and len(names["tokenizer"]) == 258
+    assert "tags: [atlas-memory, lmm, deltanet]" in card and "6 steps" in card
+
+
 def test_samples(tmp_path) -> None:
     train(settings(tmp_path, "train.evaluate_every=2", "train.sample_tokens=5"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]

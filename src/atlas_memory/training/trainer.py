@@ -20,6 +20,7 @@ from atlas_memory.data import Segments
 from atlas_memory.models import PRESETS, AtlasForCausalLM
 from atlas_memory.training import sharded
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, Samples, StopOnInterrupt
+from atlas_memory.training.card import write_card
 from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.checks import check_device, check_folder, has_bf16, only_run, warn_of_memory
 from atlas_memory.training.config import ConfigError, RunConfig
@@ -166,6 +167,7 @@ def _run(
             model.save_pretrained(folder, state_dict=weights)
             trainer.save_state()  # tells load_run how old the saved model is
             text.tokenizer.save_pretrained(folder)
+            write_card(folder, model, text.about, trainer.state.global_step, reader.bits)
     stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
 

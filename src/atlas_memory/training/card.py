@@ -1,0 +1,52 @@
+"""What a run's folder says to whoever finds it: a model card, README.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from atlas_memory import __version__
+from atlas_memory.layers.blocks import BLOCKS
+
+CARD = """---
+library_name: transformers
+tags: [{tags}]
+---
+
+# {name}
+
+A language model of {parameters:,} parameters of the library atlas-memory (version {version}): {what}. Trained by
+`atlas train`, {steps:,} steps, on: {text}.
+
+```python
+import atlas_memory  # before the next line, which knows this kind of model from it
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+```
+
+    atlas generate {folder} --prompt "It was"
+    atlas evaluate {folder}
+    atlas report {folder}
+
+`run.yaml` has every option of the run, `log.jsonl` a line for every step{held_out}.
+"""
+
+
+def write_card(folder: Path, model: Any, text: str, steps: int, bits: float | None) -> None:
+    """Write the card of the model in a run's folder; `bits`: a byte of held-out text, if it was read at the end."""
+    about = model.config
+    memory = BLOCKS[about.block].memory
+    card = CARD.format(
+        tags=", ".join(["atlas-memory", about.block] + [about.rule] * memory),
+        name=folder.name,
+        parameters=model.num_parameters(),
+        version=__version__,
+        what=f"blocks {about.block!r}" + f" with the memory {about.rule!r}" * memory,
+        steps=steps,
+        text=text,
+        folder=folder,
+        held_out="" if bits is None else f"; at the end {bits:.4f} bits a byte of held-out text",
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
