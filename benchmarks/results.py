@@ -105,6 +105,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "0-64", "512-1,024", *LATE)},
     "held out": _bits("held out"),
     **{f"older, {place}": _gain(place.replace(",", "")) for place in ("512-1,024", *LATE)},
+    **{f"read twice, {n}": _gain(f"again {n.replace(',', '')}") for n in ("512", "4,096")},
     "seconds": lambda row: f"{row['seconds']:,.0f}",
 }
 """What a table can show, by the head of the column; a row that lacks the number has a dash."""

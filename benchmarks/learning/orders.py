@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from atlas_memory.data import Corpus
+from atlas_memory.data import Corpus, Document
 from atlas_memory.evaluation import Score, bits_per_byte
 from atlas_memory.training import load_config, load_run, train
-from atlas_memory.training.runs import read_log
+from atlas_memory.training.runs import Run, read_log
 
 from .study import Study
 
 LENGTH, HELD_OUT, STREAMS, STEPS = 128, 8192, 24, 900
+TWICE = (512, 4096)
 PLACES = ((0, 64), (512, 1024), (4096, 8192), (16384, 32768))
 ORDERS = {
     "crops": ("data.order=crops",),
@@ -26,6 +27,8 @@ ORDERS = {
     "stream": ("data.order=stream", "data.lanes=1"),
     "stream carry 32": ("data.order=stream", "data.lanes=1", "data.carry=32"),
     "stream 16 lanes": ("data.order=stream", "data.lanes=16"),
+    "stream 16 lanes carry 4": ("data.order=stream", "data.lanes=16", "data.carry=4"),
+    "stream 16 lanes carry 16": ("data.order=stream", "data.lanes=16", "data.carry=16"),
     "stream 64 rows of 32": (
         "data.order=stream",
         "data.lanes=1",
@@ -86,7 +89,27 @@ def trained(options: Sequence[str], dim: int, seed: int, quick: bool, text: str 
             bucket = whole.edges.index(first)
             found[f"{first}-{last}"] = float(whole.by_position[bucket])
             found[f"older {first}-{last}"], found[f"error {first}-{last}"] = map(float, margins[bucket])
+    for length in (64,) if quick else TWICE:
+        found[f"older again {length}"], found[f"error again {length}"] = again(run, held_out, length)
     return found
+
+
+def again(run: Run, documents: Sequence[Document], length: int) -> tuple[float, float]:
+    """Bits a byte that a passage of so many characters costs less when it has just been read once than when another
+    has, and the standard error over passages."""
+    texts = [d.text[i : i + length] for d in documents for i in range(0, len(d.text) - length + 1, length)]
+    texts = [text for text in texts if text.isascii()]  # so that a character is a byte
+    chosen = texts[:: max(1, len(texts) // STREAMS)][:STREAMS]
+    orders = [
+        [passage + passage for passage in chosen],
+        [a + b for a, b in zip(chosen[1:] + chosen[:1], chosen, strict=True)],
+    ]
+    same, other = (
+        bits_per_byte(run.model, run.tokenizer, [Document(str(n), text) for n, text in enumerate(pairs)], 2 * length)
+        for pairs in orders
+    )
+    value, error = same.margin_by_position(other)[-1]  # the last bucket is the second half
+    return float(value), float(error)
 
 
 COLUMNS = (
@@ -101,6 +124,8 @@ COLUMNS = (
     "older, 512-1,024",
     "older, 4,096-8,192",
     "older, 16,384-32,768",
+    "read twice, 512",
+    "read twice, 4,096",
     "seconds",
     "seeds",
     "revision",
@@ -109,8 +134,9 @@ ORDERS_STUDY = Study(
     name="orders",
     shows="A byte model of preset tiny, trained by `atlas train` for 900 steps (or `--steps`) of 2,048 bytes of the "
     "standard library or of `--text`, in each order of examples: bits a byte of the last 50 steps; of 24 held-out "
-    "streams of 8,192 bytes (32,768 of `--text`), in all and by place; and what bytes older than 128 save of them "
-    "there, against the same streams read with a memory of the last 64 to 128 bytes.",
+    "streams of 8,192 bytes (32,768 of `--text`), in all and by place; what bytes older than 128 save of them there, "
+    "against the same streams read with a memory of the last 64 to 128 bytes; and what a passage of 512 or 4,096 bytes "
+    "costs less when the one before was the same than when it was another.",
     cases=(*(f"{rule}: {order}" for rule in RULES for order in ORDERS), *BLOCKS),
     widths=(16,),
     measure=bits,

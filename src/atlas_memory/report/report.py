@@ -58,6 +58,10 @@ def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400
         "recent_only": recent.to_dict(),
         "margin": {"bits_per_byte": margin, "standard_error": error},
         "beyond_training_length": older,
+        "older_by_position": [
+            {"bits_per_byte": float(value), "standard_error": float(error)}
+            for value, error in on.margin_by_position(recent)
+        ],
         "gates": {"document": document, "layers": gates.summary()},
         "sample": sample(run.model, run.tokenizer, PROMPT, sample_tokens),
     }
@@ -90,8 +94,10 @@ def _page(numbers: dict[str, Any], has_log: bool) -> str:
     on, off, recent = numbers["memory_on"], numbers["writes_off"], numbers["recent_only"]
     rows = "".join(
         f"<tr><td>{a['from']:,}–{a['to']:,}</td><td>{a['bits_per_byte']:.3f}</td><td>{b['bits_per_byte']:.3f}</td>"
-        f"<td>{c['bits_per_byte']:.3f}</td></tr>"
-        for a, b, c in zip(on["by_position"], recent["by_position"], off["by_position"], strict=True)
+        f"<td>{d['bits_per_byte']:.4f} ± {d['standard_error']:.4f}</td><td>{c['bits_per_byte']:.3f}</td></tr>"
+        for a, b, c, d in zip(
+            on["by_position"], recent["by_position"], off["by_position"], numbers["older_by_position"], strict=True
+        )
     )
     gates = "".join(
         f"<tr><td>{layer + 1}</td><td>{name}</td><td>{g['mean']:.3f}</td><td>{g['std']:.3f}</td>"
@@ -131,7 +137,8 @@ td, th {{ padding: .2rem 1rem .2rem 0; text-align: left; font-variant-numeric: t
 {margin["standard_error"]:.3f} (standard error over {on["streams"]} streams). {further}</p>
 {loss}
 <h2>By position</h2><img src="position.png" alt="Bits per byte by position, memory on and writes off">
-<table><tr><th>tokens</th><th>memory on</th><th>memory of the last {trained:,}</th><th>writes off</th></tr>
+<table><tr><th>tokens</th><th>memory on</th><th>memory of the last {trained:,}</th>
+<th>older tokens save</th><th>writes off</th></tr>
 {rows}</table>
 {gates}
 <h2>A sample</h2><pre>{html.escape(numbers["sample"])}</pre>
