@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_memory.cli import main
 from atlas_memory.models import AtlasForCausalLM
-from atlas_memory.training import load_config
-from atlas_memory.training import trainer as training
+from atlas_memory.training import checks, load_config
 from atlas_memory.training.plan import plan
 from atlas_memory.training.runs import load_run
 from atlas_memory.training.trainer import train
@@ -94,7 +93,7 @@ def test_the_command(tmp_path, capsys) -> None:
 
 
 def test_a_run_that_will_not_fit_says_so(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(training, "LARGE", 1)
-    monkeypatch.setattr(training, "available", lambda config: 1000)
+    monkeypatch.setattr(checks, "LARGE", 1)
+    monkeypatch.setattr(checks, "available", lambda config: 1000)
     assert main(["train", *overrides(tmp_path)]) == 0
     assert "warning: about 0 GB are needed and there are 0: lower train.batch_size" in capsys.readouterr().err

@@ -278,15 +278,14 @@ def check_fit(folder: Path, model: Any, name_of_model: str) -> None:
 
 
 def _shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's weights, as a file has them."""
-    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def _compare(stored: dict[str, tuple[int, ...]], model: Any, what: str, name_of_model: str) -> None:
     """ValueError unless `stored` has the names and shapes of `model`'s weights."""
     wanted = _shapes_of(model)
-    for name in sorted(stored.keys() | wanted.keys()):
+    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+    for name in sorted(stored.keys() | wanted.keys() - tied):
         if stored.get(name) != wanted.get(name):
             raise ValueError(
                 f"{what} do not fit {name_of_model}: {name} is {_show(stored.get(name))} in them and "
