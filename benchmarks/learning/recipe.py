@@ -27,6 +27,20 @@ CHANGES = {
     "muon at 0.01": ("train.optimizer=muon", "train.learning_rate=0.01"),
     "omeganet": ("model.rule=omeganet",),
     "gated-deltanet": ("model.rule=gated-deltanet",),
+    "gated-deltanet with gates at a tenth": ("model.rule=gated-deltanet", "train.gate_rate=0.1"),
+    "gated-deltanet with gates at a hundredth": ("model.rule=gated-deltanet", "train.gate_rate=0.01"),
+    "gated-deltanet with muon and gates at a tenth": (
+        "model.rule=gated-deltanet",
+        "train.optimizer=muon",
+        "train.gate_rate=0.1",
+    ),
+    "gated-deltanet with muon and gates at a hundredth": (
+        "model.rule=gated-deltanet",
+        "train.optimizer=muon",
+        "train.gate_rate=0.01",
+    ),
+    "gates at a tenth": ("train.gate_rate=0.1",),
+    "muon and gates at a tenth": ("train.optimizer=muon", "train.gate_rate=0.1"),
     "gated-deltanet with heads of 32": ("model.rule=gated-deltanet", "model.num_attention_heads=4"),
     "gated-deltanet with muon at 0.003": ("model.rule=gated-deltanet", "train.optimizer=muon"),
 }

@@ -107,6 +107,7 @@ class TrainSection(_Section):
     gradient_accumulation_steps: int = Field(default=1, ge=1)  # passes a step
     optimizer: Literal["adamw", "muon", "m3"] = "adamw"
     learning_rate: float | None = Field(default=None, gt=0)  # None: the preset's
+    gate_rate: float = Field(default=1.0, ge=0)  # the gates' learning rate, as a share of the others'
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: int = Field(default=50, ge=0)
     weight_decay: float = Field(default=0.1, ge=0)

@@ -29,6 +29,7 @@ from atlas_memory.training.muon import MuonAndAdamW, muon_groups
 from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
 from atlas_memory.training.processes import process, processes
+from atlas_memory.training.rates import split_by_rate
 from atlas_memory.training.runs import (
     WEIGHTS,
     check_fit,
@@ -232,13 +233,18 @@ class _Trainer(sharded.ShardedTrainer):
             {"params": [p for p in parameters if id(p) in linear], "weight_decay": self.run.weight_decay},
             {"params": [p for p in parameters if id(p) not in linear], "weight_decay": 0.0},
         ]
+        if self.run.optimizer == "m3":
+            groups = m3_groups(network, self.run.weight_decay)
+        elif self.run.optimizer == "muon":
+            groups = muon_groups(network, self.run.weight_decay)
+        groups = split_by_rate(network, split_by_period(network, groups), self.peak, self.run.gate_rate)
         optimizer: torch.optim.Optimizer
         if self.run.optimizer == "m3":
-            optimizer = M3(split_by_period(network, m3_groups(network, self.run.weight_decay)), lr=self.peak)
+            optimizer = M3(groups, lr=self.peak)
         elif self.run.optimizer == "muon":
-            optimizer = MuonAndAdamW(split_by_period(network, muon_groups(network, self.run.weight_decay)), self.peak)
+            optimizer = MuonAndAdamW(groups, self.peak)
         else:
-            optimizer = torch.optim.AdamW(split_by_period(network, groups), lr=self.peak, betas=(0.9, 0.95), fused=True)
+            optimizer = torch.optim.AdamW(groups, lr=self.peak, betas=(0.9, 0.95), fused=True)
         if any(group["period"] > 1 for group in optimizer.param_groups):
             optimizer = MultiPeriod(optimizer)
         self.optimizer = optimizer

@@ -1,0 +1,24 @@
+"""A learning rate of their own for the memories' gates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from atlas_memory.layers.gates import GateProjection
+
+
+def split_by_rate(model: nn.Module, groups: list[dict[str, Any]], lr: float, gate_rate: float) -> list[dict[str, Any]]:
+    """`groups`, the parameters of gates taken out of each into a group of their own that learns at `gate_rate` x `lr`.
+
+    A gate's logit is a sum over the width of the model, so that at the common rate a step of every weight moves it
+    far; memories then forget within tokens before anything could have been learned from what is older.
+    """
+    gates = {p for module in model.modules() if isinstance(module, GateProjection) for p in module.parameters()}
+    split = []
+    for group in groups:
+        for rate, among in ((1.0, False), (gate_rate, True)):
+            if parameters := [p for p in group["params"] if (p in gates) is among]:
+                split.append(group | {"params": parameters, "lr": rate * lr})
+    return split
