@@ -157,7 +157,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """The intact `checkpoint-N` with the largest N; broken ones are named in a warning and left alone."""
     found = [p for p in folder.glob("checkpoint-*") if p.name.partition("-")[2].isdigit()]
     for path in sorted(found, key=lambda p: int(p.name.partition("-")[2]), reverse=True):
-        reason = _broken(path)
+        reason = broken(path)
         if reason is None:
             return path
         logger.warning("skipping %s: %s", path, reason)
@@ -213,7 +213,7 @@ def _step(folder: Path) -> float:
         return math.inf
 
 
-def _broken(checkpoint: Path) -> str | None:
+def broken(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be continued from, or None."""
     try:
         _shapes(checkpoint)

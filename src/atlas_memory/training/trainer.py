@@ -32,6 +32,7 @@ from atlas_memory.training.processes import process, processes
 from atlas_memory.training.rates import split_by_rate
 from atlas_memory.training.runs import (
     WEIGHTS,
+    broken,
     check_fit,
     check_next,
     cut_logs,
@@ -63,10 +64,11 @@ def train(config: RunConfig, resume: bool = False, console: Console | None = Non
     (from the beginning if there is none). Everything that can be wrong is checked before a file is written:
     ValueError. A run that `config.then` describes follows, and the outcome is the last one's.
     """
-    outcome, after = _train(config, resume, console), config.next()
-    if after is None or outcome.interrupted:
-        return outcome
-    return train(after, resume and (Path(after.output_dir) / "run.yaml").is_file(), console)
+    after = config.next()
+    # Asked before the first of several processes can have begun it.
+    begun = resume and after is not None and (Path(after.output_dir) / "run.yaml").is_file()
+    outcome = _train(config, resume, console)
+    return outcome if after is None or outcome.interrupted else train(after, begun, console)
 
 
 def _train(config: RunConfig, resume: bool, console: Console | None) -> Outcome:
@@ -169,6 +171,8 @@ def _run(
             trainer.save_state()  # tells load_run how old the saved model is
             text.tokenizer.save_pretrained(folder)
             write_card(folder, model, text.about, trainer.state.global_step, reader.bits)
+    if processes() > 1:  # none goes on to read what is not yet written
+        torch.distributed.barrier()
     stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
 
@@ -205,7 +209,7 @@ class _Trainer(sharded.ShardedTrainer):
             with writing(checkpoint):
                 super()._save_checkpoint(model, trial)
         except OSError:
-            if process() == 0:  # a part of a checkpoint is of no use, and in the way
+            if process() == 0 and broken(checkpoint):  # a part of one is of no use, and in the way
                 shutil.rmtree(checkpoint, ignore_errors=True)
             raise
 
