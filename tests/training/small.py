@@ -15,6 +15,7 @@ SMALL = (
     "train.warmup_steps=1",
     "train.save_every=3",
     "train.steps=6",
+    "train.sample_tokens=0",
     "train.device=cpu",
 )
 

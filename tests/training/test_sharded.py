@@ -16,7 +16,13 @@ from atlas_memory.training.trainer import train
 from tests.training.small import settings
 from tests.training.test_orders import losses, near, same, start, together, weights
 
-MORE = ("model.rule=titans", "data.lanes=2", "train.learning_rate=0.001", "train.evaluate_every=2")
+MORE = (
+    "model.rule=titans",
+    "data.lanes=2",
+    "train.learning_rate=0.001",
+    "train.evaluate_every=2",
+    "train.sample_tokens=3",
+)
 
 
 def config(folder: Path, *more: str) -> RunConfig:
