@@ -30,6 +30,8 @@ def test_saved_paths_are_read_from_anywhere(tmp_path, monkeypatch) -> None:
         assert config.data.path == config.model.init_from == str(saved.resolve())
     load_config(None, ["then.data.path=text/a.txt"]).save(tmp_path / "run.yaml")
     assert load_config(tmp_path / "run.yaml").then == {"data": {"path": str(tmp_path / "text/a.txt")}}
+    load_config(None, ["then.then.data.path=text/a.txt"]).save(tmp_path / "run.yaml")
+    assert load_config(tmp_path / "run.yaml").then == {"then": {"data": {"path": str(tmp_path / "text/a.txt")}}}
 
 
 def test_the_demo_is_valid() -> None:
@@ -117,6 +119,7 @@ def test_what_comes_after() -> None:
     ("override", "message"),
     [
         ("then.steps=3", "then.steps=3: then has sections model, data and train"),
+        ("then.model.init_from=x", "then.model.init_from: what comes then begins with the model at the end"),
         ("then.train=3", "then.train=3: then has sections model, data and train"),
         ("then.train.stepz=3", r"then: unknown key train.stepz \(=3\); did you mean train.steps\?"),
         ("then.data.lengths={1: 40}", "data.lengths: 40 from step 1 on is no multiple of 256 before it"),

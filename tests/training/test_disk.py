@@ -1,6 +1,5 @@
 """A disk that is full: one line says so, what was written before is kept, and the run goes on from it."""
 
-import resource
 import subprocess
 import sys
 
@@ -18,8 +17,8 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def test_a_checkpoint_that_does_not_fit(tmp_path, capsys) -> None:
-    assert resource.RLIMIT_FSIZE  # a file may have so many bytes: to who writes it, a disk that is full
+def test_a_checkpoint_that_does_not_fit(tmp_path) -> None:
+    """A limit on the size of a file is, to who writes it, a disk that is full."""
     more = ("train.evaluate_every=0", "data.order=packed")
     command = [sys.executable, "-c", LIMITED, "60000", "train", *overrides(tmp_path, *more)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -130,8 +130,9 @@ class Samples(TrainerCallback):
         self.path, self.held_out, self.tokens, self.console = path, held_out, tokens, console
         tokenizer = held_out.tokenizer
         if prompt is None and tokens:
+            text = next((document.text for document in held_out.documents), "")
             # A token is seldom more than 16 characters, and what a tokenizer makes of a cut word does no harm here.
-            ids = encode(tokenizer, held_out.documents[0].text[: 16 * self.given])[: self.given]
+            ids = encode(tokenizer, text[: 16 * self.given])[: self.given]
             prompt = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
         self.prompt = prompt or ""
 

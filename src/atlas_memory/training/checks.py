@@ -26,10 +26,12 @@ _MAY_CHANGE = frozenset(
 
 
 def has_bf16(config: RunConfig) -> bool:
+    """Whether the run's device computes in bfloat16."""
     return config.train.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
 def check_device(config: RunConfig) -> None:
+    """ConfigError unless the device, bfloat16 and the programs to report to are there."""
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device='cuda', but PyTorch sees no CUDA device: use auto or cpu")
     try:
@@ -55,6 +57,7 @@ def warn_of_memory(config: RunConfig, architecture: AtlasConfig, console: Consol
 
 
 def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
+    """ConfigError unless the folder is new or empty, or holds the run of `config` where that is to be resumed."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir={str(folder)!r} is a file")
     if not resume:

@@ -150,6 +150,8 @@ class RunConfig(_Section):
         if not self.then:
             return None
         tree = self.model_dump(exclude={"then"})
+        if isinstance(self.then.get("model"), dict) and "init_from" in self.then["model"]:
+            raise ConfigError("then.model.init_from: what comes then begins with the model at the end of this run")
         tree["model"] = {"preset": self.model.preset, "init_from": self.output_dir}
         tree["output_dir"] = str(Path(self.output_dir) / "then")
         for name, value in self.then.items():
@@ -194,8 +196,12 @@ class RunConfig(_Section):
             path = getattr(section, name)
             if path is not None:
                 setattr(section, name, [_absolute(p) for p in path] if isinstance(path, list) else _absolute(path))
-        if (after := self.next()) is not None and "path" in self.then.get("data", {}):
-            copy.then["data"]["path"] = after.resolved().data.path
+        if (after := self.next()) is not None:
+            after = after.resolved()
+            if "path" in self.then.get("data", {}):
+                copy.then["data"]["path"] = after.data.path
+            if after.then:
+                copy.then["then"] = after.then
         return copy
 
     def save(self, path: Path) -> None:

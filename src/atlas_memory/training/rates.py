@@ -12,8 +12,8 @@ from atlas_memory.layers.gates import GateProjection
 def split_by_rate(model: nn.Module, groups: list[dict[str, Any]], lr: float, gate_rate: float) -> list[dict[str, Any]]:
     """`groups`, the parameters of gates taken out of each into a group of their own that learns at `gate_rate` x `lr`.
 
-    A gate's logit is a sum over the width of the model, so that at the common rate a step of every weight moves it
-    far; memories then forget within tokens before anything could have been learned from what is older.
+    A gate's logit is a sum over the width of the model, so that a step of every weight at the common rate moves it far;
+    docs/training.md has what slower gates bring and cost. The block "hope" makes its gates by memories and has none.
     """
     gates = {p for module in model.modules() if isinstance(module, GateProjection) for p in module.parameters()}
     split = []

@@ -164,17 +164,22 @@ def _run(
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         bar.close()
-    weights = sharded.whole_weights(model) if run.fsdp else None
+    _save(trainer, model, folder, text, reader.bits)
+    stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
+    return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
+
+
+def _save(trainer: _Trainer, model: Any, folder: Path, text: Text, bits: float | None) -> None:
+    """Leave the model at the end of a run in its folder; all processes must call, and return when it is there."""
+    weights = sharded.whole_weights(model) if trainer.fsdp else None
     if process() == 0:
         with writing(folder / WEIGHTS):
             model.save_pretrained(folder, state_dict=weights)
             trainer.save_state()  # tells load_run how old the saved model is
             text.tokenizer.save_pretrained(folder)
-            write_card(folder, model, text.about, trainer.state.global_step, reader.bits)
-    if processes() > 1:  # none goes on to read what is not yet written
+            write_card(folder, model, text.about, trainer.state.global_step, bits)
+    if processes() > 1:
         torch.distributed.barrier()
-    stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
-    return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
 
 
 class _Trainer(sharded.ShardedTrainer):
@@ -227,20 +232,9 @@ class _Trainer(sharded.ShardedTrainer):
             self.carried.load(Path(checkpoint))
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        # Only matrices of linear layers decay: not embeddings, norms, biases, nor a memory's M_0 and a_i.
+        # Only weights of linear layers decay: not embeddings, norms, biases, gates, nor a memory's M_0 and a_i.
         network = self.network if model is None else model
-        modules = list(network.modules())
-        linear = {id(m.weight) for m in modules if isinstance(m, nn.Linear)}
-        linear -= {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}  # a tied head
-        parameters = [p for p in network.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if id(p) in linear], "weight_decay": self.run.weight_decay},
-            {"params": [p for p in parameters if id(p) not in linear], "weight_decay": 0.0},
-        ]
-        if self.run.optimizer == "m3":
-            groups = m3_groups(network, self.run.weight_decay)
-        elif self.run.optimizer == "muon":
-            groups = muon_groups(network, self.run.weight_decay)
+        groups = (muon_groups if self.run.optimizer == "muon" else m3_groups)(network, self.run.weight_decay)
         groups = split_by_rate(network, split_by_period(network, groups), self.peak, self.run.gate_rate)
         optimizer: torch.optim.Optimizer
         if self.run.optimizer == "m3":
