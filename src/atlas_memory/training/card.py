@@ -35,7 +35,7 @@ tokenizer = AutoTokenizer.from_pretrained("{folder}")
 
 
 def write_card(folder: Path, model: Any, text: str, steps: int, bits: float | None) -> None:
-    """Write the card of the model in a run's folder; `bits` is what a byte of held-out text costs, None: none was read."""
+    """Write the card of the model in a run's folder; `bits` is what a byte of held-out text costs, if any was read."""
     about = model.config
     memory = BLOCKS[about.block].memory
     card = CARD.format(
