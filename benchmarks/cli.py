@@ -88,9 +88,9 @@ def learn(
     out: Annotated[Path | None, typer.Option(help="Folder for NAME.json; default docs/learning.")] = None,
     workers: Annotated[int, typer.Option(help="Processes of one thread each.")] = os.cpu_count() or 1,
     text: Annotated[
-        Path | None, typer.Option(help="Of studies language, orders: a text or folder; default stdlib.")
+        Path | None, typer.Option(help="Of studies of whole models: a text or folder; default stdlib.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Of language, orders: steps of training.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Of studies of whole models: steps of training.", min=1)] = None,
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Of study language: compile what is in a chunk.")
     ] = False,

@@ -1,5 +1,7 @@
 """Whether memories learn: studies, by name, beside the benchmarks of speed."""
 
+from .alarms import ALARMS
+from .collapse import COLLAPSE
 from .holds import HOLDS
 from .language import LANGUAGE
 from .needle import NEEDLE
@@ -11,5 +13,6 @@ from .study import Study
 from .writes import WRITES
 
 STUDIES: dict[str, Study] = {
-    s.name: s for s in (WRITES, HOLDS, REACH, RECALL, NEEDLE, CAPACITY, LANGUAGE, ORDERS_STUDY, RECIPE)
+    s.name: s
+    for s in (WRITES, HOLDS, REACH, RECALL, NEEDLE, CAPACITY, LANGUAGE, ORDERS_STUDY, RECIPE, ALARMS, COLLAPSE)
 }

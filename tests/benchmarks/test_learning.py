@@ -56,14 +56,14 @@ def test_needles_can_be_answered_from_the_first_segment_of_their_document() -> N
 def test_a_quick_run(capsys, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("so it goes. " * 1000)
     for name in STUDIES:
-        of_text = ["--text", str(tmp_path / "text.txt")] if name == "language" else []
+        of_text = ["--text", str(tmp_path / "text.txt")] if name in ("language", "collapse", "alarms") else []
         arguments = [
             "learn",
             name,
             *of_text,
             "--quick",
             "--cases",
-            "titans: crops" if name == "orders" else "titans,gated-deltanet",
+            {"orders": "titans: crops", "collapse": "stable writes"}.get(name, "titans,gated-deltanet"),
             "--widths",
             "4",
             "--workers",
@@ -71,7 +71,8 @@ def test_a_quick_run(capsys, tmp_path: Path) -> None:
         ]
         assert main([*arguments, "--out", str(tmp_path)]) == 0
         rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
-        asked = [case for case in STUDIES[name].cases if case in ("titans", "gated-deltanet", "titans: crops")]
+        named = ("titans", "gated-deltanet", "titans: crops", "stable writes")
+        asked = [case for case in STUDIES[name].cases if case in named]
         assert [row["candidate"] for row in rows] == asked
         assert all(len(row["seeds"]) == 1 for row in rows)
     assert "| titans | 4 |" in capsys.readouterr().out

@@ -34,7 +34,7 @@ def config(folder: Path, *more: str) -> RunConfig:
 def whole(tmp_path_factory) -> Path:
     """A sharded run by two processes, in one go."""
     folder = tmp_path_factory.mktemp("whole")
-    together(config(folder))
+    together(config(folder, "train.watch_every=3"))
     return folder / "run"
 
 
@@ -59,8 +59,14 @@ def alike(one: Path, two: Path) -> None:
 
 
 def test_a_sharded_run_is_the_run(whole, tmp_path) -> None:
-    train(settings(tmp_path, *MORE, "train.batch_size=4"))
+    train(settings(tmp_path, *MORE, "train.batch_size=4", "train.watch_every=3"))
     alike(whole, tmp_path / "run")
+    looks = [read_log(folder, "memory.jsonl") for folder in (whole, tmp_path / "run")]
+    assert [look["step"] for look in looks[0]] == [3, 6]
+    for a, b in zip(*looks, strict=True):
+        for one, two in zip(a["memories"], b["memories"], strict=True):
+            assert one["share"] == pytest.approx(two["share"], rel=1e-3)
+            assert one["surprise"] == pytest.approx(two["surprise"], rel=1e-3)
     for name in ("config.json", "generation_config.json"):
         assert (whole / name).read_text() == (tmp_path / "run" / name).read_text()
 

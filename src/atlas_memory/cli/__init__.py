@@ -169,19 +169,24 @@ def _show(scores: dict[str, Any], margin: tuple[float, float] | None) -> None:
 
 
 @app.command()
-def report(run: RunFolder) -> None:
+def report(
+    run: RunFolder,
+    data: Annotated[Path | None, typer.Option(help="Read all of this text, not the run's own held-out part.")] = None,
+) -> None:
     """Evaluate a run and write RUN/report/: a page, pictures and numbers."""
     quiet()
     from atlas_memory.report import write_report
 
-    numbers = write_report(run)
-    margin = numbers["margin"]
-    print(
-        f"held-out bits per byte: {numbers['memory_on']['bits_per_byte']:.4f} with the memory on, "
-        f"{numbers['writes_off']['bits_per_byte']:.4f} with its writes off "
-        f"(saved: {margin['bits_per_byte']:.4f} ± {margin['standard_error']:.4f})"
-    )
-    print(f"report: {run / 'report' / 'report.html'}")
+    numbers = write_report(run, data)
+    found, margin = numbers["memory_on"]["bits_per_byte"], numbers["margin"]
+    if margin is None:
+        print(f"bits per byte: {found:.4f} (the model has no memory)")
+    else:
+        print(
+            f"bits per byte: {found:.4f} with the memory on, {numbers['writes_off']['bits_per_byte']:.4f} with its "
+            f"writes off (saved: {margin['bits_per_byte']:.4f} ± {margin['standard_error']:.4f})"
+        )
+    print(f"report: {Path(numbers['folder']) / 'report.html'}")
 
 
 app.command()(plan)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,7 @@ from torch import nn
 
 from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import bytes_per_token, encode
-from atlas_memory.layers.memory import NeuralMemory
-from atlas_memory.layers.self_modifying import SelfModifyingMemory
+from atlas_memory.observation.writes import memory_writes
 
 SEGMENT = 256  # tokens given to the model in one call
 ROWS = 8  # streams read side by side
@@ -86,20 +84,6 @@ def _paired(gaps: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
     rest = gaps - ratio * sizes
     error = np.sqrt((rest**2).sum(0) * n / max(n - 1, 1)) / sizes.sum(0) if n > 1 else np.zeros_like(ratio)
     return ratio, error
-
-
-@contextmanager
-def memory_writes(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Inside, every memory layer of `model` writes or stays at its learned M_0; restored afterwards."""
-    layers = [module for module in model.modules() if isinstance(module, NeuralMemory | SelfModifyingMemory)]
-    before = [layer.writes for layer in layers]
-    try:
-        for layer in layers:
-            layer.writes = enabled
-        yield
-    finally:
-        for layer, value in zip(layers, before, strict=True):
-            layer.writes = value
 
 
 def bits_per_byte(

@@ -1,7 +1,7 @@
 """Memory as a context of attention: MAC (Titans, Sec. 4.1)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -177,6 +177,8 @@ class MemoryAsContext(Stateful):
         keys, values = (self._place(new, old, slot, count) for new, old in ((k, state.keys), (v, state.values)))
         y = self._attend(x, slot, keys, values, persistent)
         read, memory = self.memory(y, state.memory, real)
+        if not self.memory.writes:  # segments are counted by what the memory has seen
+            memory = replace(memory, memory=replace(memory.memory, seen=memory.memory.seen + count))
         ended = (slot + count == self.segment)[:, None, None, None]
         start = tuple(
             torch.where(ended, w, s) for w, s in zip(memory.memory.shown(self.memory.rule), state.start, strict=True)

@@ -216,7 +216,7 @@ class HierarchicalMemory(Stateful):
             raise ValueError(
                 f"state has {len(state.memories)} memories, this hierarchy {len(self.members)}: it is another layer's"
             )
-        of_global, *of_locals = _split_heads(gates, len(self.members))
+        of_global, *of_locals = split_heads(gates, len(self.members))
         y, held = self.members[0](q, k, v, of_global, None if state is None else state.memories[0])
         if not q.shape[-2]:
             return y, self._fresh(q) if state is None else state
@@ -296,7 +296,7 @@ class HierarchicalMemory(Stateful):
         return torch.stack(answers).sum(0)
 
 
-def _split_heads(gates: Gates, members: int) -> list[Gates]:
+def split_heads(gates: Gates, members: int) -> list[Gates]:
     """The gates of each member."""
     parts = replace(gates, length=None).map
     width = gates.eta.shape[1] // members

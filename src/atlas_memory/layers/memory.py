@@ -151,6 +151,12 @@ class NeuralMemory(Stateful):
         q = q.to(kept_dtype(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self._project(self.memory.retrieve(l2_normalise(q), memory), x)
 
+    def lesson(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
+        """What the memory is taught at x ``[batch, time, dim]``, read on from ``state``: keys and values
+        ``[batch, heads, time, dim]`` and the gates, of which a hierarchy has more heads."""
+        _, k, v, _ = self._look(x, state.past, None)
+        return k, v, self.gates(x)
+
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
         memory = self.memory
         if isinstance(memory, OmegaMemory) and self.writes and memory.reads_in_groups(x):

@@ -31,7 +31,7 @@ from ..forms.counterparts import has_chunks
 from ..forms.grid import Grid
 from ..forms.incremental import read_out
 from ..forms.parts import Chunk, Held
-from ..mathematics.precision import check_inputs
+from ..mathematics.precision import check_inputs, kept_dtype
 from ..memory import (
     Gates,
     MemoryState,
@@ -189,10 +189,16 @@ class SelfModifyingMemory(Stateful):
             return read_documents(self, x, state, mask, document_starts)
         return self.read_real(x, state, mask)
 
+    def lesson(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
+        """What the memories are taught at x, all of one chunk; see ``NeuralMemory``. Of 5 times as many heads."""
+        mixed = self.convolution(x, state.past, None)[0].to(kept_dtype(x))
+        u = l2_normalise(mixed.unflatten(-1, (self.heads, -1)).transpose(1, 2))
+        found = _lesson(self.rule, self.memory.params, (self.gates.weight, self.gates.bias), u, state.memory.frozen)
+        return found.k, found.target, Gates(found.eta, found.alpha)
+
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
         mixed, past = self.convolution(x, state.past if state else None, length)
-        kept = torch.promote_types(x.dtype, torch.float32)
-        both = (z.to(kept).unflatten(-1, (self.heads, -1)).transpose(1, 2) for z in (self.q(mixed), mixed))
+        both = (z.to(kept_dtype(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2) for z in (self.q(mixed), mixed))
         q, u = map(l2_normalise, both)
         with torch.autocast(x.device.type, enabled=False):
             asked = _for_all(q)

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from atlas_memory.evaluation.perplexity import Score
+from atlas_memory.observation import MemoryTrace
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A8A8A"
@@ -70,14 +72,15 @@ def loss_curve(path: Path, steps: Sequence[float], loss: Sequence[float], unit: 
     figure.savefig(path)
 
 
-def bits_by_position(path: Path, on: Score, off: Score, recent: Score, trained: int) -> None:
-    """Bits per byte in each bucket of positions: memory on, writes off, and a memory of recent tokens only. Below,
-    what writing saves and what older tokens save (with twice the standard error over streams). The training length
-    is marked."""
+def bits_by_position(path: Path, on: Score, off: Score | None, recent: Score, trained: int) -> None:
+    """Bits per byte in each bucket of positions: as the model reads, with a state of recent tokens only and, if it has
+    memories, with their writes off. Below, what writing saves and what older tokens save (with twice the standard error
+    over streams). The training length is marked."""
     figure = _figure(8, 6.4)
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
     edges, x = on.edges, np.arange(len(on.edges) - 1)
-    curves = [(on, BLUE, "memory on"), (recent, GREEN, f"last {trained:,} only"), (off, ORANGE, "writes off")]
+    curves = [(on, BLUE, "memory on" if off else "all before"), (recent, GREEN, f"last {trained:,} only")]
+    curves += [(off, ORANGE, "writes off")] if off else []
     for score, colour, _ in reversed(curves):
         above.plot(x, score.by_position, color=colour, linewidth=2, marker="o", markersize=5)
     _label(
@@ -85,7 +88,7 @@ def bits_by_position(path: Path, on: Score, off: Score, recent: Score, trained: 
         [(f"{label} {score.by_position[-1]:.3f}", score.by_position[-1], colour) for score, colour, label in curves],
     )
     labels = []
-    for score, colour, label in ((off, ORANGE, "by writing"), (recent, GREEN, "by older tokens")):
+    for score, colour, label in ([(off, ORANGE, "by writing")] if off else []) + [(recent, GREEN, "by older tokens")]:
         saved, error = on.margin_by_position(score).T
         below.fill_between(x, saved - 2 * error, saved + 2 * error, color=colour, alpha=0.2, lw=0)
         below.plot(x, saved, color=colour, linewidth=2, marker="o", markersize=5)
@@ -111,8 +114,9 @@ def bits_by_position(path: Path, on: Score, off: Score, recent: Score, trained: 
     figure.savefig(path)
 
 
-def _label(axes: Axes, labels: Sequence[tuple[str, float, str]]) -> None:
-    """Write (text, height, colour) to the right of the curves' ends, moved apart where they would overlap."""
+def _label(axes: Axes, labels: Sequence[tuple[str, float, str]], end: float | None = None) -> None:
+    """Write (text, height, colour) to the right of the curves' ends, moved apart where they would overlap; at ``end``,
+    by default that of curves over 0, 1, 2, ..."""
     low, high = axes.get_ylim()
     room = 0.075 * (high - low) * 6.4 / (axes.get_position().height * 10)
     heights: list[float] = []
@@ -120,7 +124,7 @@ def _label(axes: Axes, labels: Sequence[tuple[str, float, str]]) -> None:
         heights.append(max(height, heights[-1] + room) if heights else height)
         axes.annotate(
             text,
-            (len(axes.lines[0].get_xdata()) - 1, heights[-1]),  # type: ignore[arg-type]
+            (len(axes.lines[0].get_xdata()) - 1 if end is None else end, heights[-1]),  # type: ignore[arg-type]
             (10, 0),
             textcoords="offset points",
             color=colour,
@@ -129,37 +133,130 @@ def _label(axes: Axes, labels: Sequence[tuple[str, float, str]]) -> None:
         )
 
 
-def gates_over_time(path: Path, layers: Sequence[dict[str, torch.Tensor]], name: str) -> None:
-    """A row for each layer, a column for each gate: the median over heads and tokens nearby, and the middle
-    90%."""
-    names = [gate for gate in GATES if any(gate in layer for layer in layers)]
-    figure = _figure(3.6 * len(names) + 0.6, 2.1 * len(layers) + 0.9)
-    panels: Any = figure.subplots(len(layers), len(names), squeeze=False, sharex=True, sharey="col")
-    for row, layer in enumerate(layers):
-        for column, gate in enumerate(names):
-            axes = panels[row, column]
-            label, colour = GATES[gate]
-            if gate in layer:
-                x, low, middle, high = _bands(layer[gate])
+def gates_over_time(path: Path, memories: Sequence[MemoryTrace], name: str) -> None:
+    """A row for each memory, a column for each gate: the median over heads and tokens nearby, and the middle 90%."""
+    names = [gate for gate in GATES if any(getattr(memory, gate) is not None for memory in memories)]
+    columns = [(gate, *GATES[gate]) for gate in names]
+    values = [{gate: getattr(memory, gate) for gate in names} for memory in memories]
+    _over_time(path, memories, columns, values, f"Gates while reading {name}")
+
+
+def contents_over_time(path: Path, memories: Sequence[MemoryTrace], lags: Sequence[int], name: str) -> None:
+    """A row for each memory: how wrong it is before a token is written and some tokens after, how far writing moves its
+    answers, and how much of the layer's output hangs on what is written; medians and the middle 90%, as above."""
+    columns = [("surprise", "error before the write", ORANGE)]
+    columns += [(f"error {lag}", f"error {lag:,} tokens later", GREEN) for lag in lags]
+    columns += [("written", "answers moved by writing", PINK), ("share", "share that hangs on it", BLUE)]
+    values = []
+    for memory in memories:
+        found: dict[str, torch.Tensor | None] = {"surprise": memory.surprise, "written": memory.written}
+        found |= {f"error {lag}": error for lag, error in zip(lags, memory.error.unbind(2), strict=True)}
+        values.append(found | {"share": memory.share[:, None]})
+    _over_time(path, memories, columns, values, f"What the memories hold while reading {name}")
+
+
+def _over_time(
+    path: Path,
+    memories: Sequence[MemoryTrace],
+    columns: Sequence[tuple[str, str, str]],
+    values: Sequence[dict[str, torch.Tensor | None]],
+    title: str,
+) -> None:
+    """Panels of (name, label, colour) by memory, of values ``[batch, heads, time]``."""
+    figure = _figure(3.6 * len(columns) + 0.6, 2.1 * len(memories) + 0.9)
+    panels: Any = figure.subplots(len(memories), len(columns), squeeze=False, sharex=True, sharey="col")
+    for row, (memory, found) in enumerate(zip(memories, values, strict=True)):
+        for column, (name, label, colour) in enumerate(columns):
+            axes, value = panels[row, column], found[name]
+            if value is not None:
+                x, low, middle, high = _bands(value)
                 axes.fill_between(x, low, high, color=colour, alpha=0.22, lw=0)
                 axes.plot(x, middle, color=colour, linewidth=1.6)
             if row == 0:
                 axes.set_title(label, color=colour)
-            if row == len(layers) - 1:
+            if row == len(memories) - 1:
                 axes.set_xlabel("position (tokens)")
             if column == 0:
-                axes.set_ylabel(f"layer {row + 1}")
+                axes.set_ylabel(short(memory.name))
             _tidy(axes)
-    figure.suptitle(f"Gates while reading {name}: median and middle 90% over heads", fontsize=13)
+    figure.suptitle(f"{title}: median and middle 90% over heads", fontsize=13)
     figure.savefig(path)
 
 
-def _bands(gate: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Bin centres and the 5%, 50% and 95% quantiles in each bin of positions; gate `[batch, heads, time,
-    ...]`."""
-    if gate.dim() == 4:  # gamma: how many tokens of the window count
-        gate = gate.sum(3)
-    values = gate.transpose(0, 2).flatten(1).numpy()
-    parts = np.array_split(np.arange(len(values)), min(_BINS, len(values)))
-    quantiles = np.array([np.quantile(values[part], [0.05, 0.5, 0.95]) for part in parts])
-    return np.array([part.mean() for part in parts]), quantiles[:, 0], quantiles[:, 1], quantiles[:, 2]
+OVER_TRAINING = {  # name: (label, colours from, to; None: as they are)
+    "half_life": ("half-life (tokens)", (1.0, 1e4)),
+    "written": ("answers moved by writing", (0.0, 1.0)),
+    "surprise": ("error before the write", (0.0, 1.0)),
+    "rank": ("effective rank", None),
+}
+
+
+def over_training(path: Path, looks: Sequence[dict[str, Any]]) -> None:
+    """Of the lines of ``memory.jsonl``: a row for each memory, a column for each figure, a line of a panel for each
+    head over the steps; and below, the share of every layer's output that hangs on what was written."""
+    steps = [look["step"] for look in looks]
+    names = [memory["name"] for memory in looks[-1]["memories"]]
+    shown = {
+        name: about
+        for name, about in OVER_TRAINING.items()
+        if any(memory.get(name) is not None for memory in looks[-1]["memories"])
+    }
+    figure = _figure(3.4 * len(shown) + 0.8, 1.5 * len(names) + 3.2)
+    grid = figure.add_gridspec(len(names) + 1, len(shown), height_ratios=[*[1.0] * len(names), 1.6])
+    for row, memory_name in enumerate(names):
+        for column, (name, (label, limits)) in enumerate(shown.items()):
+            axes = figure.add_subplot(grid[row, column])
+            values = np.array(
+                [
+                    look["memories"][row].get(name) or [np.nan] * len(looks[-1]["memories"][row]["norm"])
+                    for look in looks
+                ],
+                dtype=float,
+            ).T
+            norm: Any = LogNorm(*limits, clip=True) if name == "half_life" and limits else None
+            low, high = (None, None) if norm is not None or limits is None else limits
+            picture = axes.pcolormesh(
+                steps,
+                np.arange(1, len(values) + 1),
+                values,
+                norm=norm,
+                vmin=low,
+                vmax=high,
+                cmap="cividis",
+                shading="nearest",
+            )
+            figure.colorbar(picture, ax=axes, pad=0.02)
+            axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+            if row == 0:
+                axes.set_title(label, fontsize=12)
+            if column == 0:
+                axes.set_ylabel(f"{short(memory_name)}\nhead", fontsize=11)
+    axes = figure.add_subplot(grid[-1, :])
+    ends = []
+    for i, (name, colour) in enumerate(zip(names, (BLUE, ORANGE, GREEN, PINK, GREY) * len(names), strict=False)):
+        share = [look["memories"][i]["share"] for look in looks]
+        axes.plot(steps, share, color=colour, linewidth=2, marker="o", markersize=4)
+        ends.append((short(name), share[-1] or 0.0, colour))
+    axes.set(ylim=(0, 1), xlabel="step", ylabel="share of the output\nthat hangs on it")
+    _label(axes, ends, steps[-1])
+    _tidy(axes)
+    figure.suptitle("The memories over the steps of training", fontsize=13)
+    figure.savefig(path)
+
+
+def short(name: str) -> str:
+    """A memory's name for a picture: the number of its layer, and what it is called within it."""
+    number = next((int(part) for part in name.split(":")[0].split(".") if part.isdigit()), 0)
+    return f"layer {number + 1} {name.partition(':')[2]}".rstrip()
+
+
+def _bands(value: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Bin centres and the 5%, 50% and 95% quantiles in each bin of positions, what is not a number left out;
+    ``[batch, heads, time]``."""
+    values = value.transpose(0, 2).flatten(1).numpy()
+    known = np.flatnonzero(~np.isnan(values).all(1))
+    parts = np.array_split(known, min(_BINS, max(1, len(known))))
+    quantiles = np.array([np.nanquantile(values[part], [0.05, 0.5, 0.95]) for part in parts if len(part)])
+    quantiles = quantiles.reshape(-1, 3)
+    centres = np.array([part.mean() for part in parts if len(part)])
+    return centres, quantiles[:, 0], quantiles[:, 1], quantiles[:, 2]

@@ -1,146 +1,151 @@
-"""The report of a run: numbers in JSON, pictures, a sample of text, and one page that shows them."""
+"""The report of a run on a text: numbers in JSON, pictures, a sample, and one page that shows them."""
 
 from __future__ import annotations
 
-import html
 import json
 import math
+import platform
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from atlas_memory.data.prepared import load_corpus
+from atlas_memory.data.prepared import Prepared, load_corpus
 from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import encode, is_byte_tokenizer
-from atlas_memory.evaluation.gates import GateLog, watch_gates
-from atlas_memory.evaluation.perplexity import SEGMENT, bits_per_byte, reading_length
+from atlas_memory.evaluation.perplexity import SEGMENT, Score, bits_per_byte, reading_length
 from atlas_memory.evaluation.sampling import sample
-from atlas_memory.report.pictures import bits_by_position, gates_over_time, loss_curve
+from atlas_memory.observation import MemoryTrace, Trace, trace
+from atlas_memory.observation.watching import memories
+from atlas_memory.report.page import page
+from atlas_memory.report.pictures import (
+    GATES,
+    bits_by_position,
+    contents_over_time,
+    gates_over_time,
+    loss_curve,
+    over_training,
+)
+from atlas_memory.training.config import RunConfig
 from atlas_memory.training.runs import Run, load_run, read_log
 
-PROMPT = "def "
+PROMPT = 32  # tokens of the text that the sample goes on from
 
 
-def write_report(folder: str | Path, streams: int = 16, sample_tokens: int = 400) -> dict[str, Any]:
-    """Evaluate the run in `folder` and write `report/` there: report.html, report.json and the pictures.
+def write_report(
+    folder: str | Path, data: str | Path | None = None, streams: int = 16, sample_tokens: int = 400
+) -> dict[str, Any]:
+    """Evaluate the run in `folder` and write its `report/` (of a text that `data` names, `report-NAME/`): report.html,
+    report.json and the pictures.
 
-    Reads `streams` held-out streams of `reading_length` with the memory on, with its writes off, and
-    with a memory of the last training length only; and one held-out document with the gates watched. Returns what
-    report.json holds; ValueError if the run cannot be loaded or has no run.yaml.
+    Reads `streams` streams of `reading_length` as the model reads, with a memory of the last training length only and,
+    if it has memories, with their writes off; and one document with every memory traced. The text is the run's own
+    held-out part, or all of `data`. Returns what report.json holds, with `folder`, the report's; ValueError if the run
+    cannot be loaded, or has no run.yaml to name its text and there is no `data`.
     """
     run = load_run(folder)
-    if run.config is None:
-        raise ValueError(f"{str(folder)!r} has no run.yaml, so its training text and length are unknown")
-    trained = run.config.data.longest
+    text, documents = _text(run, data)
+    trained = (run.config or RunConfig()).data.longest
     length = reading_length(trained)
-    held_out = load_corpus(**run.config.data.source).held_out
-    on = bits_per_byte(run.model, run.tokenizer, held_out, length, True, streams)
-    off = bits_per_byte(run.model, run.tokenizer, held_out, length, False, streams)
-    recent = bits_per_byte(run.model, run.tokenizer, held_out, length, True, streams, recent=trained)
-    gates, document = _read_with_gates(run, held_out, length)
+
+    def score(writes: bool = True, recent: int | None = None) -> Score:
+        return bits_per_byte(run.model, run.tokenizer, documents, length, writes, streams, recent)
+
+    on, recent = score(), score(recent=trained)
+    off = score(writes=False) if memories(run.model) else None
+    seen, document, prompt = _traced(run, documents, length)
     log = read_log(run.folder)
-    margin, error = on.margin(off)
-    beyond, beyond_recent = on.after(trained), recent.after(trained)
-    older = None
-    if beyond is not None and beyond_recent is not None:
-        saved, saved_error = beyond.margin(beyond_recent)
-        older = {"bits_per_byte": saved, "standard_error": saved_error}
-    numbers = {
-        "preset": run.config.model.preset,
+    written = sample(run.model, run.tokenizer, prompt, sample_tokens)
+    config = run.model.config
+    numbers: dict[str, Any] = {
+        "run": str(run.folder),
+        "preset": None if run.config is None else run.config.model.preset,
+        "block": config.block,
+        "rule": config.rule if off else None,
         "parameters": run.model.num_parameters(),
-        "steps": int(log[-1]["step"]) if log else 0,
+        "text": text,
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": f"{platform.processor() or platform.machine()}, {platform.system()}, torch {torch.__version__}",
+        "steps": int(log[-1]["step"]) if log else None,
         "training_seconds": log[-1]["elapsed"] if log else None,
         "training_length": trained,
         "memory_on": on.to_dict(),
-        "writes_off": off.to_dict(),
+        "writes_off": None if off is None else off.to_dict(),
         "recent_only": recent.to_dict(),
-        "margin": {"bits_per_byte": margin, "standard_error": error},
-        "beyond_training_length": older,
-        "older_by_position": [
-            {"bits_per_byte": float(value), "standard_error": float(error)}
-            for value, error in on.margin_by_position(recent)
-        ],
-        "gates": {"document": document, "layers": gates.summary()},
-        "sample": sample(run.model, run.tokenizer, PROMPT, sample_tokens),
+        "margin": None if off is None else _margin(on.margin(off)),
+        "beyond_training_length": _beyond(on, recent, trained),
+        "older_by_position": [_margin(pair) for pair in on.margin_by_position(recent)],
+        "gates": {"document": document, "memories": [_gates(memory) for memory in seen.memories]},
+        "prompt": prompt,
+        "sample": written.removeprefix(prompt),
     }
-    target = run.folder / "report"
+    target = run.folder / ("report" if data is None else f"report-{Path(data).stem or 'text'}")
     target.mkdir(exist_ok=True)
-    if log:
+    if len(log) > 1:
         bits = is_byte_tokenizer(run.tokenizer)
         scale, unit = (1 / math.log(2), "bits per byte") if bits else (1.0, "nats per token")
         loss_curve(target / "loss.png", [e["step"] for e in log], [scale * e["loss"] for e in log], unit)
     bits_by_position(target / "position.png", on, off, recent, trained)
-    if gates.layers:
-        gates_over_time(target / "gates.png", gates.layers, document)
+    if seen.memories:
+        gates_over_time(target / "gates.png", seen.memories, document)
+        contents_over_time(target / "contents.png", seen.memories, seen.lags, document)
+    looks = read_log(run.folder, "memory.jsonl")
+    if len(looks) > 1:
+        over_training(target / "training.png", looks)
     (target / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    (target / "report.html").write_text(_page(numbers, bool(log)), encoding="utf-8")
-    return numbers
+    (target / "report.html").write_text(page(numbers, len(log) > 1, len(looks) > 1), encoding="utf-8")
+    return numbers | {"folder": str(target)}
 
 
-def _read_with_gates(run: Run, documents: tuple[Document, ...], length: int) -> tuple[GateLog, str]:
-    """Read the first document that is long enough (else the longest) and record the gates."""
+def _text(run: Run, data: str | Path | None) -> tuple[str, Sequence[Document]]:
+    """What is read, in words, and its documents."""
+    if data is None:
+        if run.config is None:
+            raise ValueError(f"{str(run.folder)!r} has no run.yaml to name its held-out text: give --data")
+        source = run.config.data.path or "the Python standard library's source"
+        return f"the held-out part of {source}", load_corpus(**run.config.data.source).held_out
+    if Prepared.open(data) is not None:
+        raise ValueError(f"--data={str(data)!r} is a prepared folder, which keeps held-out text only: give the text")
+    corpus = load_corpus(**(run.config or RunConfig()).data.source | {"path": str(data)})
+    return f"{data}, all of it", corpus.train + corpus.held_out
+
+
+def _traced(run: Run, documents: Sequence[Document], length: int) -> tuple[Trace, str, str]:
+    """The trace of the first document that is long enough (else the longest), its name, and its first tokens."""
     document = next((d for d in documents if len(d.text) > 2 * length), max(documents, key=lambda d: len(d.text)))
-    ids = torch.from_numpy(encode(run.tokenizer, document.text)[:length].astype(np.int64))[None].to(run.model.device)
-    cache = None
-    with watch_gates(run.model) as log, torch.inference_mode():
-        for part in ids.split(SEGMENT, dim=1):
-            cache = run.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
-    return log, document.name
+    ids = torch.from_numpy(encode(run.tokenizer, document.text)[:length].astype(np.int64))[None]
+    prompt = run.tokenizer.decode(ids[0, :PROMPT], skip_special_tokens=True).rstrip("\ufffd")
+    return trace(run.model, ids, piece=SEGMENT), document.name, prompt
 
 
-def _page(numbers: dict[str, Any], has_log: bool) -> str:
-    on, off, recent = numbers["memory_on"], numbers["writes_off"], numbers["recent_only"]
-    rows = "".join(
-        f"<tr><td>{a['from']:,}–{a['to']:,}</td><td>{a['bits_per_byte']:.3f}</td><td>{b['bits_per_byte']:.3f}</td>"
-        f"<td>{d['bits_per_byte']:.4f} ± {d['standard_error']:.4f}</td><td>{c['bits_per_byte']:.3f}</td></tr>"
-        for a, b, c, d in zip(
-            on["by_position"], recent["by_position"], off["by_position"], numbers["older_by_position"], strict=True
-        )
-    )
-    gates = "".join(
-        f"<tr><td>{layer + 1}</td><td>{name}</td><td>{g['mean']:.3f}</td><td>{g['std']:.3f}</td>"
-        f"<td>{g['over_time']:.3f}</td><td>{g['q05']:.3f} / {g['q50']:.3f} / {g['q95']:.3f}</td></tr>"
-        for layer, row in enumerate(numbers["gates"]["layers"])
-        for name, g in row.items()
-    )
-    margin, older, trained = numbers["margin"], numbers["beyond_training_length"], numbers["training_length"]
-    further = (
-        f"Beyond the training length, tokens more than {trained:,} back save "
-        f"{older['bits_per_byte']:.3f} ± {older['standard_error']:.3f} of it."
-        if older
-        else ""
-    )
-    minutes = f"{numbers['training_seconds'] / 60:.1f} minutes" if numbers["training_seconds"] is not None else ""
-    if gates:
-        gates = (
-            '<h2>Gates</h2><img src="gates.png" alt="Gates of each layer over a held-out document">'
-            "<table><tr><th>layer</th><th>gate</th><th>mean</th><th>std</th><th>std over time</th>"
-            f"<th>5% / 50% / 95%</th></tr>{gates}</table>"
-        )
-    loss = '<h2>Training</h2><img src="loss.png" alt="Training loss against steps">' if has_log else ""
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Report: {html.escape(numbers["preset"])}</title>
-<style>
-body {{ font: 17px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-  color: #222 }}
-img {{ max-width: 100% }} pre {{ background: #f5f5f5; padding: 1rem; overflow-x: auto; font-size: 14px }}
-td, th {{ padding: .2rem 1rem .2rem 0; text-align: left; font-variant-numeric: tabular-nums }}
-.big {{ font-size: 1.3rem }}
-</style>
-<h1>A memory that learns while it reads</h1>
-<p>Preset {html.escape(numbers["preset"])}, {numbers["parameters"]:,} parameters, {numbers["steps"]:,} steps
-{f"in {minutes}" if minutes else ""}, training length {numbers["training_length"]:,} tokens.</p>
-<p class="big">Held-out text: <b>{on["bits_per_byte"]:.3f}</b> bits per byte with the memory on,
-<b>{off["bits_per_byte"]:.3f}</b> with its writes off: the memory saves {margin["bits_per_byte"]:.3f} ±
-{margin["standard_error"]:.3f} (standard error over {on["streams"]} streams). {further}</p>
-{loss}
-<h2>By position</h2><img src="position.png" alt="Bits per byte by position, memory on and writes off">
-<table><tr><th>tokens</th><th>memory on</th><th>memory of the last {trained:,}</th>
-<th>older tokens save</th><th>writes off</th></tr>
-{rows}</table>
-{gates}
-<h2>A sample</h2><pre>{html.escape(numbers["sample"])}</pre>
-</html>
-"""
+def _margin(pair: Sequence[float]) -> dict[str, float]:
+    return {"bits_per_byte": float(pair[0]), "standard_error": float(pair[1])}
+
+
+def _beyond(on: Score, recent: Score, trained: int) -> dict[str, float] | None:
+    """What tokens older than the training length save where there are any."""
+    beyond, beyond_recent = on.after(trained), recent.after(trained)
+    if beyond is None or beyond_recent is None:
+        return None
+    return _margin(beyond.margin(beyond_recent))
+
+
+def _gates(memory: MemoryTrace) -> dict[str, Any]:
+    """Of each gate of a memory: mean, standard deviation and quantiles over all that was read, and `over_time`, the
+    standard deviation over positions alone, averaged over heads (0: it does not look at the token)."""
+    found: dict[str, Any] = {}
+    for name in GATES:
+        value = getattr(memory, name)
+        if value is not None:
+            quantiles = np.quantile(value.double().numpy(), [0.0, 0.05, 0.5, 0.95, 1.0])
+            found[name] = {
+                "mean": float(value.double().mean()),
+                "std": float(value.double().std(correction=0)),
+                **{key: float(q) for key, q in zip(("min", "q05", "q50", "q95", "max"), quantiles, strict=True)},
+                "over_time": float(value.double().std(dim=2, correction=0).mean()),
+            }
+    life = memory.half_life
+    return {"name": memory.name, "half_life": None if life is None else life.mean(0).tolist(), "gates": found}

@@ -20,7 +20,7 @@ LARGE = 20_000_000  # parameters from which on memory is looked at before traini
 # What may differ between a run and its resumption: everything else would make it another run.
 _MAY_CHANGE = frozenset(
     {"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device", "evaluate_every", "report_to"}
-    | {"sample_tokens", "prompt"}
+    | {"sample_tokens", "prompt", "watch_every", "alarm_webhook"}
     | {"batch_size", "gradient_accumulation_steps"}  # whose product must stay: Text.check_same
 )
 

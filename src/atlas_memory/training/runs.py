@@ -165,7 +165,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_log(folder: Path, name: str = "log.jsonl") -> list[dict[str, Any]]:
-    """The lines of `log.jsonl` (or of `samples.jsonl`) by step; a step that was done again after a resume counts once,
+    """The lines of `log.jsonl` (or of another log) by step; a step that was done again after a resume counts once,
     as last done."""
     path = folder / name
     if not path.is_file():
@@ -195,8 +195,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def cut_logs(folder: Path, step: int) -> None:
-    """Drop the lines after `step` from both logs: a run resumed at `step` does those steps again, or others."""
-    for name in ("log.jsonl", "samples.jsonl"):
+    """Drop the lines after `step` from all logs: a run resumed at `step` does those steps again, or others."""
+    for name in ("log.jsonl", "samples.jsonl", "memory.jsonl"):
         kept = [entry for entry in read_log(folder, name) if entry["step"] <= step]
         path = folder / name
         if path.is_file():

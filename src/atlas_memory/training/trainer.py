@@ -43,6 +43,7 @@ from atlas_memory.training.runs import (
     saved_config,
     writing,
 )
+from atlas_memory.training.watching import MemoryWatch
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,19 @@ def _run(
     reader = HeldOut(model, text.tokenizer, text.held_out, config.data.longest, run.evaluate_every, run.fsdp)
     log = JsonLog(folder / "log.jsonl", clock, reader)
     writer = Samples(folder / "samples.jsonl", reader, run.sample_tokens, run.prompt, console)
-    bar = ProgressBar(clock, log, console, run.batch_size * batches(config) * config.data.seq_len)
+    tokens_per_step = run.batch_size * batches(config) * config.data.seq_len
+    watch = MemoryWatch(
+        folder / "memory.jsonl",
+        model,
+        text.tokenizer,
+        reader.documents,
+        run.watch_every,
+        tokens_per_step,
+        console,
+        run.alarm_webhook,
+        run.fsdp,
+    )
+    bar = ProgressBar(clock, log, console, tokens_per_step)
     interrupt = StopOnInterrupt()
     trainer = _Trainer(
         config,
@@ -155,7 +168,7 @@ def _run(
         examples,
         args=_arguments(config, folder),
         processing_class=text.tokenizer,
-        callbacks=[clock, interrupt, reader, writer, log, bar],
+        callbacks=[clock, interrupt, reader, writer, watch, log, bar],
     )
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)

@@ -1,0 +1,79 @@
+"""When a memory is of no use: what a look at it says, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+FORGETS = 8.0
+"""Tokens: a memory of which no head has a longer half-life keeps nothing that a convolution would not."""
+WRITTEN, SHARE, BRANCH = 0.02, 0.01, 0.001
+"""Below the first a write hardly moves the answer to its key; below the second what was written hardly moves what the
+mixer around the memory gives out; below the third that is next to nothing beside what goes past the mixer."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """That a memory has stopped to be of use.
+
+    Attributes:
+        kind: "broken", "forgets", "writes nothing" or "unused".
+        name: of the memory; "" where it is all of them.
+        text: what was seen and what to do, one line.
+    """
+
+    kind: str
+    name: str
+    text: str
+
+
+def alarms(summary: dict[str, Any]) -> list[Alarm]:
+    """What is wrong with the memories of which ``summarise`` tells; a memory has one alarm at most.
+
+    One look can be of a text on which nothing had to be remembered: believe what two looks in a row say.
+    """
+    memories = summary["memories"]
+    found = [alarm for memory in memories for alarm in _of(memory)]
+    lives = [_largest(memory["half_life"]) for memory in memories]
+    if lives and all(life is not None and life < FORGETS for life in lives):
+        text = (
+            f"no memory keeps anything: the longest half-life of a head is {max(filter(None, lives)):.1f} tokens. "
+            "Lower train.gate_rate (0.1), or train.learning_rate; with data.order=crops or packed, train on data.order="
+            "stream, where holding on to something pays"
+        )
+        return [Alarm("forgets", "", text), *(a for a in found if a.kind == "broken")]
+    return found
+
+
+def _of(memory: dict[str, Any]) -> Iterable[Alarm]:
+    name, share, branch = memory["name"], memory["share"], memory["branch"]
+    if None in memory["norm"] or share is None:
+        yield Alarm("broken", name, f"{name} holds numbers that are not finite: lower train.learning_rate")
+        return
+    written, eta = _largest(memory["written"]), _largest(memory["eta"]["mean"])
+    if written is not None and eta is not None and written < WRITTEN:
+        why = (
+            f"its gate eta is {eta:.1g} at most: lower train.gate_rate (0.1) or train.learning_rate, and see whether "
+            "eta is held at zero"
+            if eta < WRITTEN
+            else f"though eta is {eta:.2f}: look whether keys and values have collapsed, and take a rule with bounded "
+            "steps (optimiser.bounded)"
+        )
+        yield Alarm("writes nothing", name, f"{name} writes nothing: pairs move their answers by {written:.1%}; {why}")
+    elif share < SHARE or (branch is not None and branch < BRANCH):
+        used = (
+            f"what it has written changes {share:.2%} of what its mixer gives out"
+            if share < SHARE
+            else f"{branch:.3%} of what its block passes on comes from its mixer"
+        )
+        text = (
+            f"{name} is unused: {used}. Look for a branch that is scaled away, and train on data.order=stream, where "
+            "what is remembered pays"
+        )
+        yield Alarm("unused", name, text)
+
+
+def _largest(values: list[float | None] | None) -> float | None:
+    known = [value for value in values or () if value is not None]
+    return max(known) if known else None

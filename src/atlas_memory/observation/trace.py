@@ -1,0 +1,279 @@
+"""``trace``: what every memory of a model does at every token of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..memory import Gates, MemoryState
+from . import measures
+from .lessons import Lesson, lessons, names
+from .watching import Watched, watch
+from .writes import memory_writes
+
+LAGS = (16, 256)
+"""How many tokens back a key is asked about: what is recent, and what is older."""
+GATES = ("alpha", "eta", "theta", "gamma", "delta")
+
+
+@dataclass(frozen=True)
+class MemoryTrace:
+    """One memory of one layer, all its heads, over ``time`` tokens of ``batch`` rows; float32, on the CPU.
+
+    Attributes:
+        name: of the layer, and behind a colon of the memory where the layer has several.
+        alpha, eta, theta, delta: the gates, ``[batch, heads, time]``; of channel-wise ones the mean over channels. None
+            where the rule has none.
+        gamma: how many tokens of its window count at a token, ``[batch, heads, time]``: the sum of the window's gates.
+        surprise: how wrong the memory is about a token before it is written, ``[batch, heads, time]``:
+            |m - v_t|^2 / (|m|^2 + |v_t|^2) of its answer m = M_{t-1}(k_t). 0: it is right; 1: it knows nothing, or
+            answers nothing; at most 2.
+        error: the same of the pair written so many tokens before, ``[batch, heads, lags, time]``; NaN where the text is
+            younger.
+        written: |m' - m| / (|m| + |v|) of the pair of the first lag, ``[batch, heads, time]``: how far the answer to a
+            key has moved since before it was written, m' being the answer now. 0: nothing was written, or all is
+            forgotten.
+        share: |y - y'| / (|y| + |y'|), ``[batch, time]``: how much of what the layer's mixer gives out hangs on what
+            its memories have written, y' being what it gives out if they stay at M_0; from 0 to 1. Of all memories of a
+            layer the same.
+        branch: |y| / |x + y|, ``[batch, time]``: how much of what the block passes on comes from its mixer; NaN for a
+            layer that stands alone.
+        norm, moved: |M| and |M - M_0| (Frobenius, all matrices), ``[batch, heads, points]``, after every piece read.
+        momentum: |S|; None where the optimiser keeps none.
+        rank: effective rank of the last matrix of M, ``[batch, heads, points]``.
+    """
+
+    name: str
+    alpha: Tensor | None
+    eta: Tensor
+    theta: Tensor | None
+    gamma: Tensor | None
+    delta: Tensor | None
+    surprise: Tensor
+    error: Tensor
+    written: Tensor
+    share: Tensor
+    branch: Tensor
+    norm: Tensor
+    moved: Tensor
+    momentum: Tensor | None
+    rank: Tensor
+
+    @property
+    def half_life(self) -> Tensor | None:
+        """Tokens after which alpha has left half, ``[batch, heads]``; None where the rule forgets by no gate."""
+        return None if self.alpha is None else measures.half_life(self.alpha)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What was seen while a text was read.
+
+    Attributes:
+        memories: of each layer, in the order of the layers.
+        nats: -log p of each token given those before it, ``[batch, time]``, NaN for the first; None for a model that
+            predicts nothing.
+        points: tokens read after each piece, to which ``norm``, ``moved``, ``momentum`` and ``rank`` belong.
+        lags: of ``MemoryTrace.error``.
+    """
+
+    memories: tuple[MemoryTrace, ...]
+    nats: Tensor | None
+    points: tuple[int, ...]
+    lags: tuple[int, ...]
+
+
+def trace(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 64) -> Trace:
+    """Read ``ids`` ``[batch, time]`` with a language model and see every memory at every token.
+
+    The text is read as ``model(input_ids=..., past_key_values=...)`` reads it, in eval mode, ``piece`` tokens a call;
+    what is seen besides is asked of copies, four times the work of reading. The memory needed on the model's device
+    does not depend on the length; ``traces`` gives the same piece by piece.
+
+    Args:
+        model: an Atlas language model, or any module that is called likewise and has layers with memories.
+        ids: int64, without padding.
+        lags: how many tokens back keys are asked about, growing.
+        piece: tokens between two looks at the matrices.
+
+    Raises:
+        ValueError: ids of another shape or none, no lags or such that do not grow, a piece below 1.
+    """
+    return joined(list(traces(model, ids, lags=lags, piece=piece)))
+
+
+def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 64) -> Iterator[Trace]:
+    """As ``trace``, a ``Trace`` for each piece as soon as it is read; points count from the text's first token."""
+    lags = tuple(lags)
+    if ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape:
+        raise ValueError(f"ids must be token ids [batch, time] with at least one token, got {list(ids.shape)}")
+    if not lags or min(lags) < 1 or sorted(set(lags)) != list(lags):
+        raise ValueError(f"lags must be whole numbers of at least 1 that grow, got {list(lags)}")
+    if piece < 1:
+        raise ValueError(f"piece={piece} must be at least 1")
+    training = model.training
+    cache: Any = None
+    last: Tensor | None = None  # log-probabilities of the token that comes next
+    followed: list[_Layer] | None = None
+    read = 0
+    model.eval()
+    try:
+        for part in ids.to(model.device).split(piece, 1):
+            with torch.inference_mode():
+                with watch(model) as seen:
+                    out = model(input_ids=part, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                if followed is None:
+                    followed = [_Layer(watched, lags) for watched in seen]
+                found = [m for layer, watched in zip(followed, seen, strict=True) for m in layer.look(watched, part)]
+                nats, last = _nats(getattr(out, "logits", None), part, last)
+            read += part.shape[1]
+            yield Trace(tuple(found), nats, (read,), lags)
+    finally:
+        model.train(training)
+
+
+def joined(parts: Sequence[Trace]) -> Trace:
+    """Traces of pieces that follow one another, as one."""
+
+    def of(n: int) -> MemoryTrace:
+        each = [part.memories[n] for part in parts]
+        tensors = [f.name for f in fields(MemoryTrace) if isinstance(getattr(each[0], f.name), Tensor)]
+        whole: dict[str, Any] = {name: torch.cat([getattr(m, name) for m in each], -1) for name in tensors}
+        return replace(each[0], **whole)
+
+    nats = None if parts[0].nats is None else torch.cat([cast(Tensor, part.nats) for part in parts], 1)
+    memories = tuple(of(n) for n in range(len(parts[0].memories)))
+    return Trace(memories, nats, tuple(point for part in parts for point in part.points), parts[0].lags)
+
+
+def _nats(logits: Tensor | None, ids: Tensor, last: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """-log p of each of ``ids``, the first by what was predicted ``last``; and what is predicted now."""
+    if logits is None:
+        return None, None
+    log_p = logits.float().log_softmax(-1)
+    before = torch.full_like(log_p[:, :1], torch.nan) if last is None else last
+    predicted = torch.cat([before, log_p[:, :-1]], 1)
+    return -predicted.gather(2, ids[..., None])[..., 0].cpu(), log_p[:, -1:]
+
+
+class _Layer:
+    """A layer whose memories are followed from piece to piece."""
+
+    def __init__(self, watched: Watched, lags: tuple[int, ...]) -> None:
+        own = names(watched.layer)
+        self.names = [f"{watched.name}:{name}" if name else watched.name for name in own]
+        self.memories = [_Memory(lags) for _ in own]
+        self.start: list[MemoryState] | None = None
+        self.without: Any = None
+
+    def look(self, watched: Watched, ids: Tensor) -> list[MemoryTrace]:
+        """What was seen of the layer while it read ``ids`` ``[batch, time]``."""
+        batch, time = ids.shape
+        found: list[list[dict[str, Tensor]]] = [[] for _ in self.names]
+        for call in watched.reads:
+            state = call.state if call.state is not None else watched.layer.initial_state(batch)
+            for part in lessons(watched.layer, call.x, state):
+                for memory, lesson, each in zip(self.memories, part, found, strict=True):
+                    each.append(memory.look(lesson))
+        if self.start is None:
+            self.start = _states(watched, watched.layer.initial_state(batch))
+        share, branch = self._share(watched)
+        ends = _states(watched, watched.reads[-1].after)
+        return [
+            MemoryTrace(name=name, share=share, branch=branch, **_tokens(each, time), **_matrices(end, start))
+            for name, each, end, start in zip(self.names, found, ends, self.start, strict=True)
+        ]
+
+    def _share(self, watched: Watched) -> tuple[Tensor, Tensor]:
+        """``MemoryTrace.share`` and ``branch``."""
+        calls = watched.reads if watched.block is None else watched.mixed
+        mixer = cast(nn.Module, watched.layer if watched.block is None else watched.block.mixer)
+        parts = []
+        with memory_writes(mixer, False):
+            for call in calls:
+                other, self.without = mixer(call.x, self.without)
+                parts.append(other)
+        y, without = torch.cat([call.y for call in calls], 1), torch.cat(parts, 1)
+        length = y.norm(dim=-1)
+        share = (y - without).norm(dim=-1) / (length + without.norm(dim=-1)).clamp(min=1e-12)
+        if watched.block is None:
+            return share.float().cpu(), torch.full_like(share, torch.nan).float().cpu()
+        branch = length / (torch.cat(watched.residual, 1) + y).norm(dim=-1).clamp(min=1e-12)
+        return share.float().cpu(), branch.float().cpu()
+
+
+class _Memory:
+    """The last pairs that one memory was taught, and what it had answered to them before."""
+
+    def __init__(self, lags: tuple[int, ...]) -> None:
+        self.lags = lags
+        self.past: tuple[Tensor, ...] | None = None
+
+    def look(self, lesson: Lesson) -> dict[str, Tensor]:
+        """The figures of each token of a lesson, ``[batch, heads, ..., time]``."""
+        k, v, gates, time = lesson.k, lesson.v, lesson.gates, lesson.k.shape[2]
+        before = lesson.answers_before()
+        if self.past is None:
+            empty = k.new_zeros(*k.shape[:2], self.lags[-1], k.shape[3])
+            self.past = empty, empty + torch.nan, empty + torch.nan
+        k, v, old = (torch.cat([past, new], 2) for past, new in zip(self.past, (k, v, before), strict=True))
+        self.past = tuple(x[:, :, -self.lags[-1] :] for x in (k, v, old))
+        errors, written = [], None
+        for lag in self.lags:
+            of = slice(self.lags[-1] - lag, self.lags[-1] - lag + time)
+            answer = lesson.answers(k[:, :, of])
+            errors.append(measures.error(answer, v[:, :, of]))
+            if written is None:
+                written = measures.change(answer, old[:, :, of], v[:, :, of])
+        assert written is not None
+        surprise = measures.error(before, lesson.v)
+        return _gates(gates) | {"surprise": surprise, "error": torch.stack(errors, 2), "written": written}
+
+
+def _gates(gates: Gates) -> dict[str, Tensor]:
+    """The gates that there are, ``[batch, heads, time]`` each."""
+    found = {}
+    for name in GATES:
+        gate = getattr(gates, name)
+        if gate is not None:
+            found[name] = gate if gate.dim() == 3 else gate.sum(-1) if name == "gamma" else gate.mean(-1)
+    return found
+
+
+def _tokens(parts: list[dict[str, Tensor]], time: int) -> dict[str, Any]:
+    """The figures of the last ``time`` tokens read: persistent tokens were read before the text's first."""
+    whole = {name: torch.cat([part[name] for part in parts], -1)[..., -time:].float().cpu() for name in parts[0]}
+    return {**dict.fromkeys(GATES), **whole}
+
+
+def _states(watched: Watched, state: Any) -> list[MemoryState]:
+    """The states of a layer's memories, by ``names``."""
+    own = names(watched.layer)
+    if hasattr(state.memory, "memories"):
+        return list(state.memory.memories)
+    if len(own) == 1:
+        return [state.memory]
+    width = state.memory.k.shape[1] // len(own)
+    slices = [slice(i * width, (i + 1) * width) for i in range(len(own))]
+    return [state.memory.map(lambda t, of=of: t[:, of] if t.dim() > 1 else t) for of in slices]
+
+
+def _matrices(end: MemoryState, start: MemoryState) -> dict[str, Any]:
+    """The figures of a memory's matrices, ``[batch, heads, 1]`` each."""
+    # On phi* a matrix has had a column for every key since the start.
+    begun = (F.pad(w0, (0, w.shape[-1] - w0.shape[-1])) for w, w0 in zip(end.weights, start.weights, strict=True))
+    moved = tuple(w - w0 for w, w0 in zip(end.weights, begun, strict=True))
+    sums = tuple(m.sums[0] for m in end.matrices if m.sums)
+    found = {
+        "norm": measures.norm(end.weights),
+        "moved": measures.norm(moved),
+        "momentum": measures.norm(sums) if sums else None,
+        "rank": measures.effective_rank(end.weights[-1]),
+    }
+    return {name: None if value is None else value[..., None].cpu() for name, value in found.items()}

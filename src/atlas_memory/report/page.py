@@ -1,0 +1,151 @@
+"""The page of a report, from its numbers."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from atlas_memory.report.pictures import short
+
+MEANING = {
+    "alpha": "retention: what share of the old memory is kept at a token",
+    "eta": "step size: how strongly a token is written",
+    "theta": "momentum: what share of earlier updates goes on acting",
+    "gamma": "how many tokens of its window a write takes in",
+    "delta": "the error beyond which a token counts less",
+}
+STYLE = """
+body { font: 17px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222;
+  overflow-wrap: break-word }
+img { max-width: 100% } pre { background: #f5f5f5; padding: 1rem; white-space: pre-wrap; font-size: 14px }
+.wide { overflow-x: auto } table { border-collapse: collapse }
+td, th { padding: .2rem 1rem .2rem 0; text-align: left; font-variant-numeric: tabular-nums }
+.big { font-size: 1.3rem } .given { color: #777 } .about { color: #555; font-size: 15px }
+"""
+
+
+def page(numbers: dict[str, Any], has_log: bool, has_looks: bool) -> str:
+    """The page, next to its pictures; whether the run has a log, and looks at its memories."""
+    title = html.escape(numbers["run"])
+    parts = [
+        f"<h1>{'A memory that learns while it reads' if numbers['margin'] else 'A model without a memory'}</h1>",
+        f'<p class="about">{_about(numbers)}</p>',
+        f'<p class="big">{_result(numbers)}</p>',
+        _training(has_looks) if has_log else "",
+        _positions(numbers),
+        _gates(numbers) if numbers["gates"]["memories"] else "",
+        f"<h2>A sample</h2><p>The grey text was given, the rest is the model's.</p>"
+        f'<pre><span class="given">{html.escape(numbers["prompt"])}</span>{html.escape(numbers["sample"])}</pre>',
+    ]
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>Report: {title}</title>\n<style>{STYLE}</style>\n{''.join(parts)}\n</html>\n"
+    )
+
+
+def _about(numbers: dict[str, Any]) -> str:
+    rule = f", rule {html.escape(str(numbers['rule']))}" if numbers["rule"] else ""
+    preset = f"preset {html.escape(numbers['preset'])}, " if numbers["preset"] else ""
+    steps = ""
+    if numbers["steps"] is not None:
+        steps = f", {numbers['steps']:,} steps in {numbers['training_seconds'] / 60:.1f} minutes"
+    return (
+        f"{html.escape(numbers['run'])}: {preset}block {html.escape(numbers['block'])}{rule}, "
+        f"{numbers['parameters']:,} parameters{steps}, trained on {numbers['training_length']:,} tokens at a time. "
+        f"Read: {html.escape(numbers['text'])}. Made {numbers['date']} on {html.escape(numbers['machine'])}."
+    )
+
+
+def _result(numbers: dict[str, Any]) -> str:
+    on, off, margin = numbers["memory_on"], numbers["writes_off"], numbers["margin"]
+    older, trained = numbers["beyond_training_length"], numbers["training_length"]
+    said = f"<b>{on['bits_per_byte']:.3f}</b> bits a byte"
+    if margin is not None:
+        said += (
+            f" with the memory on, <b>{off['bits_per_byte']:.3f}</b> with its writes off: what it writes saves "
+            f"{margin['bits_per_byte']:.3f} ± {margin['standard_error']:.3f} "
+            f"(standard error over {on['streams']} streams)"
+        )
+    if older is not None:
+        said += (
+            f". Beyond the training length, tokens more than {trained:,} back save "
+            f"{older['bits_per_byte']:.3f} ± {older['standard_error']:.3f}"
+        )
+    return said + "."
+
+
+def _training(has_looks: bool) -> str:
+    said = (
+        '<h2>Training</h2><img src="loss.png" alt="Training loss against steps">'
+        "<p>The loss of each training step, faint, and its running mean.</p>"
+    )
+    if has_looks:
+        said += (
+            '<img src="training.png" alt="Every head of every memory over the steps of training">'
+            "<p>Looks at every head of every memory while it read the same held-out text. Half-life: tokens after "
+            "which half is forgotten. Answers moved by writing: 0 where nothing is written, or nothing kept for 16 "
+            "tokens. Error before the write: 1 where the memory knows nothing of a token that comes. Effective rank: "
+            "how many directions the memory uses. Below, how much of each layer's output hangs on what was written.</p>"
+        )
+    return said
+
+
+def _positions(numbers: dict[str, Any]) -> str:
+    on, off, recent = numbers["memory_on"], numbers["writes_off"], numbers["recent_only"]
+    trained, rows = numbers["training_length"], []
+    for j, bucket in enumerate(on["by_position"]):
+        older = numbers["older_by_position"][j]
+        cells = [
+            f"{bucket['from']:,}–{bucket['to']:,}",
+            f"{bucket['bits_per_byte']:.3f}",
+            f"{recent['by_position'][j]['bits_per_byte']:.3f}",
+            f"{older['bits_per_byte']:.4f} ± {older['standard_error']:.4f}",
+        ]
+        cells += [] if off is None else [f"{off['by_position'][j]['bits_per_byte']:.3f}"]
+        rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+    heads = ["tokens", "bits a byte", f"last {trained:,} only", "older tokens save"]
+    heads += [] if off is None else ["writes off"]
+    without = "" if off is None else ", and how it is with memories that stay as training left them (writes off)"
+    return (
+        '<h2>By position</h2><img src="position.png" alt="Bits per byte by position">'
+        "<p>Bits a byte of text at each distance from the beginning, as the model reads; how it is with a memory that "
+        f"is emptied so often that only the last {trained // 2:,} to {trained:,} tokens are in it{without}. "
+        f"Lower is better.</p>{_table(heads, rows)}"
+    )
+
+
+def _gates(numbers: dict[str, Any]) -> str:
+    rows, used = [], set()
+    for memory in numbers["gates"]["memories"]:
+        for name, g in memory["gates"].items():
+            used.add(name)
+            cells = [short(memory["name"]), name, f"{g['mean']:.3f}", f"{g['std']:.3f}", f"{g['over_time']:.3f}"]
+            cells.append(f"{g['q05']:.3f} / {g['q50']:.3f} / {g['q95']:.3f}")
+            rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+    lives = [
+        f"<td>{short(memory['name'])}</td><td>{', '.join(f'{x:,.0f}' for x in sorted(memory['half_life']))}</td>"
+        for memory in numbers["gates"]["memories"]
+        if memory["half_life"]
+    ]
+    meaning = "; ".join(f"<b>{name}</b>: {text}" for name, text in MEANING.items() if name in used)
+    forget = (
+        "<p>Tokens after which a head has forgotten half of what it wrote, by its mean alpha:</p>"
+        + _table(["memory", "half-lives of its heads"], lives)
+        if lives
+        else ""
+    )
+    return (
+        '<h2>What the memories hold</h2><img src="contents.png" alt="Errors of each memory over a document">'
+        "<p>An error of 0 means that the memory answers a key with its value, of 1 that it knows nothing of it. Before "
+        "a token is written the error is its surprise; what is remembered has less later. The last columns: how far "
+        "writing moves the answers to keys, and how much of the layer's output hangs on what was written (0: nothing, "
+        '1: all of it).</p><h2>Gates</h2><img src="gates.png" alt="Gates of each memory over a document">'
+        f"<p>{meaning}.</p>"
+        + _table(["memory", "gate", "mean", "std", "std over time", "5% / 50% / 95%"], rows)
+        + forget
+    )
+
+
+def _table(heads: list[str], rows: list[str]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'

@@ -1,0 +1,118 @@
+"""What the memories of a model do during its training, and the alarm when they are of no use."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from atlas_memory.data import Document
+from atlas_memory.data.tokens import encode
+from atlas_memory.models import AtlasForCausalLM
+from atlas_memory.observation import alarms, effective_remembrance, summarise, trace
+from atlas_memory.observation.watching import memories
+from atlas_memory.training import sharded
+from atlas_memory.training.processes import process
+from atlas_memory.training.runs import read_log, writing
+
+FILE = "memory.jsonl"
+
+
+class MemoryWatch(TrainerCallback):
+    """Looks at every memory of a model every so many steps: a line of ``memory.jsonl`` with what ``summarise`` says of
+    a ``trace`` over the beginnings of held-out texts, always the same, and with the effective remembrance beyond
+    ``back`` tokens. What is wrong in two looks in a row is an alarm: a line on the console, and a POST to ``webhook``.
+
+    The first process looks. Of a ``sharded`` model all processes bring the weights together, and it looks at a copy.
+
+    Args:
+        path: of ``memory.jsonl``; what it has is gone on from.
+        every: steps between looks; 0: none.
+        tokens_per_step: of training; a look reads half as many, and at most ``rows`` x ``length``.
+        webhook: an address that is told of alarms, as JSON with ``step``, ``run``, ``kind``, ``memory`` and ``text``.
+    """
+
+    rows, length, piece, back = 2, 512, 256, 128
+
+    def __init__(
+        self,
+        path: Path,
+        model: Any,
+        tokenizer: Any,
+        documents: Sequence[Document],
+        every: int,
+        tokens_per_step: int,
+        console: Console,
+        webhook: str | None = None,
+        sharded: bool = False,
+    ) -> None:
+        self.path, self.model, self.console, self.webhook, self.sharded = path, model, console, webhook, sharded
+        length = max(64, min(self.length, tokens_per_step // 2))
+        texts = [encode(tokenizer, d.text[: 16 * length])[:length] for d in documents]
+        longest = max(map(len, texts), default=0)
+        rows = max(1, min(self.rows, tokens_per_step // (2 * length)))
+        chosen = [ids for ids in texts if len(ids) == longest][:rows]
+        self.ids = torch.from_numpy(np.stack(chosen).astype(np.int64)) if longest else None
+        self.every = every if longest and memories(model) else 0
+        self._suspected: set[tuple[str, str]] = set()  # in the last look
+        self._raised: set[tuple[str, str]] = set()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        lines = read_log(self.path.parent, FILE)
+        if lines:
+            self._suspected, self._raised = _keys(lines[-1]["suspected"]), _keys(lines[-1]["alarms"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self.every or state.global_step % self.every:
+            return
+        weights = sharded.whole_weights(self.model) if self.sharded else None
+        if process() > 0:
+            return
+        model = self.model
+        if weights is not None:
+            with torch.random.fork_rng(devices=[]):  # what it begins with is drawn, and training must not notice
+                model = AtlasForCausalLM(model.config)
+            model.load_state_dict(weights, strict=False)  # without those that are tied to others
+        line = self._look(model)
+        line["alarms"] = [alarm for alarm in line["suspected"] if _key(alarm) in self._suspected]
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": state.global_step, **line}) + "\n")
+        for alarm in line["alarms"]:
+            if _key(alarm) not in self._raised:
+                self._raise(state.global_step, alarm)
+        self._suspected, self._raised = _keys(line["suspected"]), _keys(line["alarms"])
+
+    def _look(self, model: Any) -> dict[str, Any]:
+        assert self.ids is not None
+        summary = summarise(trace(model, self.ids, piece=self.piece))
+        long = self.ids.shape[1] > 2 * self.back
+        remembered = effective_remembrance(model, self.ids, self.back, self.piece) if long else None
+        suspected = [{"kind": a.kind, "memory": a.name, "text": a.text} for a in alarms(summary)]
+        return {"remembrance": remembered, "back": self.back, **summary, "suspected": suspected}
+
+    def _raise(self, step: int, alarm: dict[str, str]) -> None:
+        text = f"memory alarm after step {step:,}: {alarm['text']}"
+        self.console.print(text, style="bold red", highlight=False, markup=False, soft_wrap=True)
+        if self.webhook is None:
+            return
+        body = json.dumps({"step": step, "run": str(self.path.parent), **alarm}).encode()
+        request = urllib.request.Request(self.webhook, body, {"Content-Type": "application/json"})
+        try:
+            urllib.request.urlopen(request, timeout=10).close()
+        except OSError as error:  # training does not end for want of a listener
+            self.console.print(f"train.alarm_webhook={self.webhook!r} could not be told: {error}", markup=False)
+
+
+def _key(alarm: dict[str, str]) -> tuple[str, str]:
+    return alarm["kind"], alarm["memory"]
+
+
+def _keys(found: list[dict[str, str]]) -> set[tuple[str, str]]:
+    return set(map(_key, found))

@@ -1,0 +1,93 @@
+"""Memories are looked at during training, and what is of no use is told."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from atlas_memory.training import load_run, train
+from atlas_memory.training.runs import read_log
+from tests.observation.test_alarm import everywhere, no_eta
+from tests.training.small import settings
+
+
+def said(console: Console) -> str:
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def quiet() -> Console:
+    return Console(file=StringIO(), width=200)
+
+
+def test_a_line_for_every_look_and_the_same_weights(tmp_path: Path) -> None:
+    for name, every in (("watched", 2), ("not", 0)):
+        folder = tmp_path / name
+        console = quiet()
+        train(settings(folder, f"train.watch_every={every}"), console=console)
+        assert "alarm" not in said(console)
+    lines = read_log(tmp_path / "watched" / "run", "memory.jsonl")
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert all(line["alarms"] == [] and len(line["memories"]) == 2 for line in lines)
+    assert lines[0]["memories"][0]["half_life"] is None  # deltanet has no alpha
+    assert not (tmp_path / "not" / "run" / "memory.jsonl").exists()
+    weights = [load_file(tmp_path / name / "run" / "model.safetensors") for name in ("watched", "not")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_a_resumed_run_goes_on_with_its_looks(tmp_path: Path) -> None:
+    train(settings(tmp_path, "train.watch_every=1", "train.steps=4"))
+    (tmp_path / "run" / "model.safetensors").unlink()
+    train(settings(tmp_path, "train.watch_every=1", "train.steps=6"), resume=True)
+    assert [line["step"] for line in read_log(tmp_path / "run", "memory.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_alarm_is_told_once(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+
+    class Listener(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Listener)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    console = quiet()
+    with everywhere(no_eta):
+        hook = f"train.alarm_webhook=http://127.0.0.1:{server.server_port}/"
+        train(settings(tmp_path, "train.watch_every=1", hook), console=console)
+    server.shutdown()
+    assert said(console).count("memory alarm after step 2") == 2  # of two layers, after the second look
+    assert said(console).count("memory alarm") == 2 and "writes nothing" in said(console)
+    assert [(t["step"], t["kind"], t["memory"]) for t in told] == [
+        (2, "writes nothing", "model.layers.0.mixer"),
+        (2, "writes nothing", "model.layers.1.mixer"),
+    ]
+    lines = read_log(tmp_path / "run", "memory.jsonl")
+    assert [len(line["alarms"]) for line in lines] == [0, 2, 2, 2, 2, 2]
+
+
+def test_training_goes_on_where_nobody_listens(tmp_path: Path) -> None:
+    console = quiet()
+    with everywhere(no_eta):
+        hook = "train.alarm_webhook=http://127.0.0.1:9/"
+        train(settings(tmp_path, "train.watch_every=2", hook), console=console)
+    assert "could not be told" in said(console)
+    assert load_run(tmp_path / "run").folder == tmp_path / "run"
+
+
+@pytest.mark.parametrize("more", [("model.block=swa", "model.rule=atlas", "model.attention_window=4")])
+def test_a_model_without_memories_is_not_looked_at(tmp_path: Path, more: tuple[str, ...]) -> None:
+    train(settings(tmp_path, "train.watch_every=1", *more))
+    assert not (tmp_path / "run" / "memory.jsonl").exists()
