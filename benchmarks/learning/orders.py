@@ -96,10 +96,11 @@ def trained(options: Sequence[str], dim: int, seed: int, quick: bool, text: str 
 
 def again(run: Run, documents: Sequence[Document], length: int) -> tuple[float, float]:
     """Bits a byte that a passage of so many characters costs less when it has just been read once than when another
-    has, and the standard error over passages."""
+    has, and the standard error over passages: the more of them, the shorter they are."""
     texts = [d.text[i : i + length] for d in documents for i in range(0, len(d.text) - length + 1, length)]
     texts = [text for text in texts if text.isascii()]  # so that a character is a byte
-    chosen = texts[:: max(1, len(texts) // STREAMS)][:STREAMS]
+    count = STREAMS * max(TWICE) // length
+    chosen = texts[:: max(1, len(texts) // count)][:count]
     orders = [
         [passage + passage for passage in chosen],
         [a + b for a, b in zip(chosen[1:] + chosen[:1], chosen, strict=True)],

@@ -138,3 +138,15 @@ def test_bad_arguments():
         MemoryAsContext(6, 2, attention_window=4, eps=1e-6)
     with pytest.raises(ValueError, match="persistent_tokens must be a whole number, 0 for none; got -1"):
         MemoryAsContext(8, 2, attention_window=4, persistent_tokens=-1, eps=1e-6)
+
+
+def test_context_without_writes_reads_on_from_anywhere():
+    layer = MemoryAsContext(DIM, HEADS, attention_window=5, persistent_tokens=2, rule="titans").double()
+    layer.memory.writes = False
+    x = torch.randn(2, 23, DIM, dtype=torch.float64)
+    whole, state = layer(x)[0], None
+    parts = []
+    for part in x.split([7, 1, 9, 6], 1):
+        y, state = layer(part, state)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,6 +73,7 @@ class MemoryWatch(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self.every or state.global_step % self.every:
             return
+        begun = time.perf_counter()
         weights = sharded.whole_weights(self.model) if self.sharded else None
         if process() > 0:
             return
@@ -82,8 +84,9 @@ class MemoryWatch(TrainerCallback):
             model.load_state_dict(weights, strict=False)  # without those that are tied to others
         line = self._look(model)
         line["alarms"] = [alarm for alarm in line["suspected"] if _key(alarm) in self._suspected]
+        line = {"step": state.global_step, "seconds": round(time.perf_counter() - begun, 3), **line}
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": state.global_step, **line}) + "\n")
+            file.write(json.dumps(line) + "\n")
         for alarm in line["alarms"]:
             if _key(alarm) not in self._raised:
                 self._raise(state.global_step, alarm)
