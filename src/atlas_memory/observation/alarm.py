@@ -8,7 +8,7 @@ from typing import Any
 
 FORGETS = 8.0
 """Tokens: a memory of which no head has a longer half-life keeps nothing that a convolution would not."""
-WRITTEN, SHARE, BRANCH = 0.02, 0.01, 0.001
+WRITTEN, SHARE, BRANCH = 0.01, 0.01, 0.001
 """Below the first a write hardly moves the answer to its key; below the second what was written hardly moves what the
 mixer around the memory gives out; below the third that is next to nothing beside what goes past the mixer."""
 

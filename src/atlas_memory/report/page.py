@@ -18,7 +18,8 @@ STYLE = """
 body { font: 17px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222;
   overflow-wrap: break-word }
 img { max-width: 100% } pre { background: #f5f5f5; padding: 1rem; white-space: pre-wrap; font-size: 14px }
-.wide { overflow-x: auto } table { border-collapse: collapse }
+.wide { overflow-x: auto } .wide img { max-width: none; width: 100%; min-width: 56rem }
+table { border-collapse: collapse } td, th { white-space: nowrap }
 td, th { padding: .2rem 1rem .2rem 0; text-align: left; font-variant-numeric: tabular-nums }
 .big { font-size: 1.3rem } .given { color: #777 } .about { color: #555; font-size: 15px }
 """
@@ -81,7 +82,7 @@ def _training(has_looks: bool) -> str:
     )
     if has_looks:
         said += (
-            '<img src="training.png" alt="Every head of every memory over the steps of training">'
+            f"{_broad('training.png', 'Every head of every memory over the steps of training')}"
             "<p>Looks at every head of every memory while it read the same held-out text. Half-life: tokens after "
             "which half is forgotten. Answers moved by writing: 0 where nothing is written, or nothing kept for 16 "
             "tokens. Error before the write: 1 where the memory knows nothing of a token that comes. Effective rank: "
@@ -135,15 +136,20 @@ def _gates(numbers: dict[str, Any]) -> str:
         else ""
     )
     return (
-        '<h2>What the memories hold</h2><img src="contents.png" alt="Errors of each memory over a document">'
+        f"<h2>What the memories hold</h2>{_broad('contents.png', 'Errors of each memory over a document')}"
         "<p>An error of 0 means that the memory answers a key with its value, of 1 that it knows nothing of it. Before "
         "a token is written the error is its surprise; what is remembered has less later. The last columns: how far "
         "writing moves the answers to keys, and how much of the layer's output hangs on what was written (0: nothing, "
-        '1: all of it).</p><h2>Gates</h2><img src="gates.png" alt="Gates of each memory over a document">'
+        f"1: all of it).</p><h2>Gates</h2>{_broad('gates.png', 'Gates of each memory over a document')}"
         f"<p>{meaning}.</p>"
         + _table(["memory", "gate", "mean", "std", "std over time", "5% / 50% / 95%"], rows)
         + forget
     )
+
+
+def _broad(picture: str, alt: str) -> str:
+    """A picture of many panels, which a narrow page shows by and by."""
+    return f'<div class="wide"><img src="{picture}" alt="{alt}"></div>'
 
 
 def _table(heads: list[str], rows: list[str]) -> str:

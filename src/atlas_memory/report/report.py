@@ -68,7 +68,7 @@ def write_report(
         "parameters": run.model.num_parameters(),
         "text": text,
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "machine": f"{platform.processor() or platform.machine()}, {platform.system()}, torch {torch.__version__}",
+        "machine": f"{_processor()}, {platform.system()}, torch {torch.__version__}",
         "steps": int(log[-1]["step"]) if log else None,
         "training_seconds": log[-1]["elapsed"] if log else None,
         "training_length": trained,
@@ -119,6 +119,17 @@ def _traced(run: Run, documents: Sequence[Document], length: int) -> tuple[Trace
     ids = torch.from_numpy(encode(run.tokenizer, document.text)[:length].astype(np.int64))[None]
     prompt = run.tokenizer.decode(ids[0, :PROMPT], skip_special_tokens=True).rstrip("\ufffd")
     return trace(run.model, ids, piece=SEGMENT), document.name, prompt
+
+
+def _processor() -> str:
+    """What the machine computes with."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def _margin(pair: Sequence[float]) -> dict[str, float]:
