@@ -1,5 +1,6 @@
 """``trace`` sees what memories do: at every token, however the text is cut, without changing anything."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,3 +176,22 @@ def test_half_life_and_rank() -> None:
     shares = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
     expected = float((-(shares * shares.log()).sum()).exp())
     assert effective_rank(q[:, :3] * shares @ q[:3]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_of_ones_own() -> None:
+    """A module that is called as language models are, with a layer of ours that stands alone."""
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.memory = torch.nn.Embedding(256, 16), NeuralMemory(16, 2, "deltanet")
+
+        def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
+            _, state = self.memory(x=self.embed(input_ids), state=past_key_values)
+            return SimpleNamespace(past_key_values=state)
+
+    torch.manual_seed(0)
+    found = trace(Own(), ids_of(40), lags=(4,), piece=15)
+    assert found.nats is None and [memory.name for memory in found.memories] == ["memory"]
+    assert found.memories[0].branch.isnan().all() and (found.memories[0].share > 0.1).all()
+    assert summarise(found)["memories"][0]["branch"] is None

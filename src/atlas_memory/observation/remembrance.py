@@ -32,7 +32,7 @@ def effective_remembrance(model: Any, ids: Tensor, back: int, piece: int = 256) 
     model.eval()
     try:
         with torch.inference_mode():
-            ids = ids.to(model.device)
+            ids = ids.to(next(model.parameters()).device)
             whole = _predicted(model, ids, piece)
             distances = []
             # Windows that overlap by half; the second half of each counts.

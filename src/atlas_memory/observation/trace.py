@@ -116,14 +116,14 @@ def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 
         raise ValueError(f"lags must be whole numbers of at least 1 that grow, got {list(lags)}")
     if piece < 1:
         raise ValueError(f"piece={piece} must be at least 1")
-    training = model.training
+    training, device = model.training, next(model.parameters()).device
     cache: Any = None
     last: Tensor | None = None  # log-probabilities of the token that comes next
     followed: list[_Layer] | None = None
     read = 0
     model.eval()
     try:
-        for part in ids.to(model.device).split(piece, 1):
+        for part in ids.to(device).split(piece, 1):
             with torch.inference_mode():
                 with watch(model) as seen:
                     out = model(input_ids=part, past_key_values=cache, use_cache=True)
