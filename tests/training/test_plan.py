@@ -41,7 +41,7 @@ print(peak() - before)
 @pytest.mark.parametrize("rule,again", [("titans", False), ("gated-deltanet", True)])
 def test_memory_is_what_a_step_takes(rule, again) -> None:
     given = ["model.preset=tiny", f"model.rule={rule}", "train.batch_size=16", "data.seq_len=256"]
-    found = plan(load_config(None, [*given, f"train.gradient_checkpointing={again}"]))
+    (found,) = plan(load_config(None, [*given, f"train.gradient_checkpointing={again}"]))
     command = [sys.executable, "-c", PEAK, rule, str(again)]
     measured = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     estimate = found.activations + found.logits
@@ -50,7 +50,7 @@ def test_memory_is_what_a_step_takes(rule, again) -> None:
 
 def test_counts_are_those_of_the_model_and_its_run(tmp_path) -> None:
     config = settings(tmp_path, "train.gradient_accumulation_steps=2")
-    found, two = plan(config), plan(config, processes=2)
+    (found,), (two,) = plan(config), plan(config, processes=2)
     train(config)
     model = load_run(tmp_path / "run").model
     assert isinstance(model, AtlasForCausalLM)
@@ -59,18 +59,18 @@ def test_counts_are_those_of_the_model_and_its_run(tmp_path) -> None:
     assert found.initial == sum(p.numel() for name, p in model.named_parameters() if "initial" in name)
     assert found.tokens == 6 * 4 * 16 and two.tokens == 2 * found.tokens
     assert two.weights == found.weights
-    assert plan(settings(tmp_path, "train.fsdp=true"), processes=2).weights == found.weights // 2
+    assert plan(settings(tmp_path, "train.fsdp=true"), processes=2)[0].weights == found.weights // 2
     states = model(input_ids=torch.zeros(4, 16, dtype=torch.long), use_cache=True).past_key_values
     assert found.carried == sum(t.numel() * t.element_size() for b in states.blocks for t in b.state.tensors())
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(1, 16, dtype=torch.long), use_cache=False)
     assert found.flops_per_token == 3 * counter.get_total_flops() / 16
-    assert plan(settings(tmp_path, "train.max_minutes=1", "train.steps=null")).tokens is None
+    assert plan(settings(tmp_path, "train.max_minutes=1", "train.steps=null"))[0].tokens is None
 
 
 def test_the_largest_preset_is_planned_without_its_weights() -> None:
     given = ["model.preset=1.3b", "model.rule=gated-deltanet", "model.vocab_size=32000", "data.seq_len=64"]
-    assert plan(load_config(None, given)).parameters > 1.2e9
+    assert plan(load_config(None, given))[0].parameters > 1.2e9
 
 
 def test_the_command(tmp_path, capsys) -> None:
@@ -90,6 +90,16 @@ def test_the_command(tmp_path, capsys) -> None:
     ):
         assert main(["plan", *given, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_what_comes_then_is_planned_too(tmp_path, capsys) -> None:
+    given = [*overrides(tmp_path), "then.train.steps=60", "then.data.seq_len=32"]
+    assert main(["plan", *given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (then,) = found["then"]
+    assert then["tokens"] == 20 * found["tokens"] and then["parameters"] == found["parameters"]
+    assert main(["plan", *given]) == 0
+    assert capsys.readouterr().out.count("memory of a process") == 2
 
 
 def test_a_run_that_will_not_fit_says_so(tmp_path, monkeypatch, capsys) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -12,6 +12,10 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from .quiet import quiet
+
+if TYPE_CHECKING:
+    from atlas_memory.training.config import RunConfig
+    from atlas_memory.training.plan import Plan
 
 UNITS = ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
@@ -42,15 +46,25 @@ def plan(
 
     if price is not None and flops is None:
         raise typer.BadParameter("--price needs --flops, from which the time is found")
-    settings = load_config(config, overrides or [])
-    found = run(settings, processes)
-    hours = None if flops is None or found.flops is None else found.flops / flops / 3600
-    if as_json:
+    settings, shown = load_config(config, overrides or []), []
+    for n, found in enumerate(run(settings, processes)):
+        settings = (settings.next() if n else None) or settings
+        hours = None if flops is None or found.flops is None else found.flops / flops / 3600
         cost = None if hours is None or price is None else hours * price
-        more = {"processes": processes, "device_hours": hours, "cost": cost}
-        print(json.dumps(found.to_dict() | more, indent=2))
-        return
-    table = Table(Column("what"), Column("how much", justify="right"), Column("of that"), box=SIMPLE)
+        shown.append(found.to_dict() | {"processes": processes, "device_hours": hours, "cost": cost})
+        if not as_json:
+            Console().print(_table(settings, found, processes, hours, price, available(settings), n > 0))
+    if as_json:
+        print(json.dumps(shown[0] | ({"then": shown[1:]} if shown[1:] else {}), indent=2))
+
+
+def _table(
+    settings: RunConfig, found: Plan, processes: int, hours: float | None, price: float | None, there: int, later: bool
+) -> Table:
+    """The plan of one run; `there` are the bytes that this machine has, `later` whether it comes after another."""
+    table = Table(
+        Column("then" if later else "what"), Column("how much", justify="right"), Column("of that"), box=SIMPLE
+    )
     rest = found.parameters - found.embeddings - found.initial
     parts = (
         f"embeddings and head {brief(found.embeddings)}, memories' M_0 {brief(found.initial)}, the rest {brief(rest)}"
@@ -71,5 +85,5 @@ def plan(
     )
     table.add_row("logits", brief(found.logits), "with their gradient")
     table.add_row("carried states", brief(found.carried), "of the rows under way, at most")
-    table.add_row("memory of a process", brief(found.memory), f"this machine has {brief(available(settings))}")
-    Console().print(table)
+    table.add_row("memory of a process", brief(found.memory), f"this machine has {brief(there)}")
+    return table

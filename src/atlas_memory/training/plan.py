@@ -69,8 +69,9 @@ class Plan:
         return asdict(self) | {"memory": self.memory, "flops": self.flops}
 
 
-def plan(config: RunConfig, processes: int = 1) -> Plan:
-    """The needs of `config` on so many processes. Its text is not read. ConfigError for a config that cannot be run.
+def plan(config: RunConfig, processes: int = 1) -> list[Plan]:
+    """The needs of `config` on so many processes, and of each run that comes `then`. Its text is not read. ConfigError
+    for a config that cannot be run.
 
     Parameters are counted on a model without weights. What a block keeps for going back, and what it multiplies, is
     seen on a block of the full size that computes with shapes alone (PyTorch's fake tensors), in the forms that a CPU
@@ -79,7 +80,13 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     config.check()
     prepared = Prepared.open(config.data.path)
     tokenizer = load_tokenizer(prepared.tokenizer if prepared else config.data.tokenizer)
-    return of_model(config, model_config(config, tokenizer), processes)
+    architecture, after = model_config(config, tokenizer), config.next()
+    found = [of_model(config, architecture, processes)]
+    while after is not None:
+        architecture = model_config(after, tokenizer, architecture)
+        found.append(of_model(after, architecture, processes))
+        after = after.next()
+    return found
 
 
 def without_weights(architecture: AtlasConfig) -> AtlasForCausalLM:
