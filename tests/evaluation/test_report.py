@@ -1,6 +1,7 @@
 """The report."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ def test_report(tmp_path: Path) -> None:
     for name in ("loss.png", "training.png", "position.png", "gates.png", "contents.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
         assert name in (folder / "report.html").read_text()
+    reading = (folder / "reading.html").read_text()
+    assert reading.count("<span") == 222 and "by what writing saved" in reading  # all but the first byte
+    assert re.sub("<.*?>", "", reading[reading.index("<pre>") : reading.index("</pre>")]).startswith("document ")
     saved = json.loads((folder / "report.json").read_text())
     assert saved["memory_on"]["bits_per_byte"] == numbers["memory_on"]["bits_per_byte"]
     assert saved["memory_on"]["by_position"][-1]["to"] == 223  # the whole held-out document
@@ -40,6 +44,7 @@ def test_a_report_of_a_model_without_memory(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "report" / "gates.png").exists()
     page = (tmp_path / "run" / "report" / "report.html").read_text()
     assert "writes" not in page and "Gates" not in page
+    assert "what writing saved" not in (tmp_path / "run" / "report" / "reading.html").read_text()
 
 
 def test_a_report_on_another_text(tmp_path: Path) -> None:

@@ -138,6 +138,18 @@ def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 
         model.train(training)
 
 
+def token_nats(model: Any, ids: Tensor, piece: int = 256) -> Tensor:
+    """``Trace.nats`` alone: -log p of each token, ``[batch, time]``, NaN for the first; float32, on the CPU."""
+    cache, last, found = None, None, []
+    with torch.inference_mode():
+        for part in ids.to(next(model.parameters()).device).split(piece, 1):
+            out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            nats, last = _nats(out.logits, part, last)
+            cache = out.past_key_values
+            found.append(cast(Tensor, nats))
+    return torch.cat(found, 1)
+
+
 def joined(parts: Sequence[Trace]) -> Trace:
     """Traces of pieces that follow one another, as one."""
 

@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from atlas_memory.data.tokens import encode, is_byte_tokenizer
 from atlas_memory.evaluation.perplexity import SEGMENT, Score, bits_per_byte, reading_length
 from atlas_memory.evaluation.sampling import sample
 from atlas_memory.observation import MemoryTrace, Trace, trace
+from atlas_memory.observation.trace import token_nats
 from atlas_memory.observation.watching import memories
+from atlas_memory.observation.writes import memory_writes
 from atlas_memory.report.page import page
 from atlas_memory.report.pictures import (
     GATES,
@@ -29,6 +31,7 @@ from atlas_memory.report.pictures import (
     loss_curve,
     over_training,
 )
+from atlas_memory.report.reading import pieces_of, reading_page
 from atlas_memory.training.config import RunConfig
 from atlas_memory.training.runs import Run, load_run, read_log
 
@@ -56,7 +59,10 @@ def write_report(
 
     on, recent = score(), score(recent=trained)
     off = score(writes=False) if memories(run.model) else None
-    seen, document, prompt = _traced(run, documents, length)
+    document = next((d for d in documents if len(d.text) > 2 * length), max(documents, key=lambda d: len(d.text)))
+    ids = torch.from_numpy(encode(run.tokenizer, document.text)[:length].astype(np.int64))[None]
+    prompt = run.tokenizer.decode(ids[0, :PROMPT], skip_special_tokens=True).rstrip("\ufffd")
+    seen = trace(run.model, ids, piece=SEGMENT)
     log = read_log(run.folder)
     written = sample(run.model, run.tokenizer, prompt, sample_tokens)
     config = run.model.config
@@ -78,7 +84,7 @@ def write_report(
         "margin": None if off is None else _margin(on.margin(off)),
         "beyond_training_length": _beyond(on, recent, trained),
         "older_by_position": [_margin(pair) for pair in on.margin_by_position(recent)],
-        "gates": {"document": document, "memories": [_gates(memory) for memory in seen.memories]},
+        "gates": {"document": document.name, "memories": [_gates(memory) for memory in seen.memories]},
         "prompt": prompt,
         "sample": written.removeprefix(prompt),
     }
@@ -90,11 +96,12 @@ def write_report(
         loss_curve(target / "loss.png", [e["step"] for e in log], [scale * e["loss"] for e in log], unit)
     bits_by_position(target / "position.png", on, off, recent, trained)
     if seen.memories:
-        gates_over_time(target / "gates.png", seen.memories, document)
-        contents_over_time(target / "contents.png", seen.memories, seen.lags, document)
+        gates_over_time(target / "gates.png", seen.memories, document.name)
+        contents_over_time(target / "contents.png", seen.memories, seen.lags, document.name)
     looks = read_log(run.folder, "memory.jsonl")
     if len(looks) > 1:
         over_training(target / "training.png", looks)
+    (target / "reading.html").write_text(_reading(run, document.name, ids, seen), encoding="utf-8")
     (target / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     (target / "report.html").write_text(page(numbers, len(log) > 1, len(looks) > 1), encoding="utf-8")
     return numbers | {"folder": str(target)}
@@ -113,12 +120,18 @@ def _text(run: Run, data: str | Path | None) -> tuple[str, Sequence[Document]]:
     return f"{data}, all of it", corpus.train + corpus.held_out
 
 
-def _traced(run: Run, documents: Sequence[Document], length: int) -> tuple[Trace, str, str]:
-    """The trace of the first document that is long enough (else the longest), its name, and its first tokens."""
-    document = next((d for d in documents if len(d.text) > 2 * length), max(documents, key=lambda d: len(d.text)))
-    ids = torch.from_numpy(encode(run.tokenizer, document.text)[:length].astype(np.int64))[None]
-    prompt = run.tokenizer.decode(ids[0, :PROMPT], skip_special_tokens=True).rstrip("\ufffd")
-    return trace(run.model, ids, piece=SEGMENT), document.name, prompt
+def _reading(run: Run, name: str, ids: torch.Tensor, seen: Trace) -> str:
+    """The page of what each token cost, and what writing saved on it."""
+    cost = _bits(cast(torch.Tensor, seen.nats))
+    saved = None
+    if seen.memories:
+        with memory_writes(run.model, False):
+            saved = _bits(token_nats(run.model, ids)) - cost
+    return reading_page(name, pieces_of(run.tokenizer, ids[0].tolist()), cost, saved)
+
+
+def _bits(nats: torch.Tensor) -> np.ndarray:
+    return nats[0].double().numpy() / math.log(2)
 
 
 def _processor() -> str:
