@@ -73,12 +73,11 @@ def raised(
         lines = read_log(Path(folder) / "run", "memory.jsonl")
     memories = lines[-1]["memories"]
     lives = [max(memory["half_life"]) for memory in memories if memory["half_life"]]
-    return {
+    return ({"half-life": max(lives)} if lives else {}) | {
         "alarms": float(len(lines[-1]["alarms"])),
         "share": min(memory["share"] for memory in memories),
         "branch": min(memory["branch"] for memory in memories),
         "changed": min(max(memory["written"]) for memory in memories),
-        "half-life": max(lives, default=float("nan")),
         "seconds": outcome.seconds,
     }
 
