@@ -13,6 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from atlas_memory.training import load_run, train
+from atlas_memory.training.config import ConfigError
 from atlas_memory.training.runs import read_log
 from tests.observation.test_alarm import everywhere, no_eta
 from tests.training.small import settings
@@ -91,3 +92,8 @@ def test_training_goes_on_where_nobody_listens(tmp_path: Path) -> None:
 def test_a_model_without_memories_is_not_looked_at(tmp_path: Path, more: tuple[str, ...]) -> None:
     train(settings(tmp_path, "train.watch_every=1", *more))
     assert not (tmp_path / "run" / "memory.jsonl").exists()
+
+
+def test_an_address_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train.alarm_webhook='example.org'"):
+        settings(tmp_path, "train.alarm_webhook=example.org")

@@ -116,7 +116,7 @@ class TrainSection(_Section):
     sample_tokens: int = Field(default=100, ge=0)  # that the model writes whenever it has read held-out text; 0: none
     prompt: str | None = None  # what they follow; None: the beginning of the held-out text
     watch_every: int = Field(default=100, ge=0)  # steps between looks at the memories; 0: none
-    alarm_webhook: str | None = None  # an address that is told when a memory is of no use
+    alarm_webhook: str | None = Field(default=None, pattern="^https?://")  # told when a memory is of no use
     save_every: int = Field(default=200, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     gradient_checkpointing: bool = False

@@ -6,6 +6,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class MemoryWatch(TrainerCallback):
         request = urllib.request.Request(self.webhook, body, {"Content-Type": "application/json"})
         try:
             urllib.request.urlopen(request, timeout=10).close()
-        except OSError as error:  # training does not end for want of a listener
+        except (OSError, HTTPException) as error:  # training does not end for want of a listener
             self.console.print(f"train.alarm_webhook={self.webhook!r} could not be told: {error}", markup=False)
 
 
