@@ -111,13 +111,15 @@ def test_every_rule_is_seen(rule: str) -> None:
 
 def test_nothing_is_changed_by_looking() -> None:
     model, ids = model_of(rule="titans").train(), ids_of()
+    model.lm_head.eval()
     with torch.inference_mode():
         before = model(input_ids=ids).logits
     found = trace(model, ids)
     with torch.inference_mode():
         assert torch.equal(model(input_ids=ids).logits, before)
         log_p = before.float().log_softmax(-1)
-    assert model.training and not model.model.layers[0].mixer._forward_hooks
+    assert model.training and not model.lm_head.training
+    assert not model.model.layers[0].mixer._forward_hooks
     assert found.nats is not None and found.nats[:, 0].isnan().all()
     expected = -log_p[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
     torch.testing.assert_close(found.nats[:, 1:], expected, rtol=1e-4, atol=1e-4)

@@ -45,7 +45,7 @@ def test_the_demo_is_valid() -> None:
         ("steps=3", r"unknown key steps \(=3\); did you mean train.steps\?"),
         ("zebra=3", r"unknown key zebra \(=3\); known: data.carry, "),
         ("train.lr=3", r"unknown key train.lr \(=3\); did you mean train.learning_rate\?"),
-        ("train.zebra=3", r"unknown key train.zebra \(=3\); known: train.batch_size, train.bf16"),
+        ("train.zebra=3", r"unknown key train.zebra \(=3\); known: train.alarm_webhook, train.batch_size"),
         ("train.steps=many", "train.steps='many': input should be a valid integer"),
         ("train.steps=0", "train.steps=0: input should be greater than or equal to 1"),
         ("train.learning_rate=.nan", "train.learning_rate=nan: input should be a finite number"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .watching import evaluating
 
 
 def effective_remembrance(model: Any, ids: Tensor, back: int, piece: int = 256) -> float:
@@ -13,7 +16,7 @@ def effective_remembrance(model: Any, ids: Tensor, back: int, piece: int = 256) 
     only: 0 if nothing older is remembered, at most 1.
 
     The distance is half the sum of |p - p'| over the vocabulary (total variation). p' is read with an empty memory that
-    began between ``back`` and 2 ``back`` tokens before.
+    began between ``back`` and 2 ``back`` tokens before. The memory needed does not depend on the length of the text.
 
     Args:
         model: a language model that is called as ``model(input_ids=..., past_key_values=...)``.
@@ -28,28 +31,22 @@ def effective_remembrance(model: Any, ids: Tensor, back: int, piece: int = 256) 
         raise ValueError(f"back={back} must be at least 1")
     if ids.dim() != 2 or ids.shape[1] <= 2 * back:
         raise ValueError(f"ids must be [batch, time] of more than 2 back = {2 * back} tokens, got {list(ids.shape)}")
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            ids = ids.to(next(model.parameters()).device)
-            whole = _predicted(model, ids, piece)
-            distances = []
-            # Windows that overlap by half; the second half of each counts.
-            for start in range(back, ids.shape[1] - back, back):
-                recent = _predicted(model, ids[:, start : start + 2 * back], piece)[:, back:]
-                full = whole[:, start + back : start + 2 * back]
-                distances.append(0.5 * (full - recent).abs().sum(-1))
-            return float(torch.cat(distances, 1).mean())
-    finally:
-        model.train(training)
+    with torch.inference_mode(), evaluating(model):
+        ids = ids.to(next(model.parameters()).device)
+        *_, (_, whole) = _read(model, ids[:, : 2 * back], None, piece)
+        distances = []
+        for start in range(2 * back, ids.shape[1], back):
+            scored = ids[:, start : start + back]
+            *_, (_, recent) = _read(model, ids[:, start - back : start], None, piece)
+            pairs = zip(_read(model, scored, whole, piece), _read(model, scored, recent, piece), strict=True)
+            for (p, whole), (q, _) in pairs:
+                distances.append(0.5 * (p - q).abs().sum(-1))
+        return float(torch.cat(distances, 1).mean())
 
 
-def _predicted(model: Any, ids: Tensor, piece: int) -> Tensor:
-    """The distributions after each token, ``[batch, time, vocabulary]``."""
-    cache, found = None, []
+def _read(model: Any, ids: Tensor, cache: Any, piece: int) -> Iterator[tuple[Tensor, Any]]:
+    """The distributions after each token of a piece, ``[batch, piece, vocabulary]``, and the state after it."""
     for part in ids.split(piece, 1):
         out = model(input_ids=part, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
-        found.append(out.logits.float().softmax(-1))
-    return torch.cat(found, 1)
+        yield out.logits.float().softmax(-1), cache

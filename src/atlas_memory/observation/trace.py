@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..memory import Gates, MemoryState
 from . import measures
 from .lessons import Lesson, lessons, names
-from .watching import Watched, watch
+from .watching import Watched, evaluating, watch
 from .writes import memory_writes
 
 LAGS = (16, 256)
@@ -92,8 +92,8 @@ def trace(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 6
     """Read ``ids`` ``[batch, time]`` with a language model and see every memory at every token.
 
     The text is read as ``model(input_ids=..., past_key_values=...)`` reads it, in eval mode, ``piece`` tokens a call;
-    what is seen besides is asked of copies, four times the work of reading. The memory needed on the model's device
-    does not depend on the length; ``traces`` gives the same piece by piece.
+    what is seen besides is asked of copies, two to three times the work of reading. The memory needed on the model's
+    device does not depend on the length; ``traces`` gives the same piece by piece.
 
     Args:
         model: an Atlas language model, or any module that is called likewise and has layers with memories.
@@ -116,32 +116,28 @@ def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 
         raise ValueError(f"lags must be whole numbers of at least 1 that grow, got {list(lags)}")
     if piece < 1:
         raise ValueError(f"piece={piece} must be at least 1")
-    training, device = model.training, next(model.parameters()).device
+    device = next(model.parameters()).device
     cache: Any = None
     last: Tensor | None = None  # log-probabilities of the token that comes next
     followed: list[_Layer] | None = None
     read = 0
-    model.eval()
-    try:
-        for part in ids.to(device).split(piece, 1):
-            with torch.inference_mode():
-                with watch(model) as seen:
-                    out = model(input_ids=part, past_key_values=cache, use_cache=True)
-                cache = out.past_key_values
-                if followed is None:
-                    followed = [_Layer(watched, lags) for watched in seen]
-                found = [m for layer, watched in zip(followed, seen, strict=True) for m in layer.look(watched, part)]
-                nats, last = _nats(getattr(out, "logits", None), part, last)
-            read += part.shape[1]
-            yield Trace(tuple(found), nats, (read,), lags)
-    finally:
-        model.train(training)
+    for part in ids.to(device).split(piece, 1):
+        with torch.inference_mode(), evaluating(model):
+            with watch(model) as seen:
+                out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            if followed is None:
+                followed = [_Layer(watched, lags) for watched in seen]
+            found = [m for layer, watched in zip(followed, seen, strict=True) for m in layer.look(watched, part)]
+            nats, last = _nats(getattr(out, "logits", None), part, last)
+        read += part.shape[1]
+        yield Trace(tuple(found), nats, (read,), lags)
 
 
 def token_nats(model: Any, ids: Tensor, piece: int = 256) -> Tensor:
     """``Trace.nats`` alone: -log p of each token, ``[batch, time]``, NaN for the first; float32, on the CPU."""
     cache, last, found = None, None, []
-    with torch.inference_mode():
+    with torch.inference_mode(), evaluating(model):
         for part in ids.to(next(model.parameters()).device).split(piece, 1):
             out = model(input_ids=part, past_key_values=cache, use_cache=True)
             nats, last = _nats(out.logits, part, last)

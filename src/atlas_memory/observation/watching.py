@@ -63,6 +63,18 @@ def memories(model: nn.Module) -> list[Watched]:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode; afterwards every module in the mode in which it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def watch(model: nn.Module) -> Iterator[list[Watched]]:
     """Inside, every call of a layer with memories in ``model`` is kept, until it is cleared."""
     found, hooks = memories(model), []
