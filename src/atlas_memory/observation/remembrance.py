@@ -38,9 +38,9 @@ def effective_remembrance(model: Any, ids: Tensor, back: int, piece: int = 256) 
         for start in range(2 * back, ids.shape[1], back):
             scored = ids[:, start : start + back]
             *_, (_, recent) = _read(model, ids[:, start - back : start], None, piece)
-            pairs = zip(_read(model, scored, whole, piece), _read(model, scored, recent, piece), strict=True)
-            for (p, whole), (q, _) in pairs:
-                distances.append(0.5 * (p - q).abs().sum(-1))
+            pairs = list(zip(_read(model, scored, whole, piece), _read(model, scored, recent, piece), strict=True))
+            distances += [0.5 * (p - q).abs().sum(-1) for (p, _), (q, _) in pairs]
+            whole = pairs[-1][0][1]
         return float(torch.cat(distances, 1).mean())
 
 
