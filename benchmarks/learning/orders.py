@@ -90,16 +90,16 @@ def trained(options: Sequence[str], dim: int, seed: int, quick: bool, text: str 
             found[f"{first}-{last}"] = float(whole.by_position[bucket])
             found[f"older {first}-{last}"], found[f"error {first}-{last}"] = map(float, margins[bucket])
     for length in (64,) if quick else TWICE:
-        found[f"older again {length}"], found[f"error again {length}"] = again(run, held_out, length)
+        count = 4 if quick else STREAMS * max(TWICE) // length  # the shorter, the more
+        found[f"older again {length}"], found[f"error again {length}"] = again(run, held_out, length, count)
     return found
 
 
-def again(run: Run, documents: Sequence[Document], length: int) -> tuple[float, float]:
+def again(run: Run, documents: Sequence[Document], length: int, count: int) -> tuple[float, float]:
     """Bits a byte that a passage of so many characters costs less when it has just been read once than when another
-    has, and the standard error over passages: the more of them, the shorter they are."""
+    has, and the standard error over ``count`` passages."""
     texts = [d.text[i : i + length] for d in documents for i in range(0, len(d.text) - length + 1, length)]
     texts = [text for text in texts if text.isascii()]  # so that a character is a byte
-    count = STREAMS * max(TWICE) // length
     chosen = texts[:: max(1, len(texts) // count)][:count]
     orders = [
         [passage + passage for passage in chosen],
