@@ -160,18 +160,18 @@ def _nats(model: Any, start: int, rows: list[np.ndarray], recent: int | None) ->
         tokens[i, 1 : len(row) + 1] = torch.from_numpy(row.astype(np.int64))
     tokens = tokens.to(model.device)
     if recent is None:
-        nats = _read(model, tokens)
+        nats = token_nats(model, tokens)
     else:  # windows that overlap by half, the second half of each scored
         half = recent // 2
         parts = [
-            _read(model, tokens[:, max(0, begin - half) : begin + half + 1])[:, min(begin, half) :]
+            token_nats(model, tokens[:, max(0, begin - half) : begin + half + 1])[:, min(begin, half) :]
             for begin in range(0, longest, half)
         ]
         nats = np.concatenate(parts, 1)
     return [nats[i, : len(row)] for i, row in enumerate(rows)]
 
 
-def _read(model: Any, tokens: torch.Tensor) -> np.ndarray:
+def token_nats(model: Any, tokens: torch.Tensor) -> np.ndarray:
     """The negative log-likelihood of every token but the first, from an empty memory: `[rows, tokens - 1]`."""
     cache, found = None, []
     for inputs, targets in zip(tokens[:, :-1].split(SEGMENT, 1), tokens[:, 1:].split(SEGMENT, 1), strict=True):

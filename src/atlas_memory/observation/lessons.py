@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -61,6 +61,13 @@ def names(layer: LAYERS) -> tuple[str, ...]:
     return MEMORIES if isinstance(layer, SelfModifyingMemory) else ("",)
 
 
+def states(layer: LAYERS, state: LayerState) -> list[MemoryState]:
+    """The states of a layer's memories, by ``names``."""
+    if isinstance(layer, SelfModifyingMemory):
+        return [state.memory.map(_of_heads(heads)) for heads in _groups(layer)]
+    return list(state.memory.memories) if isinstance(layer.memory, HierarchicalMemory) else [state.memory]
+
+
 def lessons(layer: LAYERS, x: Tensor, state: LayerState) -> Iterator[list[Lesson]]:
     """What a layer teaches its memories while it reads x ``[batch, time, dim]`` on from ``state``: a lesson for each of
     ``names``, part after part of x, as long as what is taught can be said without reading.
@@ -93,7 +100,7 @@ def _of_part(layer: LAYERS, x: Tensor, state: LayerState) -> list[Lesson]:
     k, v, gates = layer.lesson(x, state)
     if isinstance(layer, SelfModifyingMemory):
         whole = Lesson(layer.rule, layer.memory.params, k, v, gates, state.memory)
-        return [_heads(whole, slice(i * layer.heads, (i + 1) * layer.heads)) for i in range(len(MEMORIES))]
+        return [_heads(whole, heads) for heads in _groups(layer)]
     if isinstance(layer.memory, HierarchicalMemory):
         members = cast(list[OmegaMemory], list(layer.memory.members))
         each = zip(members, split_heads(gates, len(members)), state.memory.memories, strict=True)
@@ -101,13 +108,20 @@ def _of_part(layer: LAYERS, x: Tensor, state: LayerState) -> list[Lesson]:
     return [Lesson(layer.rule, layer.memory.params, k, v, gates, state.memory)]
 
 
+def _groups(layer: SelfModifyingMemory) -> list[slice]:
+    """Which heads each of the layer's memories has."""
+    return [slice(i * layer.heads, (i + 1) * layer.heads) for i in range(len(MEMORIES))]
+
+
+def _of_heads(heads: slice) -> Callable[[Tensor], Tensor]:
+    """What takes some heads of ``[batch, heads, ...]``, and leaves what has none."""
+    return lambda t: t[:, heads] if t.dim() > 1 else t
+
+
 def _heads(lesson: Lesson, heads: slice) -> Lesson:
     """The lesson of some heads of all."""
 
-    def take(t: Tensor) -> Tensor:
-        return t[:, heads] if t.dim() > 1 else t
-
-    params = lesson.params
+    take, params = _of_heads(heads), lesson.params
     norm = None if params.norm is None else (params.norm[0][heads], params.norm[1][heads])
     params = replace(params, initial=tuple(m[heads] for m in params.initial), norm=norm)
     k, v = take(lesson.k), take(lesson.v)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..memory import Gates, MemoryState
 from . import measures
-from .lessons import Lesson, lessons, names
+from .lessons import Lesson, lessons, names, states
 from .watching import Watched, evaluating, watch
 from .writes import memory_writes
 
@@ -134,18 +134,6 @@ def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 
         yield Trace(tuple(found), nats, (read,), lags)
 
 
-def token_nats(model: Any, ids: Tensor, piece: int = 256) -> Tensor:
-    """``Trace.nats`` alone: -log p of each token, ``[batch, time]``, NaN for the first; float32, on the CPU."""
-    cache, last, found = None, None, []
-    with torch.inference_mode(), evaluating(model):
-        for part in ids.to(next(model.parameters()).device).split(piece, 1):
-            out = model(input_ids=part, past_key_values=cache, use_cache=True)
-            nats, last = _nats(out.logits, part, last)
-            cache = out.past_key_values
-            found.append(cast(Tensor, nats))
-    return torch.cat(found, 1)
-
-
 def joined(parts: Sequence[Trace]) -> Trace:
     """Traces of pieces that follow one another, as one."""
 
@@ -190,9 +178,9 @@ class _Layer:
                 for memory, lesson, each in zip(self.memories, part, found, strict=True):
                     each.append(memory.look(lesson))
         if self.start is None:
-            self.start = _states(watched, watched.layer.initial_state(batch))
+            self.start = states(watched.layer, watched.layer.initial_state(batch))
         share, branch = self._share(watched)
-        ends = _states(watched, watched.reads[-1].after)
+        ends = states(watched.layer, watched.reads[-1].after)
         return [
             MemoryTrace(name=name, share=share, branch=branch, **_tokens(each, time), **_matrices(end, start))
             for name, each, end, start in zip(self.names, found, ends, self.start, strict=True)
@@ -258,18 +246,6 @@ def _tokens(parts: list[dict[str, Tensor]], time: int) -> dict[str, Any]:
     """The figures of the last ``time`` tokens read: persistent tokens were read before the text's first."""
     whole = {name: torch.cat([part[name] for part in parts], -1)[..., -time:].float().cpu() for name in parts[0]}
     return {**dict.fromkeys(GATES), **whole}
-
-
-def _states(watched: Watched, state: Any) -> list[MemoryState]:
-    """The states of a layer's memories, by ``names``."""
-    own = names(watched.layer)
-    if hasattr(state.memory, "memories"):
-        return list(state.memory.memories)
-    if len(own) == 1:
-        return [state.memory]
-    width = state.memory.k.shape[1] // len(own)
-    slices = [slice(i * width, (i + 1) * width) for i in range(len(own))]
-    return [state.memory.map(lambda t, of=of: t[:, of] if t.dim() > 1 else t) for of in slices]
 
 
 def _matrices(end: MemoryState, start: MemoryState) -> dict[str, Any]:

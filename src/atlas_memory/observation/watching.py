@@ -27,7 +27,7 @@ class Call:
 
 @dataclass
 class Watched:
-    """A block of a model, or a layer that stands alone, and what was seen of it since the last ``clear``.
+    """A block of a model, or a layer that stands alone, and what was seen of it.
 
     Attributes:
         name: of the module in the model.
@@ -44,11 +44,6 @@ class Watched:
     residual: list[Tensor] = field(default_factory=list)
     mixed: list[Call] = field(default_factory=list)
     reads: list[Call] = field(default_factory=list)
-
-    def clear(self) -> None:
-        """Forget what was seen."""
-        for seen in (self.residual, self.mixed, self.reads):
-            seen.clear()
 
 
 def memories(model: nn.Module) -> list[Watched]:
@@ -76,7 +71,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def watch(model: nn.Module) -> Iterator[list[Watched]]:
-    """Inside, every call of a layer with memories in ``model`` is kept, until it is cleared."""
+    """Inside, every call of a layer with memories in ``model`` is kept."""
     found, hooks = memories(model), []
     try:
         for seen in found:

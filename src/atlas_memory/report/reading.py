@@ -9,22 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from atlas_memory.report.pictures import GREEN, ORANGE, PINK
+
 LEVELS = 8
 MOST_COST, MOST_SAVED = 8.0, 4.0  # bits a token, from which on colours are full
-ORANGE, GREEN, PINK = (213, 94, 0), (0, 158, 115), (204, 121, 167)
 
 
-def reading_page(
-    name: str, pieces: Sequence[str], cost: np.ndarray, saved: np.ndarray | None, place: str = "report.html"
-) -> str:
-    """The page of a document.
+def reading_page(name: str, pieces: Sequence[str], cost: np.ndarray, saved: np.ndarray | None) -> str:
+    """The page of a document, next to the report's.
 
     Args:
         name: of the document.
         pieces: what each token is in the text.
         cost: bits of each token, ``[tokens]``; NaN where it was not predicted.
         saved: how many more without what the memories wrote; None: there are no memories.
-        place: where the link at the top leads.
     """
     spans = []
     for n, piece in enumerate(pieces):
@@ -46,7 +44,7 @@ def reading_page(
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>Reading {html.escape(name)}</title>\n<style>{_style()}</style>\n"
-        f'<p><a href="{place}">the report</a></p><h1>Reading {html.escape(name)}</h1>'
+        f'<p><a href="report.html">the report</a></p><h1>Reading {html.escape(name)}</h1>'
         f"{inputs}<pre>{''.join(spans)}</pre>\n</html>\n"
     )
 
@@ -63,16 +61,13 @@ def _style() -> str:
         "pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 14px; line-height: 1.6 }",
     ]
     for level in range(1, LEVELS + 1):
-        strength = 0.8 * level / LEVELS
+        strength = round(0.8 * 255 * level / LEVELS)
         for key, name, number, colour in (
             ("cost", "c", level, ORANGE),
             ("saved", "s", level, GREEN),
             ("saved", "s", 2 * LEVELS + level, PINK),
         ):
-            red, green, blue = colour
-            rules.append(
-                f"#{key}:checked ~ pre .{name}{number} {{ background: rgba({red},{green},{blue},{strength:.2f}) }}"
-            )
+            rules.append(f"#{key}:checked ~ pre .{name}{number} {{ background: {colour}{strength:02x} }}")
     return "\n".join(rules)
 
 

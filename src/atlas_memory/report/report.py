@@ -16,10 +16,9 @@ import torch
 from atlas_memory.data.prepared import Prepared, load_corpus
 from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import encode, is_byte_tokenizer
-from atlas_memory.evaluation.perplexity import SEGMENT, Score, bits_per_byte, reading_length
+from atlas_memory.evaluation.perplexity import SEGMENT, Score, bits_per_byte, reading_length, token_nats
 from atlas_memory.evaluation.sampling import sample
 from atlas_memory.observation import MemoryTrace, Trace, trace
-from atlas_memory.observation.trace import token_nats
 from atlas_memory.observation.watching import memories
 from atlas_memory.observation.writes import memory_writes
 from atlas_memory.report.page import page
@@ -122,16 +121,13 @@ def _text(run: Run, data: str | Path | None) -> tuple[str, Sequence[Document]]:
 
 def _reading(run: Run, name: str, ids: torch.Tensor, seen: Trace) -> str:
     """The page of what each token cost, and what writing saved on it."""
-    cost = _bits(cast(torch.Tensor, seen.nats))
+    cost = cast(torch.Tensor, seen.nats)[0].double().numpy() / math.log(2)
     saved = None
     if seen.memories:
-        with memory_writes(run.model, False):
-            saved = _bits(token_nats(run.model, ids)) - cost
+        with memory_writes(run.model, False), torch.inference_mode():
+            without = token_nats(run.model, ids.to(run.model.device))[0] / math.log(2)
+        saved = np.append(np.nan, without) - cost  # nothing predicts the first token
     return reading_page(name, pieces_of(run.tokenizer, ids[0].tolist()), cost, saved)
-
-
-def _bits(nats: torch.Tensor) -> np.ndarray:
-    return nats[0].double().numpy() / math.log(2)
 
 
 def _processor() -> str:
