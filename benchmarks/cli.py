@@ -156,6 +156,15 @@ def table(
         print(f"{page}: {', '.join(results.rewrite(page, folder)) or f'nothing in {folder}'}")
 
 
+@app.command()
+def dashboard(rounds: Annotated[int, typer.Option(min=1, help="Times that each page is opened.")] = 5) -> None:
+    """Seconds in which the dashboard shows one run of 2,000 steps and ten of them, in a headless browser."""
+    from .dashboard import measure
+
+    for name, seconds in measure(rounds).items():
+        print(f"{name}: median {sorted(seconds)[len(seconds) // 2]:.2f} s, slowest {max(seconds):.2f} s")
+
+
 @app.command(hidden=True)
 def peak(name: str, candidate: str, index: int, quick: Annotated[bool, typer.Option("--quick")] = False) -> None:
     """Bytes by which this process's peak grows in one call of a candidate: what `run` starts for each."""

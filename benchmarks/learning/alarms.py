@@ -16,7 +16,7 @@ from torch import nn
 from atlas_memory import NeuralMemory
 from atlas_memory.layers.gates import GateProjection
 from atlas_memory.training import load_config, train
-from atlas_memory.training.runs import read_log
+from atlas_memory.training.logs import read_log
 
 from .study import Study
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from atlas_memory.data import Corpus, Document
 from atlas_memory.evaluation import Score, bits_per_byte
 from atlas_memory.training import load_config, load_run, train
-from atlas_memory.training.runs import Run, read_log
+from atlas_memory.training.logs import read_log
+from atlas_memory.training.runs import Run
 
 from .study import Study
 

@@ -10,7 +10,8 @@ def main() -> int:
 
         return command()
     except ModuleNotFoundError as error:
-        print(f"atlas: {error.name} is not installed: pip install 'atlas-memory[train,report]'", file=sys.stderr)
+        extras = "dashboard" if error.name in ("altair", "streamlit") else "train,report"
+        print(f"atlas: {error.name} is not installed: pip install 'atlas-memory[{extras}]'", file=sys.stderr)
         return 1
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atlas_memory.report import write_report
+from atlas_memory.report.report import write_report
 from atlas_memory.training import train
 from tests.training.small import settings
 
@@ -15,12 +15,12 @@ def test_report(tmp_path: Path) -> None:
     train(settings(tmp_path, "train.watch_every=2"))
     numbers = write_report(tmp_path / "run", streams=2, sample_tokens=5)
     folder = tmp_path / "run" / "report"
-    for name in ("loss.png", "training.png", "position.png", "gates.png", "contents.png"):
+    for name in ("loss.png", "training.png", "position.png", "gates.png", "contents.png", "geometry.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
         assert name in (folder / "report.html").read_text()
     reading = (folder / "reading.html").read_text()
-    assert reading.count("<span") == 222 and "by what writing saved" in reading  # all but the first byte
-    assert re.sub("<.*?>", "", reading[reading.index("<pre>") : reading.index("</pre>")]).startswith("document ")
+    assert reading.count("<i") - reading.count("<input") == 223 and "by what writing saved" in reading
+    assert re.sub("<.*?>", "", reading[reading.index("<pre") : reading.index("</pre>")]).startswith("document ")
     saved = json.loads((folder / "report.json").read_text())
     assert saved["memory_on"]["bits_per_byte"] == numbers["memory_on"]["bits_per_byte"]
     assert saved["memory_on"]["by_position"][-1]["to"] == 223  # the whole held-out document

@@ -1,16 +1,18 @@
 """``trace`` sees what memories do: at every token, however the text is cut, without changing anything."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from atlas_memory.layers.memory import NeuralMemory
 from atlas_memory.memory import RULES, Gates, retrieve
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.observation import effective_remembrance, summarise, trace
-from atlas_memory.observation.measures import effective_rank, half_life
+from atlas_memory.observation.measures import effective_rank, half_life, turn
 from atlas_memory.observation.trace import traces
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2}
@@ -166,11 +168,34 @@ def test_effective_remembrance() -> None:
         effective_remembrance(model, ids, back=40)
 
 
+@pytest.mark.parametrize("rule", ["titans", "gated-deltanet", "dot"])
+def test_the_bend_of_a_path(rule: str) -> None:
+    model, ids = model_of(rule=rule), ids_of(24, 1)
+    layer = next(m for m in model.modules() if isinstance(m, NeuralMemory))
+    at = []
+    with torch.inference_mode():
+        for end in (0, 8, 16, 24):
+            cache = model(input_ids=ids[:, :end], use_cache=True).past_key_values if end else None
+            state = layer.initial_state() if cache is None else cache.layers[0].state
+            at.append(state.memory.weights[-1])
+    widths = [F.pad(w, (0, at[-1].shape[-1] - w.shape[-1])) for w in at]
+    first, second, third = (b - a for a, b in pairwise(widths))
+    found = trace(model, ids, piece=8).memories[0].turn
+    assert found[..., 0].isnan().all()
+    for n, (a, b) in enumerate(((first, second), (second, third)), 1):
+        expected = torch.cosine_similarity(a.flatten(2), b.flatten(2), dim=-1).acos().rad2deg()
+        torch.testing.assert_close(found[..., n], expected.float(), atol=0.1, rtol=1e-3)
+
+
 def test_half_life_and_rank() -> None:
     alpha = torch.full((2, 10), 0.5)
     alpha[1] = 0.5 ** (1 / 300)
     assert half_life(alpha).tolist() == pytest.approx([1.0, 300.0], rel=1e-4)
     assert half_life(torch.ones(4)) == pytest.approx(1e6)
+    ahead, aside = torch.eye(2)[None, None], torch.tensor([[0.0, 1.0], [-1.0, 0.0]])[None, None]
+    for other, degrees in ((ahead, 0.0), (aside, 90.0), (-ahead, 180.0)):
+        assert turn((3 * ahead, 3 * ahead), (other, other)) == pytest.approx(degrees, abs=0.1)
+    assert turn((ahead,), (0 * ahead,)).isnan()
     assert effective_rank(torch.eye(5)) == pytest.approx(5.0)
     assert effective_rank(torch.ones(7, 3)) == pytest.approx(1.0, abs=1e-3)
     assert effective_rank(torch.zeros(7, 3)) == 0

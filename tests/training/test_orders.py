@@ -20,7 +20,8 @@ from atlas_memory.data import byte_tokenizer
 from atlas_memory.training import RunConfig, trainer
 from atlas_memory.training.carried import CarriedStates, damage
 from atlas_memory.training.config import ConfigError
-from atlas_memory.training.runs import newest_checkpoint, read_log
+from atlas_memory.training.logs import read_log
+from atlas_memory.training.runs import newest_checkpoint
 from atlas_memory.training.trainer import train
 from tests.training.small import overrides, settings
 

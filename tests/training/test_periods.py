@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from atlas_memory import AtlasForCausalLM
 from atlas_memory.layers.mlp import ContinuumMLP
 from atlas_memory.training import M3, MultiPeriod, split_by_period, trainer
-from atlas_memory.training.runs import read_log
+from atlas_memory.training.logs import read_log
 from tests.training.small import settings
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from atlas_memory.training import load_run, sharded
 from atlas_memory.training.config import ConfigError, RunConfig
-from atlas_memory.training.runs import newest_checkpoint, read_log
+from atlas_memory.training.logs import read_log
+from atlas_memory.training.runs import newest_checkpoint
 from atlas_memory.training.trainer import train
 from tests.training.small import settings
 from tests.training.test_orders import losses, near, same, start, together, weights

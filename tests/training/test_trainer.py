@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from atlas_memory.training import load_run, trainer
 from atlas_memory.training.callbacks import Clock
 from atlas_memory.training.config import ConfigError
-from atlas_memory.training.runs import newest_checkpoint, read_log
+from atlas_memory.training.logs import read_log
+from atlas_memory.training.runs import newest_checkpoint
 from atlas_memory.training.trainer import train
 from tests.training.small import settings
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from atlas_memory.training import load_run, train
 from atlas_memory.training.config import ConfigError
-from atlas_memory.training.runs import read_log
+from atlas_memory.training.logs import read_log
 from tests.observation.test_alarm import everywhere, no_eta
 from tests.training.small import settings
 

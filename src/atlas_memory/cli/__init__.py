@@ -1,4 +1,4 @@
-"""The command: `atlas train | plan | generate | evaluate | report | rules | data prepare | tokenizer train`."""
+"""The command: `atlas train`, `plan`, `generate`, `evaluate`, `report`, `dashboard`, `rules`, `data`, `tokenizer`."""
 
 from __future__ import annotations
 
@@ -124,19 +124,14 @@ def evaluate(
 ) -> None:
     """Bits per byte of held-out text, overall and by position."""
     quiet()
-    from atlas_memory.data.prepared import Prepared, load_corpus
     from atlas_memory.evaluation.perplexity import bits_per_byte, reading_length
     from atlas_memory.training.config import RunConfig
     from atlas_memory.training.runs import load_run
+    from atlas_memory.training.texts import text_of
 
     loaded = load_run(run)
-    if data is None and loaded.config is None:
-        raise ValueError(f"{str(run)!r} has no run.yaml to name its held-out text: give --data")
-    if Prepared.open(data) is not None:
-        raise ValueError(f"--data={str(data)!r} is a prepared folder, which keeps held-out text only: give the text")
+    _, documents = text_of(loaded, data)
     trained = (loaded.config or RunConfig()).data
-    corpus = load_corpus(**trained.source | ({} if data is None else {"path": str(data)}))
-    documents = corpus.held_out if data is None else corpus.train + corpus.held_out
     length = reading_length(trained.longest) if length is None else length
     scores = {
         name: bits_per_byte(loaded.model, loaded.tokenizer, documents, length, enabled, streams or None)
@@ -175,7 +170,7 @@ def report(
 ) -> None:
     """Evaluate a run and write RUN/report/: a page, pictures and numbers."""
     quiet()
-    from atlas_memory.report import write_report
+    from atlas_memory.report.report import write_report
 
     numbers = write_report(run, data)
     found, margin = numbers["memory_on"]["bits_per_byte"], numbers["margin"]
@@ -187,6 +182,21 @@ def report(
             f"writes off (saved: {margin['bits_per_byte']:.4f} ± {margin['standard_error']:.4f})"
         )
     print(f"report: {Path(numbers['folder']) / 'report.html'}")
+
+
+@app.command()
+def dashboard(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Runs, or folders with runs in them.")],
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8501,
+    address: Annotated[str, typer.Option(help="Whom it answers: 0.0.0.0 is every machine that can reach it.")] = (
+        "localhost"
+    ),
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open it in the browser.")] = True,
+) -> None:
+    """Show runs on a local web page while they train: curves, memories, alarms, samples, and texts as they are read."""
+    from atlas_memory.dashboard import serve
+
+    raise typer.Exit(serve(runs, port, address, browser))
 
 
 app.command()(plan)

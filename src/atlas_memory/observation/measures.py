@@ -35,6 +35,14 @@ def norm(matrices: tuple[Tensor, ...]) -> Tensor:
     return torch.stack([m.float().square().sum((-2, -1)) for m in matrices]).sum(0).sqrt()
 
 
+def turn(step: tuple[Tensor, ...], before: tuple[Tensor, ...]) -> Tensor:
+    """Degrees between two steps of all matrices ``[batch, heads, rows, columns]`` together, ``[batch, heads]``: 0 goes
+    straight on, 90 is another direction, 180 back; NaN where one of them is zero."""
+    dot = sum(((a.double() * b.double()).sum((-2, -1)) for a, b in zip(step, before, strict=True)), torch.zeros(()))
+    cosine = dot / (norm(step).double() * norm(before).double())
+    return cosine.clamp(-1, 1).acos().rad2deg().float()
+
+
 def effective_rank(matrix: Tensor) -> Tensor:
     """exp of the entropy of the singular values' shares (Roy and Vetterli 2007), of ``[..., rows, columns]``; between 1
     and the smaller side, 0 of a matrix of zeros, and NaN of one with entries that are not finite."""

@@ -20,6 +20,8 @@ LAGS = (16, 256)
 """How many tokens back a key is asked about: what is recent, and what is older."""
 GATES = ("alpha", "eta", "theta", "gamma", "delta")
 
+Matrices = tuple[Tensor, ...]
+
 
 @dataclass(frozen=True)
 class MemoryTrace:
@@ -45,7 +47,10 @@ class MemoryTrace:
             layer that stands alone.
         norm, moved: |M| and |M - M_0| (Frobenius, all matrices), ``[batch, heads, points]``, after every piece read.
         momentum: |S|; None where the optimiser keeps none.
-        rank: effective rank of the last matrix of M, ``[batch, heads, points]``.
+        rank: effective rank of the last matrix of M, ``[batch, heads, points]``: in how many directions it differs.
+        turn: degrees by which the path of M bends, ``[batch, heads, points]``: between the step that it took from the
+            start of a piece to its end, and the step of the piece before. 0: it goes straight on; 90: each piece is
+            written in another direction; beyond: it takes back. NaN for the first piece.
     """
 
     name: str
@@ -63,6 +68,7 @@ class MemoryTrace:
     moved: Tensor
     momentum: Tensor | None
     rank: Tensor
+    turn: Tensor
 
     @property
     def half_life(self) -> Tensor | None:
@@ -78,7 +84,8 @@ class Trace:
         memories: of each layer, in the order of the layers.
         nats: -log p of each token given those before it, ``[batch, time]``, NaN for the first; None for a model that
             predicts nothing.
-        points: tokens read after each piece, to which ``norm``, ``moved``, ``momentum`` and ``rank`` belong.
+        points: tokens read after each piece, to which ``norm``, ``moved``, ``momentum``, ``rank`` and ``turn``
+            belong.
         lags: of ``MemoryTrace.error``.
     """
 
@@ -166,6 +173,7 @@ class _Layer:
         self.names = [f"{watched.name}:{name}" if name else watched.name for name in own]
         self.memories = [_Memory(lags) for _ in own]
         self.start: list[MemoryState] | None = None
+        self.paths: list[_Path] = []
         self.without: Any = None
 
     def look(self, watched: Watched, ids: Tensor) -> list[MemoryTrace]:
@@ -179,11 +187,19 @@ class _Layer:
                     each.append(memory.look(lesson))
         if self.start is None:
             self.start = states(watched.layer, watched.layer.initial_state(batch))
+            self.paths = [_Path(start.weights) for start in self.start]
         share, branch = self._share(watched)
         ends = states(watched.layer, watched.reads[-1].after)
         return [
-            MemoryTrace(name=name, share=share, branch=branch, **_tokens(each, time), **_matrices(end, start))
-            for name, each, end, start in zip(self.names, found, ends, self.start, strict=True)
+            MemoryTrace(
+                name=name,
+                share=share,
+                branch=branch,
+                turn=path.turn(end.weights),
+                **_tokens(each, time),
+                **_matrices(end, start),
+            )
+            for name, each, end, start, path in zip(self.names, found, ends, self.start, self.paths, strict=True)
         ]
 
     def _share(self, watched: Watched) -> tuple[Tensor, Tensor]:
@@ -232,6 +248,26 @@ class _Memory:
         return _gates(gates) | {"surprise": surprise, "error": torch.stack(errors, 2), "written": written}
 
 
+class _Path:
+    """Where the matrices of a memory stood after the last piece, and how they had come there."""
+
+    def __init__(self, start: Matrices) -> None:
+        self.at, self.step = start, cast("Matrices | None", None)
+
+    def turn(self, end: Matrices) -> Tensor:
+        """``MemoryTrace.turn`` at the end of the next piece, ``[batch, heads, 1]``."""
+        step = tuple(a - b for a, b in zip(end, _wider(self.at, end), strict=True))
+        before, self.at, self.step = self.step, end, step
+        if before is None:
+            return torch.full((*end[0].shape[:2], 1), torch.nan)
+        return measures.turn(step, _wider(before, end))[..., None].cpu()
+
+
+def _wider(matrices: Matrices, like: Matrices) -> Matrices:
+    """With a column of zeros for every key that was read since: on phi* a matrix has one for each."""
+    return tuple(F.pad(a, (0, b.shape[-1] - a.shape[-1])) for a, b in zip(matrices, like, strict=True))
+
+
 def _gates(gates: Gates) -> dict[str, Tensor]:
     """The gates that there are, ``[batch, heads, time]`` each."""
     found = {}
@@ -250,9 +286,7 @@ def _tokens(parts: list[dict[str, Tensor]], time: int) -> dict[str, Any]:
 
 def _matrices(end: MemoryState, start: MemoryState) -> dict[str, Any]:
     """The figures of a memory's matrices, ``[batch, heads, 1]`` each."""
-    # On phi* a matrix has had a column for every key since the start.
-    begun = (F.pad(w0, (0, w.shape[-1] - w0.shape[-1])) for w, w0 in zip(end.weights, start.weights, strict=True))
-    moved = tuple(w - w0 for w, w0 in zip(end.weights, begun, strict=True))
+    moved = tuple(w - w0 for w, w0 in zip(end.weights, _wider(start.weights, end.weights), strict=True))
     sums = tuple(m.sums[0] for m in end.matrices if m.sums)
     found = {
         "norm": measures.norm(end.weights),

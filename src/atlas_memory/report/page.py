@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from atlas_memory.report.pictures import short
+from atlas_memory.report.names import short
 
 MEANING = {
     "alpha": "retention: what share of the old memory is kept at a token",
@@ -142,7 +142,12 @@ def _gates(numbers: dict[str, Any]) -> str:
         "<p>An error of 0 means that the memory answers a key with its value, of 1 that it knows nothing of it. Before "
         "a token is written the error is its surprise; what is remembered has less later. The last columns: how far "
         "writing moves the answers to keys, and how much of the layer's output hangs on what was written (0: nothing, "
-        f"1: all of it).</p><h2>Gates</h2>{_broad('gates.png', 'Gates of each memory over a document')}"
+        f"1: all of it).</p>{_broad('geometry.png', 'The path of each memory over a document')}"
+        "<p>The path of a memory as it reads: in how many directions its matrix differs (effective rank), how far it "
+        "has come from where training left it, and by how much its path bends from one piece of 256 tokens to the "
+        "next. 0 degrees: it goes straight on; 90: each piece is written in another direction; more: it takes back "
+        "what the piece before had written.</p>"
+        f"<h2>Gates</h2>{_broad('gates.png', 'Gates of each memory over a document')}"
         f"<p>{meaning}.</p>"
         + _table(["memory", "gate", "mean", "std", "std over time", "5% / 50% / 95%"], rows)
         + forget

@@ -16,16 +16,8 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from atlas_memory.evaluation.perplexity import Score
 from atlas_memory.observation import MemoryTrace
+from atlas_memory.report.names import BLUE, GATES, GREEN, GREY, ORANGE, PINK, short
 
-# Okabe and Ito's colours, which people with any colour vision tell apart.
-BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A8A8A"
-GATES = {  # name: (label, colour)
-    "alpha": ("α  retention", BLUE),
-    "eta": ("η  step size", ORANGE),
-    "theta": ("θ  momentum", GREEN),
-    "gamma": ("Σγ  tokens in window", PINK),
-    "delta": ("δ  threshold", GREY),
-}
 _BINS = 96
 
 
@@ -86,6 +78,7 @@ def bits_by_position(path: Path, on: Score, off: Score | None, recent: Score, tr
     _label(
         above,
         [(f"{label} {score.by_position[-1]:.3f}", score.by_position[-1], colour) for score, colour, label in curves],
+        x[-1],
     )
     labels = []
     for score, colour, label in ([(off, ORANGE, "by writing")] if off else []) + [(recent, GREEN, "by older tokens")]:
@@ -94,7 +87,7 @@ def bits_by_position(path: Path, on: Score, off: Score | None, recent: Score, tr
         below.plot(x, saved, color=colour, linewidth=2, marker="o", markersize=5)
         labels.append((f"{label} {saved[-1]:.3f}", saved[-1], colour))
     below.axhline(0, color=GREY, linewidth=1)
-    _label(below, labels)
+    _label(below, labels, x[-1])
     if trained < edges[-1]:
         # Buckets are equally wide on this axis, and bucket j ends at j + 1/2.
         at = float(np.interp(trained, edges, np.arange(len(edges)) - 0.5))
@@ -114,9 +107,8 @@ def bits_by_position(path: Path, on: Score, off: Score | None, recent: Score, tr
     figure.savefig(path)
 
 
-def _label(axes: Axes, labels: Sequence[tuple[str, float, str]], end: float | None = None) -> None:
-    """Write (text, height, colour) to the right of the curves' ends, moved apart where they would overlap; at ``end``,
-    by default that of curves over 0, 1, 2, ..."""
+def _label(axes: Axes, labels: Sequence[tuple[str, float, str]], end: float) -> None:
+    """Write (text, height, colour) right of ``end``, where the curves end, moved apart where they would overlap."""
     low, high = axes.get_ylim()
     room = 0.075 * (high - low) * 6.4 / (axes.get_position().height * 10)
     heights: list[float] = []
@@ -124,7 +116,7 @@ def _label(axes: Axes, labels: Sequence[tuple[str, float, str]], end: float | No
         heights.append(max(height, heights[-1] + room) if heights else height)
         axes.annotate(
             text,
-            (len(axes.lines[0].get_xdata()) - 1 if end is None else end, heights[-1]),  # type: ignore[arg-type]
+            (end, heights[-1]),
             (10, 0),
             textcoords="offset points",
             color=colour,
@@ -155,14 +147,28 @@ def contents_over_time(path: Path, memories: Sequence[MemoryTrace], lags: Sequen
     _over_time(path, memories, columns, values, f"What the memories hold while reading {name}")
 
 
+def geometry_over_time(path: Path, memories: Sequence[MemoryTrace], points: Sequence[int], name: str) -> None:
+    """A row for each memory: in how many directions it differs after so many tokens, how far it is from M_0, and by
+    how much its path bends from one piece of the text to the next."""
+    columns = [
+        ("rank", "effective rank", BLUE),
+        ("moved", "distance from M_0", GREEN),
+        ("turn", "bend of its path (degrees)", PINK),
+    ]
+    values = [{key: getattr(memory, key) for key, *_ in columns} for memory in memories]
+    _over_time(path, memories, columns, values, f"The path of the memories while reading {name}", points)
+
+
 def _over_time(
     path: Path,
     memories: Sequence[MemoryTrace],
     columns: Sequence[tuple[str, str, str]],
     values: Sequence[dict[str, torch.Tensor | None]],
     title: str,
+    points: Sequence[int] | None = None,
 ) -> None:
-    """Panels of (name, label, colour) by memory, of values ``[batch, heads, time]``."""
+    """Panels of (name, label, colour) by memory, of values ``[batch, heads, time]``, or of the values after so many
+    tokens each, ``[batch, heads, points]``."""
     figure = _figure(3.6 * len(columns) + 0.6, 2.1 * len(memories) + 0.9)
     panels: Any = figure.subplots(len(memories), len(columns), squeeze=False, sharex=True, sharey="col")
     for row, (memory, found) in enumerate(zip(memories, values, strict=True)):
@@ -170,6 +176,7 @@ def _over_time(
             axes, value = panels[row, column], found[name]
             if value is not None:
                 x, low, middle, high = _bands(value)
+                x = x if points is None else np.interp(x, np.arange(len(points)), points)
                 axes.fill_between(x, low, high, color=colour, alpha=0.22, lw=0)
                 axes.plot(x, middle, color=colour, linewidth=1.6)
             if row == 0:
@@ -206,27 +213,7 @@ def over_training(path: Path, looks: Sequence[dict[str, Any]]) -> None:
     for row, memory_name in enumerate(names):
         for column, (name, (label, limits)) in enumerate(shown.items()):
             axes = figure.add_subplot(grid[row, column])
-            values = np.array(
-                [
-                    look["memories"][row].get(name) or [np.nan] * len(looks[-1]["memories"][row]["norm"])
-                    for look in looks
-                ],
-                dtype=float,
-            ).T
-            norm: Any = LogNorm(*limits, clip=True) if name == "half_life" and limits else None
-            low, high = (None, None) if norm is not None or limits is None else limits
-            picture = axes.pcolormesh(
-                steps,
-                np.arange(1, len(values) + 1),
-                values,
-                norm=norm,
-                vmin=low,
-                vmax=high,
-                cmap="cividis",
-                shading="nearest",
-            )
-            figure.colorbar(picture, ax=axes, pad=0.02)
-            axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+            _heads_over_steps(axes, steps, [look["memories"][row] for look in looks], name, limits)
             if row == 0:
                 axes.set_title(label, fontsize=12)
             if column == 0:
@@ -244,10 +231,27 @@ def over_training(path: Path, looks: Sequence[dict[str, Any]]) -> None:
     figure.savefig(path)
 
 
-def short(name: str) -> str:
-    """A memory's name for a picture: the number of its layer, and what it is called within it."""
-    number = next((int(part) for part in name.split(":")[0].split(".") if part.isdigit()), 0)
-    return f"layer {number + 1} {name.partition(':')[2]}".rstrip()
+def _heads_over_steps(
+    axes: Axes,
+    steps: Sequence[int],
+    looks: Sequence[dict[str, Any]],
+    name: str,
+    limits: tuple[float, float] | None,
+) -> None:
+    """A line for each head of a memory, coloured by one of its figures in every look; half-lives by their order."""
+    missing = [np.nan] * len(looks[-1]["norm"])
+    values = np.array([look.get(name) or missing for look in looks], dtype=float).T
+    scale: dict[str, Any] = {}
+    if limits is not None:
+        scale = (
+            {"norm": LogNorm(*limits, clip=True)}
+            if name == "half_life"
+            else dict(zip(("vmin", "vmax"), limits, strict=True))
+        )
+    heads = np.arange(1, len(values) + 1)
+    picture = axes.pcolormesh(steps, heads, values, cmap="cividis", shading="nearest", **scale)
+    axes.figure.colorbar(picture, ax=axes, pad=0.02)
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
 
 
 def _bands(value: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

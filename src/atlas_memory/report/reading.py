@@ -3,82 +3,101 @@
 from __future__ import annotations
 
 import html
+import json
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from atlas_memory.report.pictures import GREEN, ORANGE, PINK
+from atlas_memory.evaluation.reading import Reading
+from atlas_memory.report.names import BLUE, GREEN, ORANGE, PINK
 
 LEVELS = 8
 MOST_COST, MOST_SAVED = 8.0, 4.0  # bits a token, from which on colours are full
 
 
-def reading_page(name: str, pieces: Sequence[str], cost: np.ndarray, saved: np.ndarray | None) -> str:
-    """The page of a document, next to the report's.
+def reading_page(name: str, reading: Reading, back: str | None = "report.html") -> str:
+    """The page of the document `name`, whole in one file, with a link `back`.
 
-    Args:
-        name: of the document.
-        pieces: what each token is in the text.
-        cost: bits of each token, ``[tokens]``; NaN where it was not predicted.
-        saved: how many more without what the memories wrote; None: there are no memories.
+    What a token cost is shown where the pointer is, or the finger.
     """
+    cost, saved = reading.cost, reading.saved
     spans = []
-    for n, piece in enumerate(pieces):
-        bits, less = float(cost[n]), None if saved is None else float(saved[n])
-        if not math.isfinite(bits):
-            spans.append(html.escape(piece))
-            continue
-        said = f"{bits:.1f} bits" + ("" if less is None else f", saved {less:.1f}")
-        classes = f"c{_level(bits, MOST_COST)}" + ("" if less is None else f" s{_level(less, MOST_SAVED)}")
-        spans.append(f'<span class="{classes}" title="{said}">{html.escape(piece)}</span>')
+    for n, piece in enumerate(reading.pieces):
+        classes = [f"c{_level(cost[n], MOST_COST)}"]
+        classes += [] if saved is None else [f"s{_level(saved[n], MOST_SAVED)}"]
+        classes += ["again"] if reading.before[n] >= 0 else []
+        shown = " ".join(name for name in classes if name[1:] != "0")
+        spans.append(f'<i class="{shown}">{html.escape(piece)}</i>' if shown else f"<i>{html.escape(piece)}</i>")
     chosen = {"cost": "by cost: what it took to predict a token, orange up to 8 bits"}
     if saved is not None:
         chosen["saved"] = "by what writing saved: green where memories that stay at M_0 need more, pink where less"
     inputs = "".join(
         f'<input type="radio" name="by" id="{key}"{" checked" if key == list(chosen)[-1] else ""}>'
-        f'<label for="{key}">{text}</label><br>'
+        f'<label for="{key}"> {text}</label><br>'
         for key, text in chosen.items()
     )
+    link = f'<p><a href="{html.escape(back)}">the report</a></p>' if back else ""
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>Reading {html.escape(name)}</title>\n<style>{_style()}</style>\n"
-        f'<p><a href="report.html">the report</a></p><h1>Reading {html.escape(name)}</h1>'
-        f"{inputs}<pre>{''.join(spans)}</pre>\n</html>\n"
+        f"{link}<h1>Reading {html.escape(name)}</h1><p>{_again(reading)}</p>"
+        f'{inputs}<pre id="text">{"".join(spans)}</pre><p id="said"></p>\n'
+        f"<script>{_script(cost, saved)}</script>\n</html>\n"
+    )
+
+
+def _again(reading: Reading) -> str:
+    """What the passages that are read a second time cost then, in a sentence; "" where there are none."""
+    again = reading.again()
+    if again is None:
+        return ""
+    count, first, second = again
+    return (
+        f"{count:,} tokens are of passages that had been read before (underlined): {first:.2f} bits a token the first "
+        f"time, {second:.2f} the second."
     )
 
 
 def _level(value: float, most: float) -> int:
-    """How strong a colour is, from 0 to LEVELS; of what is negative 2 LEVELS more, since a class's name has no sign."""
+    """How strong a colour is, from 0 to LEVELS; of what is negative LEVELS more, since a class's name has no sign."""
+    if not math.isfinite(value):
+        return 0
     level = round(LEVELS * max(-1.0, min(1.0, value / most)))
-    return level if level >= 0 else 2 * LEVELS - level
+    return level if level >= 0 else LEVELS - level
+
+
+def _script(cost: np.ndarray, saved: np.ndarray | None) -> str:
+    """What shows the figures of the token under the pointer; tenths of bits, as integers."""
+
+    def tenths(values: np.ndarray) -> str:
+        return json.dumps([round(10 * float(x)) if math.isfinite(x) else None for x in values], separators=(",", ":"))
+
+    return (
+        f"const cost={tenths(cost)},saved={'null' if saved is None else tenths(saved)},"
+        "text=document.getElementById('text'),said=document.getElementById('said');"
+        "const place=new Map([...text.children].map((e,n)=>[e,n]));"
+        "text.addEventListener('pointerover',e=>{const n=place.get(e.target);if(n===undefined)return;"
+        "said.textContent=`token ${n.toLocaleString()}: `+(cost[n]===null?'given':`${(cost[n]/10).toFixed(1)} bits`"
+        "+(saved?`, saved ${(saved[n]/10).toFixed(1)}`:''))});"
+    )
 
 
 def _style() -> str:
     rules = [
         "body { font: 17px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }",
         "pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 14px; line-height: 1.6 }",
+        "i { font-style: normal }",
+        f".again {{ border-bottom: 2px solid {BLUE} }}",
+        "#said { position: fixed; left: 0; bottom: 0; margin: 0; padding: .2rem 1rem; background: #fff;"
+        " border-top: 1px solid #ccc; border-right: 1px solid #ccc; font-size: 14px }",
+        "#said:empty { display: none }",
     ]
     for level in range(1, LEVELS + 1):
         strength = round(0.8 * 255 * level / LEVELS)
         for key, name, number, colour in (
             ("cost", "c", level, ORANGE),
             ("saved", "s", level, GREEN),
-            ("saved", "s", 2 * LEVELS + level, PINK),
+            ("saved", "s", LEVELS + level, PINK),
         ):
             rules.append(f"#{key}:checked ~ pre .{name}{number} {{ background: {colour}{strength:02x} }}")
     return "\n".join(rules)
-
-
-def pieces_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text; a character of several tokens stands with the last of them."""
-    found: list[str] = []
-    held: list[int] = []
-    for token in ids:
-        held.append(int(token))
-        text = tokenizer.decode(held, clean_up_tokenization_spaces=False)
-        whole = not text.endswith("\ufffd") or len(held) > 8
-        found.append(text if whole else "")
-        held = [] if whole else held
-    return found

@@ -1,9 +1,31 @@
-"""Optimisers; configuration, the training run and its folder."""
+"""Optimisers; configuration, the training run and its folder. Each is imported when it is first asked for, so that the
+logs of a run can be read without torch."""
 
-from atlas_memory.training.config import RunConfig, load_config
-from atlas_memory.training.optimisers import M3, m3_groups
-from atlas_memory.training.periods import MultiPeriod, split_by_period
-from atlas_memory.training.runs import load_run
-from atlas_memory.training.trainer import train
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atlas_memory.training.config import RunConfig, load_config
+    from atlas_memory.training.optimisers import M3, m3_groups
+    from atlas_memory.training.periods import MultiPeriod, split_by_period
+    from atlas_memory.training.runs import load_run
+    from atlas_memory.training.trainer import train
 
 __all__ = ["M3", "MultiPeriod", "RunConfig", "load_config", "load_run", "m3_groups", "split_by_period", "train"]
+
+_LATER = {
+    "M3": ".optimisers",
+    "MultiPeriod": ".periods",
+    "RunConfig": ".config",
+    "load_config": ".config",
+    "load_run": ".runs",
+    "m3_groups": ".optimisers",
+    "split_by_period": ".periods",
+    "train": ".trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(_LATER[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

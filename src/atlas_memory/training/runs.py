@@ -164,22 +164,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def read_log(folder: Path, name: str = "log.jsonl") -> list[dict[str, Any]]:
-    """The lines of `log.jsonl` (or of another log) by step; a step that was done again after a resume counts once,
-    as last done."""
-    path = folder / name
-    if not path.is_file():
-        return []
-    steps: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:  # cut off when the process was killed
-            continue
-        steps[entry["step"]] = entry
-    return [steps[step] for step in sorted(steps)]
-
-
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Around the writing of a file or a checkpoint of a run: OSError of one line if it could not be done."""
@@ -192,17 +176,6 @@ def writing(path: Path) -> Iterator[None]:
             f"{path} could not be written: {reason}; make room, and the run goes on from its last checkpoint with: "
             f"atlas train --resume output_dir={path.parent}"
         ) from error
-
-
-def cut_logs(folder: Path, step: int) -> None:
-    """Drop the lines after `step` from all logs: a run resumed at `step` does those steps again, or others."""
-    for name in ("log.jsonl", "samples.jsonl", "memory.jsonl"):
-        kept = [entry for entry in read_log(folder, name) if entry["step"] <= step]
-        path = folder / name
-        if path.is_file():
-            replacement = path.with_suffix(".tmp")
-            replacement.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-            replacement.replace(path)
 
 
 def _step(folder: Path) -> float:

@@ -25,6 +25,7 @@ from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.checks import check_device, check_folder, has_bf16, only_run, warn_of_memory
 from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.examples import Examples, Text, batches
+from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, cut_logs, read_log
 from atlas_memory.training.muon import MuonAndAdamW, muon_groups
 from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
@@ -35,11 +36,9 @@ from atlas_memory.training.runs import (
     broken,
     check_fit,
     check_next,
-    cut_logs,
     first_model,
     model_config,
     newest_checkpoint,
-    read_log,
     saved_config,
     writing,
 )
@@ -145,11 +144,11 @@ def _run(
 
     run = config.train
     reader = HeldOut(model, text.tokenizer, text.held_out, config.data.longest, run.evaluate_every, run.fsdp)
-    log = JsonLog(folder / "log.jsonl", clock, reader)
-    writer = Samples(folder / "samples.jsonl", reader, run.sample_tokens, run.prompt, console)
+    log = JsonLog(folder / LOG, clock, reader)
+    writer = Samples(folder / SAMPLES, reader, run.sample_tokens, run.prompt, console)
     tokens_per_step = run.batch_size * batches(config) * config.data.seq_len
     watch = MemoryWatch(
-        folder / "memory.jsonl",
+        folder / MEMORY,
         model,
         text.tokenizer,
         reader.documents,

@@ -21,10 +21,9 @@ from atlas_memory.models import AtlasForCausalLM
 from atlas_memory.observation import alarms, effective_remembrance, summarise, trace
 from atlas_memory.observation.watching import memories
 from atlas_memory.training import sharded
+from atlas_memory.training.logs import MEMORY, read_log
 from atlas_memory.training.processes import process
-from atlas_memory.training.runs import read_log, writing
-
-FILE = "memory.jsonl"
+from atlas_memory.training.runs import writing
 
 
 class MemoryWatch(TrainerCallback):
@@ -67,7 +66,7 @@ class MemoryWatch(TrainerCallback):
         self._raised: set[tuple[str, str]] = set()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        lines = read_log(self.path.parent, FILE)
+        lines = read_log(self.path.parent, MEMORY)
         if lines:
             self._suspected, self._raised = _keys(lines[-1]["suspected"]), _keys(lines[-1]["alarms"])
 

@@ -1,0 +1,134 @@
+"""How long the dashboard takes to show runs, in a headless browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+HEADS, LAYERS = 8, 4
+
+
+def made_run(folder: Path, steps: int = 2000, every: int = 100, seed: int = 0, alarm: int | None = None) -> Path:
+    """Write the logs of a run that never was: a line a step, a look every so many steps, and an alarm from a step."""
+    draw = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    settings = {"model": {"rule": "atlas"}, "data": {"tokenizer": "bytes"}, "train": {"steps": steps, "seed": seed}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    for step in range(1, steps + 1):
+        line = {"step": step, "loss": 2 + 3 * np.exp(-step / 400) + 0.1 * draw.normal(), "learning_rate": 1e-3}
+        line |= {"grad_norm": 1.0, "elapsed": 0.4 * step}
+        line |= {"held_out_bits_per_byte": 3.0 - step / steps} if step % every == 0 else {}
+        append(folder / "log.jsonl", line)
+        if step % every == 0:
+            append(folder / "memory.jsonl", _look(step, draw, alarm is not None and step >= alarm))
+            append(folder / "samples.jsonl", {"step": step, "prompt": "once ", "text": f"upon a time {step}"})
+    return folder
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Add a line to a log."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _look(step: int, draw: np.random.Generator, alarm: bool) -> dict[str, Any]:
+    def heads() -> list[float]:
+        return [float(value) for value in draw.uniform(size=HEADS)]
+
+    gates = {name: {"mean": heads(), "std": heads()} for name in ("alpha", "eta", "theta", "gamma")}
+    figures = ("half_life", "surprise", "written", "norm", "moved", "momentum", "rank")
+    memories = [
+        {"name": f"model.layers.{layer}.mixer", "share": 0.5, "branch": 0.5, **gates, "error": [heads(), heads()]}
+        | {name: heads() for name in figures}
+        for layer in range(LAYERS)
+    ]
+    text = "layer 0 writes nothing: lower train.gate_rate"
+    raised = [{"kind": "writes nothing", "memory": "model.layers.0.mixer", "text": text}] if alarm else []
+    found = {"step": step, "seconds": 0.5, "remembrance": 0.02, "back": 128, "lags": [16, 256], "memories": memories}
+    return found | {"suspected": raised, "alarms": raised}
+
+
+@contextmanager
+def served(*runs: Path) -> Iterator[str]:
+    """The address of a dashboard of runs, while it runs."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "atlas_memory", "dashboard", "--no-browser", "--port", str(port)]
+    server = subprocess.Popen([*command, *map(str, runs)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        address = f"http://localhost:{port}"
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{address}/_stcore/health", timeout=1).close()
+                break
+            except OSError:
+                if server.poll() is not None:
+                    raise RuntimeError(f"the dashboard ended: {server.communicate()[0]}") from None
+                time.sleep(0.1)
+        yield address
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def chromium() -> str | None:
+    """The browser's program, if there is one."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    """A headless Chromium; RuntimeError where there is none."""
+    from playwright.sync_api import sync_playwright
+
+    program = chromium()
+    if program is None:
+        raise RuntimeError("no Chromium was found: install it (Debian: apt-get install chromium)")
+    quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    quiet += ["--disable-component-update", "--disable-sync"]
+    quiet += ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as play:
+        started = play.chromium.launch(executable_path=program, args=quiet)
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+def measure(rounds: int = 5) -> dict[str, list[float]]:
+    """Seconds from asking for a page until its table or caption stands and all its charts are drawn, in a new browser
+    each time: of one run of 2,000 steps and of ten."""
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(10):
+            made_run(Path(folder) / f"run-{seed}", seed=seed)
+        for name, runs in (("one run", [Path(folder) / "run-0"]), ("ten runs", [Path(folder)])):
+            with served(*runs) as address:
+                for page, charts in (("", 6), ("memories", 6)):
+                    for _ in range(rounds):
+                        found.setdefault(f"{name}, {page or 'runs'}", []).append(_load(f"{address}/{page}", charts))
+    return found
+
+
+def _load(address: str, charts: int) -> float:
+    with browser() as started:
+        page = started.new_page(viewport={"width": 1400, "height": 2400})
+        begun = time.perf_counter()
+        page.goto(address)
+        page.wait_for_function(f"document.querySelectorAll('svg.marks').length >= {charts}", timeout=60_000)
+        return time.perf_counter() - begun

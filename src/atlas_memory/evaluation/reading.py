@@ -1,0 +1,94 @@
+"""A text, token by token: what each cost a model, what writing saved on it, and whether it had been read before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from atlas_memory.evaluation.perplexity import token_nats
+from atlas_memory.observation.watching import memories
+from atlas_memory.observation.writes import memory_writes
+
+AGAIN = 64
+"""Tokens of a passage that has to stand a second time, at the least, to count as read again."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model makes of a text, read from its beginning.
+
+    Attributes:
+        pieces: what each token adds to the text.
+        cost: bits of each token, float64 ``[tokens]``; NaN for the first, which nothing predicts.
+        saved: how many bits more the token costs if the memories stay as training left them, ``[tokens]``; None for a
+            model without memories.
+        before: where the same token stood in the same passage when it was read first, int64 ``[tokens]``; -1 where
+            nothing is read again.
+    """
+
+    pieces: list[str]
+    cost: np.ndarray
+    saved: np.ndarray | None
+    before: np.ndarray
+
+    def again(self) -> tuple[int, float, float] | None:
+        """How many tokens are of passages that were read before, and the bits each of them cost on average when they
+        were read first and when they were read again; None where there are none."""
+        second = np.flatnonzero(self.before > 0)
+        if not len(second):
+            return None
+        return len(second), float(self.cost[self.before[second]].mean()), float(self.cost[second].mean())
+
+
+def read(model: Any, tokenizer: Any, ids: np.ndarray, cost: np.ndarray | None = None) -> Reading:
+    """Read tokens ``[tokens]`` with a model; ``cost`` in bits, where it is known."""
+    tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
+
+    def bits() -> np.ndarray:
+        with torch.inference_mode():
+            return np.append(np.nan, token_nats(model, tokens)[0] / math.log(2))
+
+    cost, saved = bits() if cost is None else cost, None
+    if memories(model):
+        with memory_writes(model, False):
+            saved = bits() - cost
+    return Reading(pieces_of(tokenizer, ids.tolist()), cost, saved, repeats(ids))
+
+
+def repeats(ids: np.ndarray, least: int = AGAIN) -> np.ndarray:
+    """For each token the place at which it stood when its passage was first read, int64 ``[tokens]``; -1 outside of
+    passages of ``least`` tokens or more that are read a second time. Passages do not overlap with themselves."""
+    found = np.full(len(ids), -1, dtype=np.int64)
+    known: dict[bytes, int] = {}
+    for begin in range(len(ids) - least + 1):
+        first = known.setdefault(ids[begin : begin + least].tobytes(), begin)
+        if begin - first >= least:
+            found[begin : begin + least] = np.arange(first, first + least)
+    return found
+
+
+def twice(ids: np.ndarray, again: int, later: int) -> np.ndarray:
+    """Tokens ``[tokens]`` in which the passage of ``again`` tokens that begins after a quarter of them stands a second
+    time, ``later`` tokens after its end, or at the end of all."""
+    begin = len(ids) // 4
+    passage = ids[begin : begin + again]
+    at = min(len(ids), begin + again + later)
+    return np.concatenate([ids[:at], passage, ids[at:]])
+
+
+def pieces_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text; a character of several tokens stands with the last of them."""
+    found: list[str] = []
+    held: list[int] = []
+    for token in ids:
+        held.append(int(token))
+        text = tokenizer.decode(held, clean_up_tokenization_spaces=False)
+        whole = not text.endswith("\ufffd") or len(held) > 8
+        found.append(text if whole else "")
+        held = [] if whole else held
+    return found

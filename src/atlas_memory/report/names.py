@@ -1,0 +1,19 @@
+"""Colours, and what people call the gates and memories of a model."""
+
+from __future__ import annotations
+
+# Okabe and Ito's colours, which people with any colour vision tell apart.
+BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A8A8A"
+GATES = {  # name: (label, colour)
+    "alpha": ("α  retention", BLUE),
+    "eta": ("η  step size", ORANGE),
+    "theta": ("θ  momentum", GREEN),
+    "gamma": ("Σγ  tokens in window", PINK),
+    "delta": ("δ  threshold", GREY),
+}
+
+
+def short(name: str) -> str:
+    """A memory's name for a picture: the number of its layer, and what it is called within it."""
+    number = next((int(part) for part in name.split(":")[0].split(".") if part.isdigit()), 0)
+    return f"layer {number + 1} {name.partition(':')[2]}".rstrip()
