@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from atlas_memory.report.comparison import write_comparison
 from atlas_memory.report.report import write_report
 from atlas_memory.training import train
 from tests.training.small import settings
@@ -62,3 +63,18 @@ def test_a_report_needs_a_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "run.yaml").unlink()
     with pytest.raises(ValueError, match=r"has no run.yaml"):
         write_report(tmp_path / "run")
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    train(settings(tmp_path, f"output_dir={tmp_path}/with"))
+    train(settings(tmp_path, f"output_dir={tmp_path}/without", "model.block=swa", "model.rule=atlas", "model.attention_window=4"))
+    page = write_comparison([tmp_path / "with", tmp_path / "without"], streams=2, sample_tokens=5)
+    assert page == tmp_path / "comparison" / "comparison.html"
+    text = page.read_text()
+    for link in re.findall('(?:href|src)="(.*?)"', text):
+        assert (page.parent / link).is_file(), link
+    rows = [[re.sub("<.*?>", "", cell) for cell in row.split("</td>")] for row in text.split("<tr>")]
+    assert ["with", "deltanet"] in [[row[0], row[2]] for row in rows if len(row) > 3]
+    assert any(row[0] == "model.block" and row[2] == "swa" for row in rows)
+    with pytest.raises(ValueError, match="named twice"):
+        write_comparison([tmp_path / "with", tmp_path / "without" / ".." / "with"])

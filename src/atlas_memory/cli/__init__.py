@@ -165,14 +165,18 @@ def _show(scores: dict[str, Any], margin: tuple[float, float] | None) -> None:
 
 @app.command()
 def report(
-    run: RunFolder,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Folders that `atlas train` wrote.")],
     data: Annotated[Path | None, typer.Option(help="Read all of this text, not the run's own held-out part.")] = None,
 ) -> None:
-    """Evaluate a run and write RUN/report/: a page, pictures and numbers."""
+    """Evaluate runs and write RUN/report/: a page, pictures and numbers; of several, a page that compares them too."""
     quiet()
+    from atlas_memory.report.comparison import write_comparison
     from atlas_memory.report.report import write_report
 
-    numbers = write_report(run, data)
+    if len(runs) > 1:
+        print(f"comparison: {write_comparison(runs, data)}")
+        return
+    numbers = write_report(runs[0], data)
     found, margin = numbers["memory_on"]["bits_per_byte"], numbers["margin"]
     if margin is None:
         print(f"bits per byte: {found:.4f} (the model has no memory)")

@@ -10,7 +10,7 @@ import altair as alt
 import numpy as np
 
 from atlas_memory.dashboard.runs import Watched
-from atlas_memory.report.names import BLUE, GATES, GREEN, GREY, ORANGE, PINK, short
+from atlas_memory.report.names import BLUE, COLOURS, GATES, GREEN, GREY, ORANGE, short
 
 if TYPE_CHECKING:  # which loads torch
     from atlas_memory.evaluation.reading import Reading
@@ -33,6 +33,17 @@ MEASURES = {  # figure of a memory in a look: what it is called, and its values 
 }
 
 
+def styled(chart: alt.Chart | alt.LayerChart) -> alt.Chart | alt.LayerChart:
+    """A chart without what its figures do not need: Streamlit's own style leaves half of the height empty."""
+    return (
+        chart.configure(font="Source Sans, sans-serif", padding={"left": 0, "right": 8, "top": 4, "bottom": 12})
+        .configure_view(stroke=None)
+        .configure_axis(gridColor="#E8E8E8", domain=False, tickColor="#CCCCCC", labelColor="#555555")
+        .configure_title(fontSize=15, anchor="start", offset=6)
+        .configure_legend(labelFontSize=12, orient="top", offset=4)
+    )
+
+
 def curves(
     runs: Sequence[Watched], label: str, points: Callable[[Watched], Iterable[tuple[int, float | None]]]
 ) -> alt.Chart | None:
@@ -44,10 +55,9 @@ def curves(
     ]
     if not rows:
         return None
-    colours = [BLUE, ORANGE, GREEN, PINK, "#56B4E9", "#E69F00", "#000000", GREY, "#7A4EAB", "#8C564B"]
     names = [run.name for run in runs]
-    scale = alt.Scale(domain=names, range=[colours[i % len(colours)] for i in range(len(names))])
-    legend = alt.Legend(orient="top", title=None, columns=COLUMNS, labelLimit=110, symbolType="stroke")
+    scale = alt.Scale(domain=names, range=[COLOURS[i % len(COLOURS)] for i in range(len(names))])
+    legend = alt.Legend(title=None, columns=COLUMNS, labelLimit=110, symbolType="stroke")
     return (
         alt.Chart(alt.Data(values=rows), title=label)
         .mark_line(point=len(rows) <= 20 * len(runs), clip=True)
@@ -102,7 +112,9 @@ def heads_over_steps(looks: Sequence[dict[str, Any]], measure: str) -> alt.Chart
     log = measure == "half_life"
     scale: dict[str, Any] = {"scheme": "cividis", "clamp": True, "type": "log" if log else "linear"}
     scale |= {} if limits is None else {"domain": list(limits)}
-    legend = alt.Legend(title=None, gradientThickness=10, gradientLength=110, format="~s" if log else ".3~g")
+    legend = alt.Legend(
+        orient="right", title=None, gradientThickness=10, gradientLength=110, format="~s" if log else ".3~g"
+    )
     return (
         alt.Chart(alt.Data(values=rows), title=label)
         .mark_rect()
@@ -151,7 +163,7 @@ def reading_along(reading: Reading) -> alt.Chart:
             color=alt.Color(
                 "what:N",
                 scale=alt.Scale(domain=[name for name, _, _ in curves], range=[colour for *_, colour in curves]),
-                legend=alt.Legend(orient="bottom", title=None),
+                legend=alt.Legend(title=None),
             ),
             tooltip=["what:N", alt.Tooltip("token:Q", format=","), alt.Tooltip("bits:Q", format=".2f")],
         )
@@ -173,7 +185,7 @@ def reading_along(reading: Reading) -> alt.Chart:
             color=alt.Color(
                 "when:N",
                 scale=alt.Scale(domain=["read first", "read again"], range=[GREY, BLUE]),
-                legend=alt.Legend(orient="bottom", title=None),
+                legend=alt.Legend(title=None),
             ),
         )
     )

@@ -46,7 +46,7 @@ def _runs() -> list[Watched]:
 
 def _show(chart: alt.Chart | None) -> None:
     if chart is not None:
-        st.altair_chart(chart, width="stretch")
+        st.altair_chart(charts.styled(chart), width="stretch", theme=None)
 
 
 def _each(lines: str, key: str, scale: bool = False) -> Callable[[Watched], Iterable[tuple[int, float | None]]]:

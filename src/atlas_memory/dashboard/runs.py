@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, Log
+from atlas_memory.training.settings import flat_settings
 
 
 class Watched:
@@ -34,7 +33,7 @@ class Watched:
         self.steps, self.looks, self.samples = [log.read() for log in self._logs]
         self.damaged = sum(log.damaged for log in self._logs)
         if not self.config:
-            self.config = _config(self.folder / "run.yaml")
+            self.config = flat_settings(self.folder)
 
     @property
     def goal(self) -> int | None:
@@ -79,16 +78,3 @@ def watch(folders: Sequence[Path]) -> list[Watched]:
 
 def _is_run(folder: Path) -> bool:
     return (folder / LOG).is_file() or (folder / "run.yaml").is_file()
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return dict(_flat(yaml.safe_load(path.read_text(encoding="utf-8")) or {}))
-    except (OSError, ValueError, yaml.YAMLError):  # not there, or not whole yet
-        return {}
-
-
-def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if not isinstance(tree, dict):
-        return [(prefix, tree)]
-    return [leaf for key, value in tree.items() for leaf in _flat(value, f"{prefix}.{key}" if prefix else str(key))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A8A8A"
+COLOURS = (BLUE, ORANGE, GREEN, PINK, "#56B4E9", "#E69F00", "#000000", GREY, "#7A4EAB", "#8C564B")  # of runs
 GATES = {  # name: (label, colour)
     "alpha": ("α  retention", BLUE),
     "eta": ("η  step size", ORANGE),

@@ -113,7 +113,7 @@ def _positions(numbers: dict[str, Any]) -> str:
         '<h2>By position</h2><img src="position.png" alt="Bits per byte by position">'
         "<p>Bits a byte of text at each distance from the beginning, as the model reads; how it is with a memory that "
         f"is emptied so often that only the last {trained // 2:,} to {trained:,} tokens are in it{without}. "
-        f"Lower is better.</p>{_table(heads, rows)}"
+        f"Lower is better.</p>{table(heads, rows)}"
     )
 
 
@@ -133,7 +133,7 @@ def _gates(numbers: dict[str, Any]) -> str:
     meaning = "; ".join(f"<b>{name}</b>: {text}" for name, text in MEANING.items() if name in used)
     forget = (
         "<p>Tokens after which a head has forgotten half of what it wrote, by its mean alpha:</p>"
-        + _table(["memory", "half-lives of its heads"], lives)
+        + table(["memory", "half-lives of its heads"], lives)
         if lives
         else ""
     )
@@ -149,7 +149,7 @@ def _gates(numbers: dict[str, Any]) -> str:
         "what the piece before had written.</p>"
         f"<h2>Gates</h2>{_broad('gates.png', 'Gates of each memory over a document')}"
         f"<p>{meaning}.</p>"
-        + _table(["memory", "gate", "mean", "std", "std over time", "5% / 50% / 95%"], rows)
+        + table(["memory", "gate", "mean", "std", "std over time", "5% / 50% / 95%"], rows)
         + forget
     )
 
@@ -159,6 +159,7 @@ def _broad(picture: str, alt: str) -> str:
     return f'<div class="wide"><img src="{picture}" alt="{alt}"></div>'
 
 
-def _table(heads: list[str], rows: list[str]) -> str:
+def table(heads: list[str], rows: list[str]) -> str:
+    """A table; rows are cells in their tags."""
     head = "".join(f"<th>{name}</th>" for name in heads)
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'

@@ -21,13 +21,15 @@ from atlas_memory.report.names import BLUE, GATES, GREEN, GREY, ORANGE, PINK, sh
 _BINS = 96
 
 
-def _figure(width: float, height: float) -> Figure:
+def canvas(width: float, height: float) -> Figure:
+    """An empty figure of so many inches, drawn without a screen."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _tidy(axes: Axes) -> None:
+def tidy(axes: Axes) -> None:
+    """Axes without what is not needed."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -39,15 +41,10 @@ def _tidy(axes: Axes) -> None:
 def loss_curve(path: Path, steps: Sequence[float], loss: Sequence[float], unit: str) -> None:
     """Training loss against steps: each step faint, a running mean over a fiftieth of the run (at least ten
     steps) on top."""
-    figure = _figure(8, 4.2)
+    figure = canvas(8, 4.2)
     axes = figure.subplots()
-    values = np.asarray(loss, dtype=float)
-    width = max(10, len(values) // 50)
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    end = np.arange(1, len(values) + 1)
-    begin = np.maximum(end - width, 0)
-    mean = (total[end] - total[begin]) / (end - begin)
-    axes.plot(steps, values, color=BLUE, alpha=0.25, linewidth=0.8)
+    mean = running_mean(loss)
+    axes.plot(steps, loss, color=BLUE, alpha=0.25, linewidth=0.8)
     axes.plot(steps, mean, color=BLUE, linewidth=2)
     axes.annotate(
         f"{mean[-1]:.2f}",
@@ -60,15 +57,24 @@ def loss_curve(path: Path, steps: Sequence[float], loss: Sequence[float], unit: 
     )
     axes.set(title="Training loss", xlabel="step", ylabel=unit, ylim=(0, None))
     axes.margins(x=0.01)
-    _tidy(axes)
+    tidy(axes)
     figure.savefig(path)
+
+
+def running_mean(values: Sequence[float]) -> np.ndarray:
+    """The mean of each value and those before it, over a fiftieth of all or ten."""
+    width = max(10, len(values) // 50)
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
+    end = np.arange(1, len(values) + 1)
+    begin = np.maximum(end - width, 0)
+    return (total[end] - total[begin]) / (end - begin)
 
 
 def bits_by_position(path: Path, on: Score, off: Score | None, recent: Score, trained: int) -> None:
     """Bits per byte in each bucket of positions: as the model reads, with a state of recent tokens only and, if it has
     memories, with their writes off. Below, what writing saves and what older tokens save (with twice the standard error
     over streams). The training length is marked."""
-    figure = _figure(8, 6.4)
+    figure = canvas(8, 6.4)
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
     edges, x = on.edges, np.arange(len(on.edges) - 1)
     curves = [(on, BLUE, "memory on" if off else "all before"), (recent, GREEN, f"last {trained:,} only")]
@@ -102,7 +108,7 @@ def bits_by_position(path: Path, on: Score, off: Score | None, recent: Score, tr
     above.set_title("Held-out text by position", pad=18)
     below.set(xlabel="position in the stream (tokens)", ylabel="saved\n(bits per byte)")
     for axes in (above, below):
-        _tidy(axes)
+        tidy(axes)
         axes.spines["bottom"].set_bounds(-0.5, len(x) - 0.5)
     figure.savefig(path)
 
@@ -169,7 +175,7 @@ def _over_time(
 ) -> None:
     """Panels of (name, label, colour) by memory, of values ``[batch, heads, time]``, or of the values after so many
     tokens each, ``[batch, heads, points]``."""
-    figure = _figure(3.6 * len(columns) + 0.6, 2.1 * len(memories) + 0.9)
+    figure = canvas(3.6 * len(columns) + 0.6, 2.1 * len(memories) + 0.9)
     panels: Any = figure.subplots(len(memories), len(columns), squeeze=False, sharex=True, sharey="col")
     for row, (memory, found) in enumerate(zip(memories, values, strict=True)):
         for column, (name, label, colour) in enumerate(columns):
@@ -185,7 +191,7 @@ def _over_time(
                 axes.set_xlabel("position (tokens)")
             if column == 0:
                 axes.set_ylabel(short(memory.name))
-            _tidy(axes)
+            tidy(axes)
     figure.suptitle(f"{title}: median and middle 90% over heads", fontsize=13)
     figure.savefig(path)
 
@@ -208,7 +214,7 @@ def over_training(path: Path, looks: Sequence[dict[str, Any]]) -> None:
         for name, about in OVER_TRAINING.items()
         if any(memory.get(name) is not None for memory in looks[-1]["memories"])
     }
-    figure = _figure(3.4 * len(shown) + 0.8, 1.5 * len(names) + 3.2)
+    figure = canvas(3.4 * len(shown) + 0.8, 1.5 * len(names) + 3.2)
     grid = figure.add_gridspec(len(names) + 1, len(shown), height_ratios=[*[1.0] * len(names), 1.6])
     for row, memory_name in enumerate(names):
         for column, (name, (label, limits)) in enumerate(shown.items()):
@@ -226,7 +232,7 @@ def over_training(path: Path, looks: Sequence[dict[str, Any]]) -> None:
         ends.append((short(name), share[-1] or 0.0, colour))
     axes.set(ylim=(0, 1), xlabel="step", ylabel="share of the output\nthat hangs on it")
     _label(axes, ends, steps[-1])
-    _tidy(axes)
+    tidy(axes)
     figure.suptitle("The memories over the steps of training", fontsize=13)
     figure.savefig(path)
 

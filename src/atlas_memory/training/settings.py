@@ -1,0 +1,23 @@
+"""The settings of a run's `run.yaml`, as flat keys; read without torch, while the run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def flat_settings(folder: Path) -> dict[str, Any]:
+    """Keys such as "train.steps" with their values; none where `run.yaml` is not there, or not whole yet."""
+    try:
+        text = (folder / "run.yaml").read_text(encoding="utf-8")
+        return dict(_flat(yaml.safe_load(text) or {}))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+
+
+def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(tree, dict):
+        return [(prefix, tree)]
+    return [leaf for key, value in tree.items() for leaf in _flat(value, f"{prefix}.{key}" if prefix else str(key))]
