@@ -119,7 +119,7 @@ def measure(rounds: int = 5) -> dict[str, list[float]]:
             made_run(Path(folder) / f"run-{seed}", seed=seed)
         for name, runs in (("one run", [Path(folder) / "run-0"]), ("ten runs", [Path(folder)])):
             with served(*runs) as address:
-                for page, charts in (("", 6), ("memories", 6)):
+                for page, charts in (("", 4), ("memories", 4)):
                     for _ in range(rounds):
                         found.setdefault(f"{name}, {page or 'runs'}", []).append(_load(f"{address}/{page}", charts))
     return found

@@ -10,7 +10,7 @@ def main() -> int:
 
         return command()
     except ModuleNotFoundError as error:
-        extras = "dashboard" if error.name in ("altair", "streamlit") else "train,report"
+        extras = "dashboard" if error.name == "streamlit" else "train,report"
         print(f"atlas: {error.name} is not installed: pip install 'atlas-memory[{extras}]'", file=sys.stderr)
         return 1
 

@@ -43,7 +43,7 @@ def test_runs_are_shown_and_followed(opened: Any, tmp_path: Path) -> None:
         page.get_by_text("ill: 1 damaged line of its logs left out").wait_for(timeout=WAIT)
         assert page.get_by_text("after step").count() == 1  # the healthy run raised none
         page.get_by_role("row").filter(has_text="healthy").get_by_text("300 of 300").wait_for(timeout=WAIT)
-        page.wait_for_function("document.querySelectorAll('svg.marks').length === 6", timeout=WAIT)
+        page.wait_for_function("document.querySelectorAll('svg.marks').length === 4", timeout=WAIT)
         append(healthy / "log.jsonl", {"step": 301, "loss": 1.0, "learning_rate": 0.0, "grad_norm": 1, "elapsed": 130})
         page.get_by_role("row").filter(has_text="healthy").get_by_text("301 of 300").wait_for(timeout=WAIT)
         page.close()
@@ -56,9 +56,9 @@ def test_memories_and_settings_are_shown(opened: Any, tmp_path: Path) -> None:
     with served(tmp_path) as address:
         page = open_page(opened, f"{address}/memories", "Memories")
         page.get_by_text("Last look after step 300, in 0.50 s.").wait_for(timeout=WAIT)
-        page.wait_for_function("document.querySelectorAll('svg.marks').length === 6", timeout=WAIT)
+        page.wait_for_function("document.querySelectorAll('svg.marks').length === 4", timeout=WAIT)
         page.get_by_role("button", name="distance from M_0").click()
-        page.wait_for_function("document.querySelectorAll('svg.marks').length === 7", timeout=WAIT)
+        page.wait_for_function("document.querySelectorAll('svg.marks').length === 5", timeout=WAIT)
         page.get_by_role("link", name="Settings").click()
         page.get_by_role("row").filter(has_text="train.seed").first.get_by_text("1").wait_for(timeout=WAIT)
         page.get_by_role("link", name="Samples").click()

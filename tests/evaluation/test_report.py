@@ -67,7 +67,15 @@ def test_a_report_needs_a_run(tmp_path: Path) -> None:
 
 def test_runs_are_compared(tmp_path: Path) -> None:
     train(settings(tmp_path, f"output_dir={tmp_path}/with"))
-    train(settings(tmp_path, f"output_dir={tmp_path}/without", "model.block=swa", "model.rule=atlas", "model.attention_window=4"))
+    train(
+        settings(
+            tmp_path,
+            f"output_dir={tmp_path}/without",
+            "model.block=swa",
+            "model.rule=atlas",
+            "model.attention_window=4",
+        )
+    )
     page = write_comparison([tmp_path / "with", tmp_path / "without"], streams=2, sample_tokens=5)
     assert page == tmp_path / "comparison" / "comparison.html"
     text = page.read_text()

@@ -200,7 +200,7 @@ def dashboard(
     """Show runs on a local web page while they train: curves, memories, alarms, samples, and texts as they are read."""
     from atlas_memory.dashboard import serve
 
-    raise typer.Exit(serve(runs, port, address, browser))
+    serve(runs, port, address, browser)
 
 
 app.command()(plan)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import altair as alt
 import numpy as np
 
 from atlas_memory.dashboard.runs import Watched
@@ -15,7 +14,7 @@ from atlas_memory.report.names import BLUE, COLOURS, GATES, GREEN, GREY, ORANGE,
 if TYPE_CHECKING:  # which loads torch
     from atlas_memory.evaluation.reading import Reading
 
-POINTS, LOOKS, ROWS, COLUMNS = 300, 60, 64, 3  # of a curve, a heat map (two) and a legend at the most
+POINTS, LOOKS, ROWS, COLUMNS = 1000, 60, 64, 3  # of all curves, a heat map (two) and a legend at the most
 MEASURES = {  # figure of a memory in a look: what it is called, and its values where colours begin and end
     "half_life": ("half-life (tokens)", (1.0, 1e4)),
     "written": ("answers moved by writing", (0.0, 1.0)),
@@ -33,52 +32,64 @@ MEASURES = {  # figure of a memory in a look: what it is called, and its values 
 }
 
 
-def styled(chart: alt.Chart | alt.LayerChart) -> alt.Chart | alt.LayerChart:
-    """A chart without what its figures do not need: Streamlit's own style leaves half of the height empty."""
-    return (
-        chart.configure(font="Source Sans, sans-serif", padding={"left": 0, "right": 8, "top": 4, "bottom": 12})
-        .configure_view(stroke=None)
-        .configure_axis(gridColor="#E8E8E8", domain=False, tickColor="#CCCCCC", labelColor="#555555")
-        .configure_title(fontSize=15, anchor="start", offset=6)
-        .configure_legend(labelFontSize=12, orient="top", offset=4)
-    )
+STYLE: dict[str, Any] = {  # Streamlit's own leaves half of the height empty
+    "font": "Source Sans, sans-serif",
+    "view": {"stroke": None},
+    "axis": {"gridColor": "#E8E8E8", "domain": False, "tickColor": "#CCCCCC", "labelColor": "#555555"},
+    "title": {"fontSize": 15, "anchor": "start", "offset": 6},
+    "legend": {"labelFontSize": 12, "orient": "top", "offset": 4, "title": None},
+}
+Spec = dict[str, Any]
+"""A chart, as Vega-Lite has it. It is written out since checking the rows of ten runs takes Altair five seconds."""
+
+
+def _chart(title: str | None, rows: Sequence[dict[str, Any]], height: int, **rest: Any) -> Spec:
+    padding = {"left": 0, "right": 8, "top": 4, "bottom": 12}
+    head = {} if title is None else {"title": title}
+    return head | {"data": {"values": rows}, "height": height, "padding": padding, "config": STYLE} | rest
+
+
+def _field(name: str, kind: str, **rest: Any) -> Spec:
+    return {"field": name, "type": kind} | rest
 
 
 def curves(
     runs: Sequence[Watched], label: str, points: Callable[[Watched], Iterable[tuple[int, float | None]]]
-) -> alt.Chart | None:
+) -> Spec | None:
     """A curve of (step, value) for each run, means of neighbours where there are many; None where there is nothing."""
+    most = max(60, min(300, POINTS // max(1, len(runs))))
     rows = [
         {"run": run.name, "step": step, "value": value}
         for run in runs
-        for step, value in _thin([(step, v) for step, v in points(run) if v is not None and math.isfinite(v)])
+        for step, value in _thin([(step, v) for step, v in points(run) if v is not None and math.isfinite(v)], most)
     ]
     if not rows:
         return None
     names = [run.name for run in runs]
-    scale = alt.Scale(domain=names, range=[COLOURS[i % len(COLOURS)] for i in range(len(names))])
-    legend = alt.Legend(title=None, columns=COLUMNS, labelLimit=110, symbolType="stroke")
-    return (
-        alt.Chart(alt.Data(values=rows), title=label)
-        .mark_line(point=len(rows) <= 20 * len(runs), clip=True)
-        .encode(
-            x=alt.X("step:Q", title="step", axis=alt.Axis(format="~s", tickMinStep=1)),
-            y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False)),
-            color=alt.Color("run:N", scale=scale, legend=legend if len(names) > 1 else None),
-            tooltip=[
-                "run:N",
-                alt.Tooltip("step:Q", format=",.0f"),
-                alt.Tooltip("value:Q", format=".4~g", title=label),
+    legend = {"columns": COLUMNS, "labelLimit": 110, "symbolType": "stroke"} if len(names) > 1 else None
+    colours = {"domain": names, "range": [COLOURS[i % len(COLOURS)] for i in range(len(names))]}
+    return _chart(
+        label,
+        rows,
+        240 + (18 * -(-len(names) // COLUMNS) if legend else 0),
+        mark={"type": "line", "point": len(rows) <= 20 * len(runs), "clip": True},
+        encoding={
+            "x": _field("step", "quantitative", title="step", axis={"format": "~s", "tickMinStep": 1}),
+            "y": _field("value", "quantitative", title=None, scale={"zero": False}),
+            "color": _field("run", "nominal", scale=colours, legend=legend),
+            "tooltip": [
+                _field("run", "nominal"),
+                _field("step", "quantitative", format=",.0f"),
+                _field("value", "quantitative", format=".4~g", title=label),
             ],
-        )
-        .properties(height=240 + (18 * -(-len(names) // COLUMNS) if len(names) > 1 else 0))
+        },
     )
 
 
-def _thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    if len(points) <= POINTS:
+def _thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    if len(points) <= most:
         return points
-    parts = np.array_split(np.array(points, dtype=float), POINTS)
+    parts = np.array_split(np.array(points, dtype=float), most)
     return [(int(part[-1, 0]), float(part[:, 1].mean())) for part in parts]
 
 
@@ -88,7 +99,7 @@ def measures(looks: Sequence[dict[str, Any]]) -> list[str]:
     return [name for name in MEASURES if any(_values(memory, name) is not None for memory in memories)]
 
 
-def heads_over_steps(looks: Sequence[dict[str, Any]], measure: str) -> alt.Chart:
+def heads_over_steps(looks: Sequence[dict[str, Any]], measure: str) -> Spec:
     """A heat map of one figure: a column for each look, a line for each head of each memory; for each memory, the mean
     over its heads, where there would be more than ``ROWS`` lines."""
     label, limits = MEASURES[measure]
@@ -112,19 +123,24 @@ def heads_over_steps(looks: Sequence[dict[str, Any]], measure: str) -> alt.Chart
     log = measure == "half_life"
     scale: dict[str, Any] = {"scheme": "cividis", "clamp": True, "type": "log" if log else "linear"}
     scale |= {} if limits is None else {"domain": list(limits)}
-    legend = alt.Legend(
-        orient="right", title=None, gradientThickness=10, gradientLength=110, format="~s" if log else ".3~g"
-    )
-    return (
-        alt.Chart(alt.Data(values=rows), title=label)
-        .mark_rect()
-        .encode(
-            x=alt.X("step:O", title="step", axis=alt.Axis(labelAngle=0, labelOverlap=True, format=",")),
-            y=alt.Y("line:N", title=None, sort=list(found), axis=alt.Axis(labelLimit=120, labelOverlap=True)),
-            color=alt.Color("value:Q", scale=alt.Scale(**scale), legend=legend),
-            tooltip=["line:N", alt.Tooltip("step:O"), alt.Tooltip("value:Q", format=".4~g", title=label)],
-        )
-        .properties(height=max(120, 14 * len(found)))
+    legend = {"orient": "right", "gradientThickness": 10, "gradientLength": 110, "format": "~s" if log else ".3~g"}
+    axis = {"labelAngle": 0, "labelOverlap": True, "format": ","}
+    names = {"labelLimit": 120, "labelOverlap": True}
+    return _chart(
+        label,
+        rows,
+        max(120, 14 * len(found)),
+        mark="rect",
+        encoding={
+            "x": _field("step", "ordinal", title="step", axis=axis),
+            "y": _field("line", "nominal", title=None, sort=list(found), axis=names),
+            "color": _field("value", "quantitative", scale=scale, legend=legend),
+            "tooltip": [
+                _field("line", "nominal"),
+                _field("step", "ordinal"),
+                _field("value", "quantitative", format=".4~g", title=label),
+            ],
+        },
     )
 
 
@@ -138,7 +154,7 @@ def _values(memory: dict[str, Any], measure: str) -> list[float | None] | None:
     return [value] if isinstance(value, int | float) else value
 
 
-def reading_along(reading: Reading) -> alt.Chart:
+def reading_along(reading: Reading) -> Spec:
     """Bits a token along a text, and what writing saved, means of neighbours; passages that are read again, and where
     they stood first, are shaded."""
     parts = np.array_split(np.arange(1, len(reading.cost)), min(200, max(1, len(reading.cost) - 1)))
@@ -149,25 +165,20 @@ def reading_along(reading: Reading) -> alt.Chart:
         for name, values, _ in curves
         for part in parts
     ]
-    lines = (
-        alt.Chart(alt.Data(values=rows))
-        .mark_line()
-        .encode(
-            x=alt.X(
-                "token:Q",
-                title="token",
-                axis=alt.Axis(format="~s", tickCount=8),
-                scale=alt.Scale(domain=[0, len(reading.cost)]),
-            ),
-            y=alt.Y("bits:Q", title="bits a token"),
-            color=alt.Color(
-                "what:N",
-                scale=alt.Scale(domain=[name for name, _, _ in curves], range=[colour for *_, colour in curves]),
-                legend=alt.Legend(title=None),
-            ),
-            tooltip=["what:N", alt.Tooltip("token:Q", format=","), alt.Tooltip("bits:Q", format=".2f")],
-        )
-    )
+    x = {"title": "token", "axis": {"format": "~s", "tickCount": 8}, "scale": {"domain": [0, len(reading.cost)]}}
+    lines = {
+        "mark": "line",
+        "encoding": {
+            "x": _field("token", "quantitative", **x),
+            "y": _field("bits", "quantitative", title="bits a token"),
+            "color": _field("what", "nominal", scale=_colours({name: colour for name, _, colour in curves})),
+            "tooltip": [
+                _field("what", "nominal"),
+                _field("token", "quantitative", format=","),
+                _field("bits", "quantitative", format=".2f"),
+            ],
+        },
+    }
     shades = [
         {"from": begin, "to": end, "when": when}
         for when, places in (
@@ -176,21 +187,21 @@ def reading_along(reading: Reading) -> alt.Chart:
         )
         for begin, end in _stretches(places)
     ]
-    shaded = (
-        alt.Chart(alt.Data(values=shades))
-        .mark_rect(opacity=0.18)
-        .encode(
-            x=alt.X("from:Q", title="token"),
-            x2="to:Q",
-            color=alt.Color(
-                "when:N",
-                scale=alt.Scale(domain=["read first", "read again"], range=[GREY, BLUE]),
-                legend=alt.Legend(title=None),
-            ),
-        )
-    )
-    chart = alt.layer(shaded, lines).resolve_scale(color="independent") if shades else lines
-    return chart.properties(height=280)
+    shaded = {
+        "data": {"values": shades},
+        "mark": {"type": "rect", "opacity": 0.18},
+        "encoding": {
+            "x": _field("from", "quantitative", **x),
+            "x2": {"field": "to"},
+            "color": _field("when", "nominal", scale=_colours({"read first": GREY, "read again": BLUE})),
+        },
+    }
+    layers = [shaded, lines] if shades else [lines]
+    return _chart(None, rows, 260, layer=layers, resolve={"scale": {"color": "independent"}})
+
+
+def _colours(of: dict[str, str]) -> Spec:
+    return {"domain": list(of), "range": list(of.values())}
 
 
 def _stretches(places: np.ndarray) -> list[tuple[int, int]]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import altair as alt
 import numpy as np
 import streamlit as st
 
@@ -44,9 +43,19 @@ def _runs() -> list[Watched]:
     return chosen
 
 
-def _show(chart: alt.Chart | None) -> None:
+def _show(chart: charts.Spec | None) -> None:
     if chart is not None:
-        st.altair_chart(charts.styled(chart), width="stretch", theme=None)
+        st.vega_lite_chart(chart, width="stretch", theme=None)
+
+
+def _table(rows: list[dict[str, str]]) -> None:
+    """Rows under the names of their cells: in Markdown, which is there a second before Streamlit's own table."""
+
+    def line(cells: Iterable[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace('_', chr(92) + '_') for cell in cells)} |"
+
+    if rows:
+        st.markdown("\n".join([line(rows[0]), "|---" * len(rows[0]) + "|", *(line(row.values()) for row in rows)]))
 
 
 def _each(lines: str, key: str, scale: bool = False) -> Callable[[Watched], Iterable[tuple[int, float | None]]]:
@@ -76,17 +85,20 @@ def _alarms_and_curves() -> None:
         if run.damaged:
             lines = "line" if run.damaged == 1 else "lines"
             st.warning(f"**{run.name}**: {run.damaged} damaged {lines} of its logs left out")
-    st.table([_row(run) for run in runs], border="horizontal", hide_index=True)
+    _table([_row(run) for run in runs])
     left, right = st.columns(2)
     unit = "bits per byte" if all(run.bytes for run in runs) else "nats per token, bits per byte of bytes"
     with left:
         _show(charts.curves(runs, f"training loss ({unit})", _each("steps", "loss", scale=True)))
         _show(charts.curves(runs, "share of the output that hangs on what is written", _share))
-        _show(charts.curves(runs, "learning rate", _each("steps", "learning_rate")))
     with right:
         _show(charts.curves(runs, "held out (bits per byte)", _each("steps", "held_out_bits_per_byte")))
         _show(charts.curves(runs, "effective remembrance", _each("looks", "remembrance")))
-        _show(charts.curves(runs, "norm of the gradient", _each("steps", "grad_norm")))
+    if st.toggle("learning rate and gradients"):
+        with left:
+            _show(charts.curves(runs, "learning rate", _each("steps", "learning_rate")))
+        with right:
+            _show(charts.curves(runs, "norm of the gradient", _each("steps", "grad_norm")))
 
 
 def _row(run: Watched) -> dict[str, str]:
@@ -97,7 +109,7 @@ def _row(run: Watched) -> dict[str, str]:
     by, unit = (1 / np.log(2), "bits") if run.bytes else (1.0, "nats")
     done = f"{last['step']:,}" if last else "none"
     live = last and time.time() - _written(run) < LIVE and last["step"] != run.goal
-    return {
+    row = {
         "run": run.name,
         "rule": str(run.config.get("model.rule") or run.config.get("model.preset") or ""),
         "steps": done + (f" of {run.goal:,}" if run.goal else "") + (" (running)" if live else ""),
@@ -107,6 +119,7 @@ def _row(run: Watched) -> dict[str, str]:
         "alarms": str(len(run.alarms)),
         "minutes": f"{last['elapsed'] / 60:.1f}" if last else "",
     }
+    return {key: value.replace(" ", "\u00a0") for key, value in row.items()}  # a cell is one line
 
 
 def _written(run: Watched) -> float:
@@ -135,7 +148,7 @@ def memories_page() -> None:
     if run is None:
         return
     known = charts.measures(run.looks)
-    default = [name for name in ("half_life", "written", "alpha", "eta", "norm", "rank") if name in known]
+    default = [name for name in ("half_life", "written", "eta", "norm") if name in known]
     chosen = st.pills(
         "figures", known, selection_mode="multi", default=default, format_func=lambda name: charts.MEASURES[name][0]
     )
@@ -185,9 +198,9 @@ def settings_page() -> None:
     differ = [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
     if len(runs) > 1:
         st.subheader("What differs")
-        st.table([row(key) for key in differ], border="horizontal", hide_index=True)
+        _table([row(key) for key in differ])
     with st.expander("All settings", expanded=len(runs) == 1):
-        st.table([row(key) for key in keys], border="horizontal", hide_index=True)
+        _table([row(key) for key in keys])
 
 
 @st.cache_resource(max_entries=2, show_spinner="Loading the model")

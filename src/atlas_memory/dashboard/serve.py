@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from atlas_memory.dashboard.runs import find_runs
 
@@ -14,9 +15,9 @@ PORT = 8501
 PAGES = Path(__file__).with_name("pages.py")
 
 
-def serve(runs: Sequence[str | Path], port: int = PORT, address: str = "localhost", browser: bool = True) -> int:
-    """Show runs, or all runs in folders, on http://`address`:`port` until it is interrupted, and return the server's
-    exit code.
+def serve(runs: Sequence[str | Path], port: int = PORT, address: str = "localhost", browser: bool = True) -> NoReturn:
+    """Show runs, or all runs in folders, on http://`address`:`port` until it is interrupted. The process becomes the
+    server, and does not come back.
 
     `browser`: open it there. ValueError if a folder has no run; ModuleNotFoundError without the extra `dashboard`.
     """
@@ -33,7 +34,4 @@ def serve(runs: Sequence[str | Path], port: int = PORT, address: str = "localhos
         "theme.base": "light",
     }
     command += [f"--{name}={value}" for name, value in options.items()]
-    try:
-        return subprocess.call([*command, "--", *map(str, found)])
-    except KeyboardInterrupt:  # the server had it too
-        return 0
+    os.execv(sys.executable, [*command, "--", *map(str, found)])
