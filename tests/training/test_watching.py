@@ -39,6 +39,11 @@ def test_a_line_for_every_look_and_the_same_weights(tmp_path: Path) -> None:
     assert all(line["alarms"] == [] and len(line["memories"]) == 2 for line in lines)
     assert lines[0]["memories"][0]["half_life"] is None  # deltanet has no alpha
     assert not (tmp_path / "not" / "run" / "memory.jsonl").exists()
+    history = json.loads((tmp_path / "watched" / "run" / "trainer_state.json").read_text())["log_history"]
+    told = {entry["step"]: entry for entry in history if "memory/model.layers.0.mixer/share" in entry}
+    assert list(told) == [2, 4, 6]  # what `train.report_to` draws
+    assert told[6]["memory/model.layers.1.mixer/share"] == lines[-1]["memories"][1]["share"]
+    assert "held_out_bits_per_byte" in told[6]
     weights = [load_file(tmp_path / name / "run" / "model.safetensors") for name in ("watched", "not")]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -169,6 +170,7 @@ def _run(
         processing_class=text.tokenizer,
         callbacks=[clock, interrupt, reader, writer, watch, log, bar],
     )
+    trainer.told = lambda: watch.figures | ({} if reader.bits is None else {"held_out_bits_per_byte": reader.bits})
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     try:
@@ -201,12 +203,16 @@ class _Trainer(sharded.ShardedTrainer):
         self.run, self.clock, self.examples = run.train, clock, examples
         self.peak = run.train.learning_rate or PRESETS[run.model.preset].learning_rate
         self.carried = None
+        self.told: Callable[[], dict[str, float]] = dict  # what callbacks have found out of the step that ends
         if run.data.order == "stream" and isinstance(examples, Segments):
             rows, passes = self.run.batch_size, self.run.gradient_accumulation_steps
             self.carried = CarriedStates(model, rows, passes, examples.lanes, process(), processes())
         # Examples are of one length: nothing is padded, and the tokenizer needs no token for it.
         collate = default_data_collator
         super().__init__(model, self.run.fsdp, train_dataset=examples, data_collator=collate, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log({**logs, **self.told()} if "loss" in logs else logs, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
         return SequentialSampler(self.examples)  # which are in the order in which they are to be read

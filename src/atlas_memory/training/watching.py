@@ -64,11 +64,16 @@ class MemoryWatch(TrainerCallback):
         self.every = every if longest and memories(model) else 0
         self._suspected: set[tuple[str, str]] = set()  # in the last look
         self._raised: set[tuple[str, str]] = set()
+        self.figures: dict[str, float] = {}
+        """Of the step that has just ended, for those who draw curves: of each memory, means over its heads."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         lines = read_log(self.path.parent, MEMORY)
         if lines:
             self._suspected, self._raised = _keys(lines[-1]["suspected"]), _keys(lines[-1]["alarms"])
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.figures = {}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self.every or state.global_step % self.every:
@@ -83,6 +88,7 @@ class MemoryWatch(TrainerCallback):
                 model = AtlasForCausalLM(model.config)
             model.load_state_dict(weights, strict=False)  # without those that are tied to others
         line = self._look(model)
+        self.figures = _figures(line)
         line["alarms"] = [alarm for alarm in line["suspected"] if _key(alarm) in self._suspected]
         line = {"step": state.global_step, "seconds": round(time.perf_counter() - begun, 3), **line}
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
@@ -111,6 +117,19 @@ class MemoryWatch(TrainerCallback):
             urllib.request.urlopen(request, timeout=10).close()
         except (OSError, HTTPException) as error:  # training does not end for want of a listener
             self.console.print(f"train.alarm_webhook={self.webhook!r} could not be told: {error}", markup=False)
+
+
+def _figures(line: dict[str, Any]) -> dict[str, float]:
+    """The line of a look, one number for each figure of each memory: "memory/model.layers.0.mixer/share" and so on."""
+    found = {} if line["remembrance"] is None else {"memory/remembrance": line["remembrance"]}
+    for memory in line["memories"]:
+        for name in ("share", "branch", "alpha", "eta", "theta", "half_life", "surprise", "written", "norm", "rank"):
+            value = memory.get(name)
+            values = value["mean"] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            known = [x for x in values if x is not None]
+            if known:
+                found[f"memory/{memory['name']}/{name}"] = sum(known) / len(known)
+    return found
 
 
 def _key(alarm: dict[str, str]) -> tuple[str, str]:
