@@ -44,6 +44,8 @@ def test_runs_are_shown_and_followed(opened: Any, tmp_path: Path) -> None:
         assert page.get_by_text("after step").count() == 1  # the healthy run raised none
         page.get_by_role("row").filter(has_text="healthy").get_by_text("300 of 300").wait_for(timeout=WAIT)
         page.wait_for_function("document.querySelectorAll('svg.marks').length === 4", timeout=WAIT)
+        page.get_by_text("learning rate and gradients").click()
+        page.wait_for_function("document.querySelectorAll('svg.marks').length === 6", timeout=WAIT)
         append(healthy / "log.jsonl", {"step": 301, "loss": 1.0, "learning_rate": 0.0, "grad_norm": 1, "elapsed": 130})
         page.get_by_role("row").filter(has_text="healthy").get_by_text("301 of 300").wait_for(timeout=WAIT)
         page.close()

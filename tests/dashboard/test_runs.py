@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from atlas_memory.dashboard.runs import find_runs, watch
+from atlas_memory.dashboard.runs import Runs, find_runs
 from atlas_memory.training.logs import Log, cut_logs
 from benchmarks.dashboard import append, made_run
 
@@ -52,14 +52,17 @@ def test_runs_are_found_and_named(tmp_path: Path) -> None:
         made_run(tmp_path / name, steps=2)
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "run.yaml").write_text("train: {steps: 7")  # a run that has no log yet, not whole
-    found = find_runs([tmp_path, tmp_path / "a", tmp_path / "begun"])
-    runs = watch(found)
+    places = Runs([tmp_path, tmp_path / "a", tmp_path / "begun"])
+    runs = places.all()
     assert [run.name for run in runs] == ["a/one", "a/two", "b/one", "begun"]
     assert runs[0].goal == 2 and runs[0].bytes and runs[3].config == {} and runs[3].steps == []
     (tmp_path / "begun" / "run.yaml").write_text("train: {steps: 7}")
     runs[3].read()
     assert runs[3].goal == 7
-    assert watch(find_runs([tmp_path / "a" / "one"]))[0].name == "one"
+    made_run(tmp_path / "c", steps=2)
+    assert [run.name for run in places.all()] == ["a/one", "a/two", "b/one", "c", "begun"]
+    assert places.all()[0] is runs[0]
+    assert Runs([tmp_path / "a" / "one"]).all()[0].name == "one"
 
 
 def test_places_without_runs_are_refused(tmp_path: Path) -> None:
@@ -70,5 +73,13 @@ def test_places_without_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_alarm_counts_once(tmp_path: Path) -> None:
-    run = watch([made_run(tmp_path / "run", steps=40, every=10, alarm=20)])[0]
+    run = Runs([made_run(tmp_path / "run", steps=40, every=10, alarm=20)]).all()[0]
     assert run.alarms == [(20, "layer 0 writes nothing: lower train.gate_rate")]
+
+
+def test_a_line_without_what_the_pages_need_is_damaged(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run", steps=4)
+    append(folder / "log.jsonl", {"step": 5})
+    append(folder / "memory.jsonl", {"step": 5})
+    run = Runs([folder]).all()[0]
+    assert len(run.steps) == 4 and run.looks == [] and run.damaged == 2

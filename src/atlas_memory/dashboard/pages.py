@@ -4,17 +4,15 @@ what is marked as a fragment every two seconds besides."""
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import streamlit as st
 
 from atlas_memory.dashboard import charts
-from atlas_memory.dashboard.runs import Watched, watch
+from atlas_memory.dashboard.runs import Runs, Watched
 
 if TYPE_CHECKING:
     from atlas_memory.evaluation.reading import Reading
@@ -29,17 +27,15 @@ LIVE = 60.0  # seconds after its last line for which a run counts as under way
 
 
 @st.cache_resource
-def _all(folders: tuple[str, ...]) -> tuple[list[Watched], threading.Lock]:
-    return watch([Path(folder) for folder in folders]), threading.Lock()
+def _places(places: tuple[str, ...]) -> Runs:
+    return Runs(places)
 
 
 def _runs() -> list[Watched]:
     """The chosen runs, with all that they have written by now."""
-    runs, lock = _all(tuple(sys.argv[1:]))
-    chosen = [run for run in runs if run.name in st.session_state["runs"]]
-    with lock:
-        for run in chosen:
-            run.read()
+    chosen = [run for run in st.session_state["all"] if run.name in st.session_state["runs"]]
+    for run in chosen:
+        run.read()
     return chosen
 
 
@@ -310,8 +306,8 @@ def _reading(name: str, reading: Reading) -> None:
 def main() -> None:
     """Draw the page that was asked for."""
     st.set_page_config("Atlas memories", layout="wide")
-    runs, _ = _all(tuple(sys.argv[1:]))
-    names = [run.name for run in runs]
+    st.session_state["all"] = _places(tuple(sys.argv[1:])).all()
+    names = [run.name for run in st.session_state["all"]]
     page = st.navigation(
         [
             st.Page(runs_page, title="Runs", default=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,22 @@ class Watched:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        self._logs = [Log(folder / log) for log in (LOG, MEMORY, SAMPLES)]
+        self._lock = threading.Lock()  # whoever looks has a thread
+        self._logs = [
+            Log(folder / LOG, "loss", "elapsed"),
+            Log(folder / MEMORY, "memories", "seconds"),
+            Log(folder / SAMPLES, "prompt", "text"),
+        ]
         self.config: dict[str, Any] = {}
         self.read()
 
     def read(self) -> None:
         """Take in what was written since the last time."""
-        self.steps, self.looks, self.samples = [log.read() for log in self._logs]
-        self.damaged = sum(log.damaged for log in self._logs)
-        if not self.config:
-            self.config = flat_settings(self.folder)
+        with self._lock:
+            self.steps, self.looks, self.samples = [log.read() for log in self._logs]
+            self.damaged = sum(log.damaged for log in self._logs)
+            if not self.config:
+                self.config = flat_settings(self.folder)
 
     @property
     def goal(self) -> int | None:
@@ -69,11 +76,24 @@ def find_runs(places: Sequence[str | Path]) -> list[Path]:
     return list(found)
 
 
-def watch(folders: Sequence[Path]) -> list[Watched]:
-    """Runs under the shortest names that tell them apart."""
-    parents = [folder.parent for folder in folders]
-    above = Path(os.path.commonpath(parents)) if parents else Path()
-    return [Watched(folder, str(folder.relative_to(above))) for folder in folders]
+class Runs:
+    """The runs in places, as they come."""
+
+    def __init__(self, places: Sequence[str | Path]) -> None:
+        self.places = places
+        self._known: dict[Path, Watched] = {}
+
+    def all(self) -> list[Watched]:
+        """Those that are there now, under the shortest names that tell them apart."""
+        folders = find_runs(self.places)
+        above = Path(os.path.commonpath([folder.parent for folder in folders]))
+        names = {folder: str(folder.relative_to(above)) for folder in folders}
+        known = self._known
+        self._known = {
+            folder: known[folder] if folder in known and known[folder].name == name else Watched(folder, name)
+            for folder, name in names.items()
+        }
+        return list(self._known.values())
 
 
 def _is_run(folder: Path) -> bool:

@@ -21,7 +21,7 @@ def serve(runs: Sequence[str | Path], port: int = PORT, address: str = "localhos
 
     `browser`: open it there. ValueError if a folder has no run; ModuleNotFoundError without the extra `dashboard`.
     """
-    found = find_runs(runs)
+    find_runs(runs)
     importlib.import_module("streamlit")
     command = [sys.executable, "-m", "streamlit", "run", str(PAGES)]
     options = {
@@ -34,4 +34,4 @@ def serve(runs: Sequence[str | Path], port: int = PORT, address: str = "localhos
         "theme.base": "light",
     }
     command += [f"--{name}={value}" for name, value in options.items()]
-    os.execv(sys.executable, [*command, "--", *map(str, found)])
+    os.execv(sys.executable, [*command, "--", *(str(Path(place).resolve()) for place in runs)])

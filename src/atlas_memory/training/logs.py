@@ -15,11 +15,12 @@ class Log:
 
     Attributes:
         path: of the file, which need not be there yet.
-        damaged: lines that hold no JSON object with a number as its `step`; they are skipped.
+        needs: keys that a line must have.
+        damaged: lines that hold no JSON object with a number as its `step` and what it `needs`; they are skipped.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *needs: str) -> None:
+        self.path, self.needs = path, needs
         self._begin(None)
 
     def _begin(self, file: int | None) -> None:
@@ -49,7 +50,10 @@ class Log:
     def _take(self, line: bytes) -> None:
         try:
             entry = json.loads(line)
-            self._steps[int(entry["step"])] = entry
+            step = int(entry["step"])
+            if not all(key in entry for key in self.needs):
+                raise KeyError(self.needs)
+            self._steps[step] = entry
         except (ValueError, KeyError, TypeError, OverflowError):  # cut off when the process was killed, or edited
             self.damaged += 1
 
