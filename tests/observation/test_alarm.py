@@ -1,42 +1,14 @@
 """What is of no use raises an alarm that says so; what is of use raises none."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from atlas_memory.layers.gates import GateProjection
-from atlas_memory.layers.memory import NeuralMemory
-from atlas_memory.memory import RULES, Gates
+from atlas_memory.memory import RULES
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.observation import alarms, summarise, trace
-
-
-def no_eta(module: nn.Module, _: Any, output: Any) -> Any:
-    return replace(output, eta=0 * output.eta) if isinstance(module, GateProjection) else None
-
-
-def short_memory(module: nn.Module, _: Any, output: Gates) -> Any:
-    if not isinstance(module, GateProjection) or output.alpha is None:
-        return None
-    return replace(output, alpha=torch.full_like(output.alpha, 0.5))
-
-
-def no_branch(module: nn.Module, _: Any, output: Any) -> Any:
-    return (0 * output[0], output[1]) if isinstance(module, NeuralMemory) else None
-
-
-@contextmanager
-def everywhere(hook: Any) -> Iterator[None]:
-    handle = nn.modules.module.register_module_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+from benchmarks.learning.alarms import SPOILT, spoilt
 
 
 def model_of(rule: str, block: str = "lmm") -> AtlasForCausalLM:
@@ -60,12 +32,12 @@ def test_no_rule_begins_with_an_alarm(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["gated-deltanet", "titans", "omeganet"])
 def test_what_is_of_no_use_is_named(rule: str, block: str) -> None:
     model = model_of(rule, block)
-    for hook, kind, count, remedy in (
-        (no_eta, "writes nothing", 2, "train.gate_rate"),
-        (short_memory, "forgets", 1, "train.gate_rate"),
-        (no_branch, "unused", 2, "scaled away"),
+    for how, kind, count, remedy in (
+        ("eta at 0", "writes nothing", 2, "train.gate_rate"),
+        ("retention at one half", "forgets", 1, "train.gate_rate"),
+        ("branch at 0", "unused", 2, "scaled away"),
     ):
-        with everywhere(hook):
+        with spoilt(SPOILT[how]):
             found = raised(model)
         assert [name for name, _ in found] == [kind] * count
         assert all(remedy in text and "\n" not in text for _, text in found)

@@ -46,14 +46,15 @@ def plan(
 
     if price is not None and flops is None:
         raise typer.BadParameter("--price needs --flops, from which the time is found")
-    settings, shown = load_config(config, overrides or []), []
-    for n, found in enumerate(run(settings, processes)):
-        settings = (settings.next() if n else None) or settings
+    first, shown = load_config(config, overrides or []), []
+    for settings, found in zip(first.in_turn(), run(first, processes), strict=True):
         hours = None if flops is None or found.flops is None else found.flops / flops / 3600
         cost = None if hours is None or price is None else hours * price
         shown.append(found.to_dict() | {"processes": processes, "device_hours": hours, "cost": cost})
         if not as_json:
-            Console().print(_table(settings, found, processes, hours, price, available(settings), n > 0))
+            Console().print(
+                _table(settings, found, processes, hours, price, available(settings), settings is not first)
+            )
     if as_json:
         print(json.dumps(shown[0] | ({"then": shown[1:]} if shown[1:] else {}), indent=2))
 

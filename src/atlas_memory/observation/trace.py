@@ -50,7 +50,9 @@ class MemoryTrace:
         rank: effective rank of the last matrix of M, ``[batch, heads, points]``: in how many directions it differs.
         turn: degrees by which the path of M bends, ``[batch, heads, points]``: between the step that it took from the
             start of a piece to its end, and the step of the piece before. 0: it goes straight on; 90: each piece is
-            written in another direction; beyond: it takes back. NaN for the first piece.
+            written in another direction; 120: pieces are forgotten one after the other, since the step between two
+            states that have nothing to do with each other takes the first back; 180: it takes back all. NaN for the
+            first piece.
     """
 
     name: str

@@ -145,8 +145,8 @@ def _gates(numbers: dict[str, Any]) -> str:
         f"1: all of it).</p>{_broad('geometry.png', 'The path of each memory over a document')}"
         "<p>The path of a memory as it reads: in how many directions its matrix differs (effective rank), how far it "
         "has come from where training left it, and by how much its path bends from one piece of 256 tokens to the "
-        "next. 0 degrees: it goes straight on; 90: each piece is written in another direction; more: it takes back "
-        "what the piece before had written.</p>"
+        "next. 0 degrees: it goes straight on; 90: each piece is written in another direction; 120: what one piece "
+        "wrote is forgotten in the next; 180: it takes back what the piece before had written.</p>"
         f"<h2>Gates</h2>{_broad('gates.png', 'Gates of each memory over a document')}"
         f"<p>{meaning}.</p>"
         + table(["memory", "gate", "mean", "std", "std over time", "5% / 50% / 95%"], rows)

@@ -147,6 +147,11 @@ class RunConfig(_Section):
     output_dir: str = Field(default="runs/atlas", min_length=1)
     then: dict[str, Any] = {}
 
+    def in_turn(self) -> list[RunConfig]:
+        """This run, and those that come `then`."""
+        after = self.next()
+        return [self] if after is None else [self, *after.in_turn()]
+
     def next(self) -> RunConfig | None:
         """The run that `then` describes, if any; ConfigError if it is none."""
         if not self.then:

@@ -80,12 +80,10 @@ def plan(config: RunConfig, processes: int = 1) -> list[Plan]:
     config.check()
     prepared = Prepared.open(config.data.path)
     tokenizer = load_tokenizer(prepared.tokenizer if prepared else config.data.tokenizer)
-    architecture, after = model_config(config, tokenizer), config.next()
-    found = [of_model(config, architecture, processes)]
-    while after is not None:
-        architecture = model_config(after, tokenizer, architecture)
-        found.append(of_model(after, architecture, processes))
-        after = after.next()
+    architecture, found = None, []
+    for run in config.in_turn():
+        architecture = model_config(run, tokenizer, architecture)
+        found.append(of_model(run, architecture, processes))
     return found
 
 
