@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from atlas_memory.dashboard.runs import Watched
-from atlas_memory.report.names import BLUE, COLOURS, GATES, GREEN, GREY, ORANGE, short
+from atlas_memory.report.names import BLUE, COLOURS, GATES, GREEN, GREY, ORANGE, PINK, short
 
 if TYPE_CHECKING:  # which loads torch
     from atlas_memory.evaluation.reading import Reading
@@ -160,6 +160,7 @@ def reading_along(reading: Reading) -> Spec:
     parts = np.array_split(np.arange(1, len(reading.cost)), min(200, max(1, len(reading.cost) - 1)))
     curves = [("cost", reading.cost, ORANGE)]
     curves += [] if reading.saved is None else [("saved by writing", reading.saved, GREEN)]
+    curves += [] if reading.older is None else [("saved by older tokens", reading.older, PINK)]
     rows = [
         {"token": int(part.mean()), "what": name, "bits": float(np.mean(values[part]))}
         for name, values, _ in curves

@@ -282,9 +282,10 @@ def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, R
             name, text = longest.name, longest.text
             if len(text) < most:  # several, one behind the other
                 name, text = "held-out text", "\n".join(document.text for document in documents)[: 16 * most]
+        trained = None if run.config is None else run.config.data.longest
         ids = encode(run.tokenizer, text)[: max(1, most - again)]
         with st.spinner(f"Reading {len(ids) + again:,} tokens"):
-            return name, read(run.model, run.tokenizer, twice(ids, again, later))
+            return name, read(run.model, run.tokenizer, twice(ids, again, later), recent=trained)
     except (ValueError, OSError, RuntimeError) as error:
         st.error(f"The text could not be read: {error}")
         return None
@@ -296,6 +297,8 @@ def _reading(name: str, reading: Reading) -> None:
     words = f"{np.nanmean(reading.cost):.3f} bits a token over {len(reading.cost):,} tokens of {name}"
     if reading.saved is not None:
         words += f"; what its memories wrote saved {np.nanmean(reading.saved):.3f}"
+    if reading.older is not None:
+        words += f", and what was more than {reading.recent:,} tokens back {np.nanmean(reading.older):.4f}"
     st.write(words + ".")
     _show(charts.reading_along(reading))
     page = reading_page(name, reading, back=None)

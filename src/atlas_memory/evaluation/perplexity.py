@@ -16,7 +16,7 @@ from atlas_memory.data.tokens import bytes_per_token, encode
 from atlas_memory.observation.writes import memory_writes
 
 SEGMENT = 256  # tokens given to the model in one call
-ROWS = 8  # streams read side by side
+ROWS, WINDOWS = 8, 64  # streams, and windows of recent tokens, that are read side by side
 
 
 def reading_length(seq_len: int) -> int:
@@ -159,15 +159,7 @@ def _nats(model: Any, start: int, rows: list[np.ndarray], recent: int | None) ->
     for i, row in enumerate(rows):
         tokens[i, 1 : len(row) + 1] = torch.from_numpy(row.astype(np.int64))
     tokens = tokens.to(model.device)
-    if recent is None:
-        nats = token_nats(model, tokens)
-    else:  # windows that overlap by half, the second half of each scored
-        half = recent // 2
-        parts = [
-            token_nats(model, tokens[:, max(0, begin - half) : begin + half + 1])[:, min(begin, half) :]
-            for begin in range(0, longest, half)
-        ]
-        nats = np.concatenate(parts, 1)
+    nats = token_nats(model, tokens) if recent is None else recent_nats(model, tokens, recent)
     return [nats[i, : len(row)] for i, row in enumerate(rows)]
 
 
@@ -180,3 +172,16 @@ def token_nats(model: Any, tokens: torch.Tensor) -> np.ndarray:
         logits = out.logits.float().transpose(1, 2)
         found.append(nn.functional.cross_entropy(logits, targets, reduction="none").cpu())
     return torch.cat(found, 1).double().numpy()
+
+
+def recent_nats(model: Any, tokens: torch.Tensor, recent: int) -> np.ndarray:
+    """As ``token_nats``, from a memory of the last ``recent // 2`` to ``recent`` tokens only: windows of so many that
+    overlap by half, read side by side, of which the second halves count."""
+    half, count = recent // 2, tokens.shape[1] - 1
+    whole = nn.functional.pad(tokens, (0, -count % half))  # padding on the right changes nothing
+    found = [token_nats(model, whole[:, : half + 1])]
+    if whole.shape[1] > half + 1:
+        windows = whole.unfold(1, 2 * half + 1, half)  # [rows, windows, tokens]
+        parts = [token_nats(model, part)[:, half:] for part in windows.flatten(0, 1).split(WINDOWS)]
+        found.append(np.concatenate(parts).reshape(len(tokens), -1))
+    return np.concatenate(found, 1)[:, :count]

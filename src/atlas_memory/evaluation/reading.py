@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from atlas_memory.evaluation.perplexity import token_nats
+from atlas_memory.evaluation.perplexity import recent_nats, token_nats
 from atlas_memory.observation.watching import memories
 from atlas_memory.observation.writes import memory_writes
 
@@ -25,8 +25,11 @@ class Reading:
     Attributes:
         pieces: what each token adds to the text.
         cost: bits of each token, float64 ``[tokens]``; NaN for the first, which nothing predicts.
+        recent: tokens, see ``older``.
         saved: how many bits more the token costs if the memories stay as training left them, ``[tokens]``; None for a
             model without memories.
+        older: how many bits more it costs if all but the last ``recent // 2`` to ``recent`` tokens are taken away; None
+            where that was not asked.
         before: where the same token stood in the same passage when it was read first, int64 ``[tokens]``; -1 where
             nothing is read again.
     """
@@ -34,6 +37,8 @@ class Reading:
     pieces: list[str]
     cost: np.ndarray
     saved: np.ndarray | None
+    older: np.ndarray | None
+    recent: int | None
     before: np.ndarray
 
     def again(self) -> tuple[int, float, float] | None:
@@ -45,19 +50,24 @@ class Reading:
         return len(second), float(self.cost[self.before[second]].mean()), float(self.cost[second].mean())
 
 
-def read(model: Any, tokenizer: Any, ids: np.ndarray, cost: np.ndarray | None = None) -> Reading:
-    """Read tokens ``[tokens]`` with a model; ``cost`` in bits, where it is known."""
+def read(
+    model: Any, tokenizer: Any, ids: np.ndarray, cost: np.ndarray | None = None, recent: int | None = None
+) -> Reading:
+    """Read tokens ``[tokens]`` with a model; ``cost`` in bits, where it is known. With ``recent``, of at least 2, read
+    them without what is older too."""
     tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
 
-    def bits() -> np.ndarray:
+    def bits(last: int | None = None) -> np.ndarray:
         with torch.inference_mode():
-            return np.append(np.nan, token_nats(model, tokens)[0] / math.log(2))
+            nats = token_nats(model, tokens) if last is None else recent_nats(model, tokens, last)
+        return np.append(np.nan, nats[0] / math.log(2))
 
     cost, saved = bits() if cost is None else cost, None
+    older = None if recent is None else bits(recent) - cost
     if memories(model):
         with memory_writes(model, False):
             saved = bits() - cost
-    return Reading(pieces_of(tokenizer, ids.tolist()), cost, saved, repeats(ids))
+    return Reading(pieces_of(tokenizer, ids.tolist()), cost, saved, older, recent, repeats(ids))
 
 
 def repeats(ids: np.ndarray, least: int = AGAIN) -> np.ndarray:

@@ -36,7 +36,8 @@ def page(numbers: dict[str, Any], has_log: bool, has_looks: bool) -> str:
         _positions(numbers),
         _gates(numbers) if numbers["gates"]["memories"] else "",
         f'<h2>Token by token</h2><p><a href="reading.html">{html.escape(numbers["gates"]["document"])}</a>, coloured '
-        f"by what each token cost{' and by what writing saved on it' if numbers['margin'] else ''}.</p>",
+        f"by what each token cost{', by what writing saved on it' if numbers['margin'] else ''} and by what older "
+        "tokens saved.</p>",
         f"<h2>A sample</h2><p>The grey text was given, the rest is the model's.</p>"
         f'<pre><span class="given">{html.escape(numbers["prompt"])}</span>{html.escape(numbers["sample"])}</pre>',
     ]

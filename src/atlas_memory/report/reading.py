@@ -1,4 +1,4 @@
-"""A page on which a text is coloured, token by token, by what it cost the model and by what writing saved on it."""
+"""A page on which a text is coloured, token by token, by what it cost the model and by what its memory saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atlas_memory.evaluation.reading import Reading
 from atlas_memory.report.names import BLUE, GREEN, ORANGE, PINK
 
 LEVELS = 8
-MOST_COST, MOST_SAVED = 8.0, 4.0  # bits a token, from which on colours are full
+MOST_COST, MOST_SAVED, MOST_OLDER = 8.0, 4.0, 1.0  # bits a token, from which on colours are full
 
 
 def reading_page(name: str, reading: Reading, back: str | None = "report.html") -> str:
@@ -20,29 +20,36 @@ def reading_page(name: str, reading: Reading, back: str | None = "report.html") 
 
     What a token cost is shown where the pointer is, or the finger.
     """
-    cost, saved = reading.cost, reading.saved
+    cost, saved, older = reading.cost, reading.saved, reading.older
     spans = []
     for n, piece in enumerate(reading.pieces):
         classes = [f"c{_level(cost[n], MOST_COST)}"]
         classes += [] if saved is None else [f"s{_level(saved[n], MOST_SAVED)}"]
+        classes += [] if older is None else [f"o{_level(older[n], MOST_OLDER)}"]
         classes += ["again"] if reading.before[n] >= 0 else []
         shown = " ".join(name for name in classes if name[1:] != "0")
         spans.append(f'<i class="{shown}">{html.escape(piece)}</i>' if shown else f"<i>{html.escape(piece)}</i>")
     chosen = {"cost": "by cost: what it took to predict a token, orange up to 8 bits"}
     if saved is not None:
         chosen["saved"] = "by what writing saved: green where memories that stay at M_0 need more, pink where less"
+    if older is not None:
+        chosen["older"] = (
+            f"by what older tokens saved: green where a memory of the last {reading.recent:,} tokens at the most needs "
+            "more, pink where less"
+        )
     inputs = "".join(
         f'<input type="radio" name="by" id="{key}"{" checked" if key == list(chosen)[-1] else ""}>'
         f'<label for="{key}"> {text}</label><br>'
         for key, text in chosen.items()
     )
+    figures = {"": cost, "writing saved": saved, "older tokens saved": older}
     link = f'<p><a href="{html.escape(back)}">the report</a></p>' if back else ""
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>Reading {html.escape(name)}</title>\n<style>{_style()}</style>\n"
         f"{link}<h1>Reading {html.escape(name)}</h1><p>{_again(reading)}</p>"
         f'{inputs}<pre id="text">{"".join(spans)}</pre><p id="said"></p>\n'
-        f"<script>{_script(cost, saved)}</script>\n</html>\n"
+        f"<script>{_script(figures)}</script>\n</html>\n"
     )
 
 
@@ -66,19 +73,21 @@ def _level(value: float, most: float) -> int:
     return level if level >= 0 else LEVELS - level
 
 
-def _script(cost: np.ndarray, saved: np.ndarray | None) -> str:
+def _script(figures: dict[str, np.ndarray | None]) -> str:
     """What shows the figures of the token under the pointer; tenths of bits, as integers."""
 
-    def tenths(values: np.ndarray) -> str:
-        return json.dumps([round(10 * float(x)) if math.isfinite(x) else None for x in values], separators=(",", ":"))
+    def tenths(values: np.ndarray) -> list[int | None]:
+        return [round(10 * float(x)) if math.isfinite(x) else None for x in values]
 
+    known = {name: tenths(values) for name, values in figures.items() if values is not None}
     return (
-        f"const cost={tenths(cost)},saved={'null' if saved is None else tenths(saved)},"
+        f"const known={json.dumps(known, separators=(',', ':'))},"
         "text=document.getElementById('text'),said=document.getElementById('said');"
         "const place=new Map([...text.children].map((e,n)=>[e,n]));"
         "text.addEventListener('pointerover',e=>{const n=place.get(e.target);if(n===undefined)return;"
-        "said.textContent=`token ${n.toLocaleString()}: `+(cost[n]===null?'given':`${(cost[n]/10).toFixed(1)} bits`"
-        "+(saved?`, saved ${(saved[n]/10).toFixed(1)}`:''))});"
+        "const parts=Object.entries(known).filter(([_,x])=>x[n]!==null)"
+        ".map(([name,x])=>`${name} ${(x[n]/10).toFixed(1)}${name?'':' bits'}`.trim());"
+        "said.textContent=`token ${n.toLocaleString()}: ${parts.join(', ')||'given'}`;});"
     )
 
 
@@ -98,6 +107,8 @@ def _style() -> str:
             ("cost", "c", level, ORANGE),
             ("saved", "s", level, GREEN),
             ("saved", "s", LEVELS + level, PINK),
+            ("older", "o", level, GREEN),
+            ("older", "o", LEVELS + level, PINK),
         ):
             rules.append(f"#{key}:checked ~ pre .{name}{number} {{ background: {colour}{strength:02x} }}")
     return "\n".join(rules)

@@ -82,7 +82,7 @@ def write_report(
         geometry_over_time(target / "geometry.png", seen.memories, seen.points, document.name)
     if len(looks) > 1:
         over_training(target / "training.png", looks)
-    reading = reading_page(document.name, read(run.model, run.tokenizer, ids, cost))
+    reading = reading_page(document.name, read(run.model, run.tokenizer, ids, cost, recent=trained))
     (target / "reading.html").write_text(reading, encoding="utf-8")
     (target / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     (target / "report.html").write_text(page(numbers, len(log) > 1, len(looks) > 1), encoding="utf-8")
