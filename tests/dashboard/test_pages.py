@@ -87,7 +87,11 @@ def test_a_text_is_read(opened: Any, tmp_path: Path) -> None:
         page.get_by_label("A text of yours").fill("hello, hello")
         page.keyboard.press("Tab")
         page.get_by_role("button", name="Read", exact=True).click()
-        page.get_by_text("12 tokens of your text").wait_for(timeout=WAIT)
+        page.get_by_text("12 tokens of your text, read by run").wait_for(timeout=WAIT)
+        page.get_by_label("A text of yours").fill("x")
+        page.keyboard.press("Tab")
+        page.get_by_role("button", name="Read", exact=True).click()
+        page.get_by_text("it has less than two tokens").wait_for(timeout=WAIT)
         page.close()
 
 

@@ -232,7 +232,12 @@ def samples_page() -> None:
     if loaded is not None:
         from atlas_memory.evaluation.sampling import sample
 
-        st.code(sample(loaded.model, loaded.tokenizer, prompt, int(count), temperature), language=None, wrap_lines=True)
+        try:
+            text = sample(loaded.model, loaded.tokenizer, prompt, int(count), temperature)
+        except (ValueError, RuntimeError) as error:
+            st.error(f"Nothing could be written: {error}")
+            return
+        st.code(text, language=None, wrap_lines=True)
 
 
 @st.fragment(run_every=EVERY)
@@ -279,13 +284,17 @@ def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, R
         if not own:
             documents = text_of(run)[1]
             longest = max(documents, key=lambda document: len(document.text))
-            name, text = longest.name, longest.text
+            name, text = f"{longest.name} (held out)", longest.text
             if len(text) < most:  # several, one behind the other
                 name, text = "held-out text", "\n".join(document.text for document in documents)[: 16 * most]
         trained = None if run.config is None else run.config.data.longest
         ids = encode(run.tokenizer, text)[: max(1, most - again)]
+        if len(ids) < 2:
+            raise ValueError("it has less than two tokens, of which the first is given")
         with st.spinner(f"Reading {len(ids) + again:,} tokens"):
-            return name, read(run.model, run.tokenizer, twice(ids, again, later), recent=trained)
+            return f"{name}, read by {run.folder.name}", read(
+                run.model, run.tokenizer, twice(ids, again, later), recent=trained
+            )
     except (ValueError, OSError, RuntimeError) as error:
         st.error(f"The text could not be read: {error}")
         return None
