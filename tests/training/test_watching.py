@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from atlas_memory.training import load_run, train
 from atlas_memory.training.config import ConfigError
 from atlas_memory.training.logs import read_log
-from tests.observation.test_alarm import everywhere, no_eta
+from benchmarks.learning.alarms import SPOILT, spoilt
 from tests.training.small import settings
 
 
@@ -70,7 +70,7 @@ def test_an_alarm_is_told_once(tmp_path: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), Listener)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     console = quiet()
-    with everywhere(no_eta):
+    with spoilt(SPOILT["eta at 0"]):
         hook = f"train.alarm_webhook=http://127.0.0.1:{server.server_port}/"
         train(settings(tmp_path, "train.watch_every=1", hook), console=console)
     server.shutdown()
@@ -86,7 +86,7 @@ def test_an_alarm_is_told_once(tmp_path: Path) -> None:
 
 def test_training_goes_on_where_nobody_listens(tmp_path: Path) -> None:
     console = quiet()
-    with everywhere(no_eta):
+    with spoilt(SPOILT["eta at 0"]):
         hook = "train.alarm_webhook=http://127.0.0.1:9/"
         train(settings(tmp_path, "train.watch_every=2", hook), console=console)
     assert "could not be told" in said(console)
