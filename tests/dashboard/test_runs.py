@@ -7,6 +7,7 @@ import pytest
 
 from atlas_memory.dashboard.runs import Runs, find_runs
 from atlas_memory.training.logs import Log, cut_logs
+from atlas_memory.training.settings import in_bytes
 from benchmarks.dashboard import append, made_run
 
 
@@ -30,7 +31,7 @@ def test_a_log_is_read_as_it_grows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["{", "[]", "3", '"x"', '{"loss": 1}', '{"step": null}', '{"step": "x"}', "\x00\x01"]
+    "damage", ["{", "[]", "3", '"x"', '{"loss": 1}', '{"step": null}', '{"step": "3"}', '{"step": 1.5}', "\x00\x01"]
 )
 def test_a_damaged_line_is_left_out_and_counted(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "log.jsonl"
@@ -70,6 +71,13 @@ def test_places_without_runs_are_refused(tmp_path: Path) -> None:
         find_runs([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match=r"holds a log\.jsonl"):
         find_runs([tmp_path])
+
+
+def test_what_a_loss_is_in(tmp_path: Path) -> None:
+    assert in_bytes({}) and in_bytes({"data.tokenizer": "bytes", "data.path": str(tmp_path)})
+    assert not in_bytes({"data.tokenizer": "tokenizer"})
+    (tmp_path / "prepared.json").write_text("{}")  # which has a tokenizer of its own
+    assert not in_bytes({"data.tokenizer": "bytes", "data.path": str(tmp_path)})
 
 
 def test_an_alarm_counts_once(tmp_path: Path) -> None:

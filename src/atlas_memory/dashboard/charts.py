@@ -103,22 +103,9 @@ def heads_over_steps(looks: Sequence[dict[str, Any]], measure: str) -> Spec:
     """A heat map of one figure: a column for each look, a line for each head of each memory; for each memory, the mean
     over its heads, where there would be more than ``ROWS`` lines."""
     label, limits = MEASURES[measure]
-    shown = looks[:: -(-len(looks) // LOOKS)]
-    shown = shown if shown[-1] is looks[-1] else [*shown, looks[-1]]
-    found: dict[str, list[tuple[int, float]]] = {}
-    heads = sum(len(_values(memory, measure) or []) for memory in looks[-1]["memories"])
-    for look in shown:
-        for memory in look["memories"]:
-            values = [math.nan if v is None else v for v in _values(memory, measure) or []]
-            if heads > ROWS:
-                values = [float(np.mean(values))] if values else []
-            for head, value in enumerate(values):
-                line = short(memory["name"]) + (f", head {head + 1}" if len(values) > 1 else "")
-                found.setdefault(line, []).append((look["step"], value))
+    found = _lines(looks, measure)
     rows = [
-        {"line": line, "step": step, "value": value if math.isfinite(value) else None}
-        for line, values in found.items()
-        for step, value in values
+        {"line": line, "step": step, "value": value} for line, values in found.items() for step, value in values.items()
     ]
     log = measure == "half_life"
     scale: dict[str, Any] = {"scheme": "cividis", "clamp": True, "type": "log" if log else "linear"}
@@ -142,6 +129,24 @@ def heads_over_steps(looks: Sequence[dict[str, Any]], measure: str) -> Spec:
             ],
         },
     )
+
+
+def _lines(looks: Sequence[dict[str, Any]], measure: str) -> dict[str, dict[int, float | None]]:
+    """The lines of a heat map from above, each with its value by step."""
+    shown = looks[:: -(-len(looks) // LOOKS)]
+    shown = shown if shown[-1] is looks[-1] else [*shown, looks[-1]]
+    heads = sum(len(_values(memory, measure) or []) for memory in looks[-1]["memories"])
+    found: dict[str, dict[int, float | None]] = {}
+    for look in shown:
+        for memory in look["memories"]:
+            values, name = _values(memory, measure) or [], short(memory["name"])
+            if heads > ROWS:
+                known = [value for value in values if value is not None]
+                values = [sum(known) / len(known) if known else None]
+            for head, value in enumerate(values, 1):
+                line = f"{name}, head {head}" if len(values) > 1 else name
+                found.setdefault(line, {})[look["step"]] = value
+    return found
 
 
 def _values(memory: dict[str, Any], measure: str) -> list[float | None] | None:

@@ -128,12 +128,12 @@ def runs_page() -> None:
     _alarms_and_curves()
 
 
-def _one(label: str = "run") -> Watched | None:
+def _one() -> Watched | None:
     runs = _runs()
     if not runs:
         st.info("Choose a run on the left.")
         return None
-    name = st.selectbox(label, [run.name for run in runs], key=f"{label} of the page")
+    name = st.selectbox("run", [run.name for run in runs], key="run of the page")
     return next(run for run in runs if run.name == name)
 
 

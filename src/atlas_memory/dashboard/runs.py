@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, Log
-from atlas_memory.training.settings import flat_settings
+from atlas_memory.training.settings import flat_settings, in_bytes
 
 
 class Watched:
@@ -51,7 +51,7 @@ class Watched:
     @property
     def bytes(self) -> bool:
         """Whether a token is a byte, so that losses are bits of a byte."""
-        return self.config.get("data.tokenizer", "bytes") == "bytes"
+        return in_bytes(self.config)
 
     @property
     def alarms(self) -> list[tuple[int, str]]:

@@ -44,7 +44,7 @@ class Reading:
     def again(self) -> tuple[int, float, float] | None:
         """How many tokens are of passages that were read before, and the bits each of them cost on average when they
         were read first and when they were read again; None where there are none."""
-        second = np.flatnonzero(self.before > 0)
+        second = np.flatnonzero(self.before > 0)  # the first token of all has no cost
         if not len(second):
             return None
         return len(second), float(self.cost[self.before[second]].mean()), float(self.cost[second].mean())

@@ -254,7 +254,8 @@ class _Path:
     """Where the matrices of a memory stood after the last piece, and how they had come there."""
 
     def __init__(self, start: Matrices) -> None:
-        self.at, self.step = start, cast("Matrices | None", None)
+        self.at = start
+        self.step: Matrices | None = None
 
     def turn(self, end: Matrices) -> Tensor:
         """``MemoryTrace.turn`` at the end of the next piece, ``[batch, heads, 1]``."""

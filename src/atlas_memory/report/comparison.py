@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from atlas_memory.report.page import STYLE, table
 from atlas_memory.report.pictures import canvas, running_mean, tidy
 from atlas_memory.report.report import write_report
 from atlas_memory.training.logs import read_log
-from atlas_memory.training.settings import flat_settings
+from atlas_memory.training.settings import flat_settings, in_bytes
 
 
 def write_comparison(
@@ -33,23 +34,27 @@ def write_comparison(
     target = above / "comparison"
     target.mkdir(exist_ok=True)
     logs = [read_log(path) for path in paths]
+    settings = [flat_settings(path) for path in paths]
     has_logs = any(len(log) > 1 for log in logs)
     if has_logs:
-        _losses(target / "loss.png", names, logs)
+        _losses(target / "loss.png", names, logs, all(map(in_bytes, settings)))
     _positions(target / "position.png", names, reports)
     links = [os.path.relpath(Path(report["folder"]) / "report.html", target) for report in reports]
-    page = _page(names, links, reports, [flat_settings(path) for path in paths], has_logs)
+    page = _page(names, links, reports, settings, has_logs)
     (target / "comparison.html").write_text(page, encoding="utf-8")
     return target / "comparison.html"
 
 
-def _losses(path: Path, names: Sequence[str], logs: Sequence[Sequence[dict[str, Any]]]) -> None:
+def _losses(path: Path, names: Sequence[str], logs: Sequence[Sequence[dict[str, Any]]], of_bytes: bool) -> None:
+    """The running mean of each run, in bits a byte where all read bytes."""
     figure = canvas(8, 4.4)
     axes = figure.subplots()
     for name, log, colour in zip(names, logs, COLOURS * len(names), strict=False):
-        mean = running_mean([line["loss"] for line in log])
+        mean = running_mean([line["loss"] for line in log]) / (math.log(2) if of_bytes else 1)
         axes.plot([line["step"] for line in log], mean, color=colour, linewidth=1.8, label=name)
-    axes.set(title="Training loss, running mean", xlabel="step", ylabel="nats per token")
+    axes.set(
+        title="Training loss, running mean", xlabel="step", ylabel="bits per byte" if of_bytes else "nats per token"
+    )
     axes.legend(frameon=False, fontsize=11)
     tidy(axes)
     figure.savefig(path)

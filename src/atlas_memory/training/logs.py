@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ class Log:
     Attributes:
         path: of the file, which need not be there yet.
         needs: keys that a line must have.
-        damaged: lines that hold no JSON object with a number as its `step` and what it `needs`; they are skipped.
+        damaged: lines that hold no JSON object with a whole number as its `step` and what it `needs`; they are skipped.
     """
 
     def __init__(self, path: Path, *needs: str) -> None:
@@ -50,11 +51,11 @@ class Log:
     def _take(self, line: bytes) -> None:
         try:
             entry = json.loads(line)
-            step = int(entry["step"])
+            step = index(entry["step"])
             if not all(key in entry for key in self.needs):
                 raise KeyError(self.needs)
             self._steps[step] = entry
-        except (ValueError, KeyError, TypeError, OverflowError):  # cut off when the process was killed, or edited
+        except (ValueError, KeyError, TypeError):  # cut off when the process was killed, or edited
             self.damaged += 1
 
 

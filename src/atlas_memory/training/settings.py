@@ -17,6 +17,14 @@ def flat_settings(folder: Path) -> dict[str, Any]:
         return {}
 
 
+def in_bytes(settings: dict[str, Any]) -> bool:
+    """Whether a token of the run is surely a byte, so that its losses are of bytes: a prepared folder has a tokenizer of
+    its own, whatever `data.tokenizer` says."""
+    path = settings.get("data.path")
+    prepared = isinstance(path, str) and (Path(path).expanduser() / "prepared.json").is_file()
+    return settings.get("data.tokenizer", "bytes") == "bytes" and not prepared
+
+
 def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if not isinstance(tree, dict):
         return [(prefix, tree)]

@@ -123,8 +123,10 @@ def _figures(line: dict[str, Any]) -> dict[str, float]:
     """The line of a look, one number for each figure of each memory: "memory/model.layers.0.mixer/share" and so on."""
     found = {} if line["remembrance"] is None else {"memory/remembrance": line["remembrance"]}
     for memory in line["memories"]:
-        for name in ("share", "branch", "alpha", "eta", "theta", "half_life", "surprise", "written", "norm", "rank"):
-            value = memory.get(name)
+        errors = {f"error {lag}": error for lag, error in zip(line["lags"], memory["error"], strict=True)}
+        for name, value in (memory | errors).items():
+            if name in ("name", "error"):
+                continue
             values = value["mean"] if isinstance(value, dict) else value if isinstance(value, list) else [value]
             known = [x for x in values if x is not None]
             if known:
