@@ -18,8 +18,8 @@ def flat_settings(folder: Path) -> dict[str, Any]:
 
 
 def in_bytes(settings: dict[str, Any]) -> bool:
-    """Whether a token of the run is surely a byte, so that its losses are of bytes: a prepared folder has a tokenizer of
-    its own, whatever `data.tokenizer` says."""
+    """Whether a token of the run is surely a byte, so that its losses are of bytes: a prepared folder has a tokenizer
+    of its own, whatever `data.tokenizer` says."""
     path = settings.get("data.path")
     prepared = isinstance(path, str) and (Path(path).expanduser() / "prepared.json").is_file()
     return settings.get("data.tokenizer", "bytes") == "bytes" and not prepared
