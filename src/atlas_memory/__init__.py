@@ -6,9 +6,9 @@ wait for torch, nor a layer for transformers. Importing the package is enough fo
 the models.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .later import later
 from .registration import register_with_auto_classes
 
 if TYPE_CHECKING:
@@ -51,18 +51,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(_WHERE[name], __name__), name)
-    except ModuleNotFoundError as error:
-        if error.name == "transformers":
-            raise ModuleNotFoundError(
-                f"{name} needs transformers, which is not installed: pip install 'atlas-memory[train]'",
-                name="transformers",
-            ) from error
-        raise
+__getattr__ = later(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

@@ -11,11 +11,10 @@ from typing import NoReturn
 
 from atlas_memory.dashboard.runs import find_runs
 
-PORT = 8501
 PAGES = Path(__file__).with_name("pages.py")
 
 
-def serve(runs: Sequence[str | Path], port: int = PORT, address: str = "localhost", browser: bool = True) -> NoReturn:
+def serve(runs: Sequence[str | Path], port: int = 8501, address: str = "localhost", browser: bool = True) -> NoReturn:
     """Show runs, or all runs in folders, on http://`address`:`port` until it is interrupted. The process becomes the
     server, and does not come back.
 

@@ -4,8 +4,9 @@
 AutoModelForCausalLM when they are, which is when the first ``AtlasConfig`` is made at the latest.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from atlas_memory.later import later
 
 from .presets import PRESETS, Preset
 
@@ -16,15 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["PRESETS", "AtlasCache", "AtlasConfig", "AtlasForCausalLM", "AtlasModel", "Preset"]
 
-_LATER = {
-    "AtlasCache": ".cache",
-    "AtlasConfig": ".configuration",
-    "AtlasForCausalLM": ".modeling",
-    "AtlasModel": ".modeling",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(import_module(_LATER[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = later(
+    __name__,
+    {
+        "AtlasCache": ".cache",
+        "AtlasConfig": ".configuration",
+        "AtlasForCausalLM": ".modeling",
+        "AtlasModel": ".modeling",
+    },
+)

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.ticker import FixedLocator
 
 from atlas_memory.report.names import COLOURS
-from atlas_memory.report.page import STYLE, table
+from atlas_memory.report.page import document, table
 from atlas_memory.report.pictures import canvas, running_mean, tidy
 from atlas_memory.report.report import write_report
 from atlas_memory.training.logs import read_log
@@ -106,10 +106,7 @@ def _page(
         "<h2>Settings that differ</h2>",
         table(["setting", *names], ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in others]),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Comparison</title>\n<style>{STYLE}</style>\n{''.join(parts)}\n</html>\n"
-    )
+    return document("Comparison", "".join(parts))
 
 
 def _row(name: str, link: str, report: dict[str, Any]) -> str:

@@ -27,7 +27,6 @@ td, th { padding: .2rem 1rem .2rem 0; text-align: left; font-variant-numeric: ta
 
 def page(numbers: dict[str, Any], has_log: bool, has_looks: bool) -> str:
     """The page, next to its pictures; whether the run has a log, and looks at its memories."""
-    title = html.escape(numbers["run"])
     parts = [
         f"<h1>{'A memory that learns while it reads' if numbers['margin'] else 'A model without a memory'}</h1>",
         f'<p class="about">{_about(numbers)}</p>',
@@ -41,9 +40,14 @@ def page(numbers: dict[str, Any], has_log: bool, has_looks: bool) -> str:
         f"<h2>A sample</h2><p>The grey text was given, the rest is the model's.</p>"
         f'<pre><span class="given">{html.escape(numbers["prompt"])}</span>{html.escape(numbers["sample"])}</pre>',
     ]
+    return document(f"Report: {numbers['run']}", "".join(parts))
+
+
+def document(title: str, body: str, style: str = STYLE) -> str:
+    """A whole page of HTML."""
     return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Report: {title}</title>\n<style>{STYLE}</style>\n{''.join(parts)}\n</html>\n"
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{html.escape(title)}</title>\n<style>{style}</style>\n{body}\n</html>\n"
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from atlas_memory.evaluation.reading import Reading
 from atlas_memory.report.names import BLUE, GREEN, ORANGE, PINK
+from atlas_memory.report.page import document
 
 LEVELS = 8
 MOST_COST, MOST_SAVED, MOST_OLDER = 8.0, 4.0, 1.0  # bits a token, from which on colours are full
@@ -44,12 +45,12 @@ def reading_page(name: str, reading: Reading, back: str | None = "report.html") 
     )
     figures = {"": cost, "writing saved": saved, "older tokens saved": older}
     link = f'<p><a href="{html.escape(back)}">the report</a></p>' if back else ""
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Reading {html.escape(name)}</title>\n<style>{_style()}</style>\n"
+    return document(
+        f"Reading {name}",
         f"{link}<h1>Reading {html.escape(name)}</h1><p>{_again(reading)}</p>"
         f'{inputs}<pre id="text">{"".join(spans)}</pre><p id="said"></p>\n'
-        f"<script>{_script(figures)}</script>\n</html>\n"
+        f"<script>{_script(figures)}</script>",
+        _style(),
     )
 
 

@@ -73,7 +73,7 @@ def write_report(
     target = run.folder / ("report" if data is None else f"report-{Path(data).stem or 'text'}")
     target.mkdir(exist_ok=True)
     if len(log) > 1:
-        scale, unit = loss_unit(run.tokenizer)
+        scale, unit = _loss_unit(run.tokenizer)
         loss_curve(target / "loss.png", [e["step"] for e in log], [scale * e["loss"] for e in log], unit)
     bits_by_position(target / "position.png", *scores, trained)
     if seen.memories:
@@ -89,7 +89,7 @@ def write_report(
     return numbers | {"folder": str(target)}
 
 
-def loss_unit(tokenizer: Any) -> tuple[float, str]:
+def _loss_unit(tokenizer: Any) -> tuple[float, str]:
     """By what the losses of a log are multiplied for people, and what they are then in."""
     return (1 / math.log(2), "bits per byte") if is_byte_tokenizer(tokenizer) else (1.0, "nats per token")
 

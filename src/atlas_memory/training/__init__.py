@@ -1,8 +1,9 @@
 """Optimisers; configuration, the training run and its folder. Each is imported when it is first asked for, so that the
 logs of a run can be read without torch."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from atlas_memory.later import later
 
 if TYPE_CHECKING:
     from atlas_memory.training.config import RunConfig, load_config
@@ -13,19 +14,16 @@ if TYPE_CHECKING:
 
 __all__ = ["M3", "MultiPeriod", "RunConfig", "load_config", "load_run", "m3_groups", "split_by_period", "train"]
 
-_LATER = {
-    "M3": ".optimisers",
-    "MultiPeriod": ".periods",
-    "RunConfig": ".config",
-    "load_config": ".config",
-    "load_run": ".runs",
-    "m3_groups": ".optimisers",
-    "split_by_period": ".periods",
-    "train": ".trainer",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(import_module(_LATER[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = later(
+    __name__,
+    {
+        "M3": ".optimisers",
+        "MultiPeriod": ".periods",
+        "RunConfig": ".config",
+        "load_config": ".config",
+        "load_run": ".runs",
+        "m3_groups": ".optimisers",
+        "split_by_period": ".periods",
+        "train": ".trainer",
+    },
+)
