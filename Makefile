@@ -13,17 +13,16 @@ demo: $(STAMP)
 	$(BIN)/atlas report $(OUT)
 	$(BIN)/atlas generate $(OUT) --prompt "def "
 
-# Two processes of tests: one thread of arithmetic each.
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src benchmarks
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal
 
 # What every rule does over 2,000 training steps: half an hour.
 test-slow: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 # Everything in docs/performance.md, on a machine with nothing else to do.
 bench: $(STAMP)

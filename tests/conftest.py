@@ -1,11 +1,13 @@
 """What holds for every test. The Triton kernels run in Triton's interpreter, chosen before anything imports
 triton; memory that was asked for and not filled is not a number, so that whoever reads it is found; and a test draws
-the same random numbers whatever ran before it, so that a failure is found again by running that test alone."""
+the same random numbers whatever ran before it, so that a failure is found again by running that test alone. One thread
+a process: two that wait for each other over small tensors take thirty times as long once a core is busy."""
 
 import os
 import zlib
 
 os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

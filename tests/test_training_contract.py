@@ -14,7 +14,7 @@ from torch import nn
 from atlas_memory import RULES, AtlasConfig, AtlasForCausalLM, NeuralMemory
 from atlas_memory.memory import Muon, Rule
 
-VOCAB, TIME, BATCH = 16, 16, 8
+VOCAB, TIME, BATCH = 16, 16, 32
 
 MODELS: dict[str, dict[str, Any]] = {
     **{rule: {"rule": rule} for rule in RULES},
@@ -41,7 +41,7 @@ def model(**config: Any) -> AtlasForCausalLM:
 
 
 def train(net: AtlasForCausalLM, steps: int, generator: torch.Generator) -> list[float]:
-    optimiser = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    optimiser = torch.optim.AdamW(net.parameters(), lr=1e-2)
     losses = []
     for _ in range(steps):
         ids = torch.randint(VOCAB, (BATCH, TIME), generator=generator)
@@ -70,8 +70,9 @@ def assert_causal(net: AtlasForCausalLM) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_random_tokens_cannot_be_predicted(name):
-    """400 steps on fresh uniform tokens: a loss below ln V means that labels leak. Single batches scatter by about
-    0.05 nats around ln V, so windows of 50 batches are held against the bound."""
+    """160 steps on fresh uniform tokens: a loss below ln V means that labels leak. The means of 20 batches are held
+    against the bound; without a leak they scatter by less than 0.001 nats. Where the mixer is shown 0.07 of the next
+    token, its model falls below (docs/diary.md)."""
     config = dict(MODELS[name])
     if rule := config.get("rule"):
         options = narrow(rule)
@@ -80,9 +81,10 @@ def test_random_tokens_cannot_be_predicted(name):
         config |= {"rule_options": options or None, "window": min(3, RULES[rule].window.size)}
         config |= {} if "hierarchy" in config else {"chunk_size": 8}
     net = model(**config)
-    losses = train(net, 400, torch.Generator().manual_seed(1))
-    means = [sum(losses[i : i + 50]) / 50 for i in range(0, 400, 50)]
-    assert min(means) > math.log(VOCAB) - 0.01
+    losses = train(net, 160, torch.Generator().manual_seed(1))
+    means = [sum(losses[i : i + 20]) / 20 for i in range(0, 160, 20)]
+    print(f"{name}: {min(means) - math.log(VOCAB):+.4f}")
+    assert min(means) > math.log(VOCAB) - 0.003
     assert_causal(net)
 
 

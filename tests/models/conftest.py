@@ -11,11 +11,6 @@ from atlas_memory.memory import RULES
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def make() -> Callable[..., AtlasForCausalLM]:
     def build(block: str = "lmm", rule: str | None = None, **changes: Any) -> AtlasForCausalLM:
