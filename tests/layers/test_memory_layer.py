@@ -185,3 +185,19 @@ def test_bare_memory_with_gates_of_ones_own():
     assert y.isfinite().all()
     with pytest.raises(ValueError, match="heads must be >= 1"):
         OmegaMemory(8, 0)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("rule", ["gated-deltanet", "titans", "omeganet", "atlas"])
+def test_a_fresh_layer_answers_with_what_it_read(rule, lag):
+    """Twelve words read twice, by untrained layers whose gates at the output are open: the second time each is answered
+    with itself, or with the word that is ``key_lag`` behind it."""
+    torch.manual_seed(0)
+    words, right = torch.nn.functional.rms_norm(torch.randn(50, 64), (64,)), []
+    for _ in range(8):
+        memory = NeuralMemory(64, 4, rule, key_lag=lag, chunk_size=4)
+        memory.gate.register_forward_hook(lambda _, x, y: torch.ones_like(y))
+        ids = torch.randperm(50)[:12].repeat(2)
+        said = (memory(words[ids][None])[0][0] @ words.mT).argmax(-1)
+        right.append((said[12 : 24 - lag] == ids[12 + lag :]).double().mean())
+    assert sum(right) / len(right) > 0.5  # of 50 words

@@ -33,10 +33,17 @@ def memory_as_layer(dim: int, heads: int, *, persistent_tokens: int = 0, **optio
 
 
 def self_modifying(
-    dim: int, heads: int, *, persistent_tokens: int = 0, gate_rank: None = None, hierarchy: None = None, **options: Any
+    dim: int,
+    heads: int,
+    *,
+    persistent_tokens: int = 0,
+    gate_rank: None = None,
+    hierarchy: None = None,
+    key_lag: None = None,
+    **options: Any,
 ) -> nn.Module:
-    """The mixer "hope": `SelfModifyingMemory`. Its memories make its gates, and stand in no hierarchy."""
-    for name, value in (("gate_rank", gate_rank), ("hierarchy", hierarchy)):
+    """The mixer "hope": `SelfModifyingMemory`. Its memories make its gates and keys, and stand in no hierarchy."""
+    for name, value in (("gate_rank", gate_rank), ("hierarchy", hierarchy), ("key_lag", key_lag)):
         if value is not None:
             raise ValueError(f"{name}={value} has no use in block='hope', whose memories make one another; drop it")
     return _after_persistent(SelfModifyingMemory(dim, heads, **options), persistent_tokens, dim)

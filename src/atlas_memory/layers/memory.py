@@ -24,6 +24,11 @@ from .omega import OmegaMemory
 from .stateful import Stateful
 
 
+LARGEST = 1e6
+"""Values are cut here. Of a deep memory that holds much larger ones the outer gradients overflow float32: they have the
+fourth power of a value in them."""
+
+
 @dataclass(frozen=True, repr=False)
 class LayerState(State):
     """What ``NeuralMemory`` carries: the memory's ``MemoryState``, with a hierarchy its ``HierarchicalState``; and the
@@ -52,6 +57,8 @@ class NeuralMemory(Stateful):
         window: c of the Omega rule; None: the rule's.
         chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's.
         conv_size: taps of the convolution.
+        key_lag: tokens by which keys begin behind values, see ``reset_parameters``. 0: a token's value goes under its
+            own key; 1: under that of the token before, so that a query is answered with what came next.
         eps: of the RMSNorm on what is read.
         gate_rank: make eta and alpha channel-wise through a map of this rank (Miras section 5.4: 32 or 64).
         hierarchy: one global and N local memories of the rule instead of one (TNT): a ``Hierarchy`` or a mapping of its
@@ -62,8 +69,8 @@ class NeuralMemory(Stateful):
             test-time memory, for comparison.
 
     Raises:
-        ValueError: a width that is no multiple of ``heads``, an unknown rule, a size below 1, or a
-            ``hierarchy`` that is wrong or given along with a ``chunk_size``.
+        ValueError: a width that is no multiple of ``heads``, an unknown rule, a size below 1, a ``key_lag`` that
+            the convolution does not reach, or a ``hierarchy`` that is wrong or given along with a ``chunk_size``.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class NeuralMemory(Stateful):
         window: int | None = None,
         chunk_size: int | None = None,
         conv_size: int = 4,
+        key_lag: int = 0,
         eps: float = 1e-6,
         gate_rank: int | None = None,
         hierarchy: Hierarchy | Mapping[str, Any] | None = None,
@@ -81,7 +89,12 @@ class NeuralMemory(Stateful):
         super().__init__()
         if heads < 1 or dim < 1 or dim % heads:
             raise ValueError(f"dim must be a positive multiple of heads, got dim={dim} and heads={heads}")
-        self.dim, self.heads = dim, heads
+        if not 0 <= key_lag < max(conv_size, 1):
+            raise ValueError(
+                f"key_lag must be at least 0 and below conv_size={conv_size}, since the convolution makes the lag; got "
+                f"{key_lag}"
+            )
+        self.dim, self.heads, self.key_lag = dim, heads, key_lag
         self.memory: OmegaMemory | HierarchicalMemory
         self.gates: GateProjection | HierarchicalGates
         if hierarchy is None:
@@ -98,6 +111,23 @@ class NeuralMemory(Stateful):
         self.gate = nn.Linear(dim, dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
         self.writes = True
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Let the projections begin together, so that a fresh layer recalls what it reads.
+
+        Keys begin as queries do, projection and convolution, ``key_lag`` tokens later: a token that comes back asks for
+        what was written when it was there before. And what is read is projected back as values were projected: W_o =
+        W_v^T. The other weights stay as they are. Learned from random projections, this takes a layer hundreds of steps
+        (docs/learning.md). Ours; no paper says how the projections begin.
+        """
+        with torch.no_grad():
+            (w_q, w_k, w_v), (taps_q, taps_k, _) = (
+                w.unflatten(0, (3, -1)) for w in (self.qkv.weight, self.convolution.weight)
+            )
+            w_k.copy_(w_q)
+            taps_k.copy_(F.pad(taps_q[:, self.key_lag :], (0, self.key_lag)))  # the last tap is the current token's
+            self.out.weight.copy_(w_v.mT)
 
     @property
     def rule(self) -> Rule:
@@ -208,7 +238,7 @@ class NeuralMemory(Stateful):
         q, k, v = (
             y.transpose(1, 2) for y in F.silu(qkv).to(kept_dtype(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         )
-        return l2_normalise(q), l2_normalise(k), v, past
+        return l2_normalise(q), l2_normalise(k), v.clamp(-LARGEST, LARGEST), past
 
     def _project(self, y: Tensor, x: Tensor) -> Tensor:
         """What the heads read, ``[batch, heads, time, dim]``, normed, gated by x and projected."""

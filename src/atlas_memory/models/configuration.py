@@ -37,6 +37,7 @@ _OF_MEMORY = (
     "chunk_size",
     "hierarchy",
     "conv_size",
+    "key_lag",
     "gate_rank",
     "persistent_tokens",
 )
@@ -58,7 +59,7 @@ class AtlasConfig(PreTrainedConfig):
             is written to it; "hope", a memory whose projections and gates are memories too, with `rule="hope"` or a
             variation of it, and without `gate_rank`; and without memory, "swa", sliding-window attention, and
             "attention", full attention. A block without memory takes no option of one: `rule` to
-            `persistent_tokens`, and `conv_size`.
+            `persistent_tokens`, `conv_size` and `key_lag`.
         window: Tokens that a write of the memory optimises over (c of the Omega rule); None keeps the rule's.
         chunk_size: Tokens whose gradients are taken at one state of the memory (b); None keeps the rule's.
         hierarchy: One global and N local memories of the rule instead of one (TNT), as the fields of `Hierarchy`:
@@ -67,6 +68,9 @@ class AtlasConfig(PreTrainedConfig):
         attention_window: Tokens that the attention of "mag", "mal" and "swa" sees, and the length of a segment in
             "mac"; None takes 64. No use in "lmm" and "attention".
         conv_size: Length of the memory's short convolution.
+        key_lag: Tokens by which keys begin behind values (`NeuralMemory.reset_parameters`). None takes 1, so that a
+            fresh memory answers with what came next, as a language model needs; 0 where `conv_size` is 1. Not in
+            "hope".
         gate_rank: Make the memory's eta and alpha channel-wise, through a map of this rank (Miras: 32 or 64).
         continuum_periods: One MLP after another in each block instead of one, the l-th with new weights only every so
             many steps of training (Hope's continuum memory system; `ContinuumMLP`). None takes one MLP.
@@ -98,6 +102,7 @@ class AtlasConfig(PreTrainedConfig):
     persistent_tokens: int = 0
     attention_window: int | None = None
     conv_size: int = 4
+    key_lag: int | None = None
     gate_rank: int | None = None
     continuum_periods: list[int] | None = None
     rms_norm_eps: float = 1e-6
@@ -135,6 +140,8 @@ class AtlasConfig(PreTrainedConfig):
         for name in ("intermediate_size", "window", "chunk_size", "attention_window", "gate_rank"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if self.key_lag is not None and (isinstance(self.key_lag, bool) or not isinstance(self.key_lag, int)):
+            raise ValueError(f"key_lag must be a whole number, got {self.key_lag!r}")
         if self.continuum_periods is not None:
             if not isinstance(self.continuum_periods, list | tuple) or not self.continuum_periods:
                 raise ValueError(f"continuum_periods must be a list of whole numbers, got {self.continuum_periods!r}")
@@ -190,11 +197,15 @@ class AtlasConfig(PreTrainedConfig):
         kind = BLOCKS[self.block]
         options: dict[str, Any] = {"attention_window": self.attention_window} if kind.window else {}
         if kind.memory:
+            lag = self.key_lag
+            if lag is None and self.block != "hope":
+                lag = min(1, self.conv_size - 1)
             options |= {
                 "persistent_tokens": self.persistent_tokens,
                 "eps": self.rms_norm_eps,
                 "rule": self.memory_rule(),
                 "conv_size": self.conv_size,
+                "key_lag": lag,
                 "gate_rank": self.gate_rank,
                 "hierarchy": self.hierarchy,
             }
