@@ -100,6 +100,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     },
     **{f"{n} pairs": _share(f"pairs {n}") for n in (16, 32, 64, 128)},
     **{f"{n} pairs held": _share(f"held {n}") for n in (16, 32, 64, 128)},
+    **{f"right, {step} steps": _share(f"copied {step}") for step in (50, 100, 200, 300)},
     "parameters": lambda row: f"{row['parameters']:,.0f}",
     "training": _bits("training"),
     **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "0-64", "512-1,024", *LATE)},

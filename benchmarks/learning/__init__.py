@@ -2,6 +2,7 @@
 
 from .alarms import ALARMS
 from .collapse import COLLAPSE
+from .copying import COPYING
 from .holds import HOLDS
 from .language import LANGUAGE
 from .needle import NEEDLE
@@ -14,5 +15,5 @@ from .writes import WRITES
 
 STUDIES: dict[str, Study] = {
     s.name: s
-    for s in (WRITES, HOLDS, REACH, RECALL, NEEDLE, CAPACITY, LANGUAGE, ORDERS_STUDY, RECIPE, ALARMS, COLLAPSE)
+    for s in (WRITES, HOLDS, REACH, RECALL, NEEDLE, CAPACITY, COPYING, LANGUAGE, ORDERS_STUDY, RECIPE, ALARMS, COLLAPSE)
 }

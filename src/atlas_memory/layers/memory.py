@@ -23,6 +23,8 @@ from .hierarchy import HierarchicalGates, HierarchicalMemory, Hierarchy
 from .omega import OmegaMemory
 from .stateful import Stateful
 
+START_GATE = 0.3
+"""Of the gate at the output, before SiLU."""
 
 LARGEST = 1e6
 """Values are cut here. Of a deep memory that holds much larger ones the outer gradients overflow float32: they have the
@@ -108,7 +110,7 @@ class NeuralMemory(Stateful):
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.convolution = ShortConvolution(3 * dim, conv_size)
         self.norm = nn.RMSNorm(dim // heads, eps=eps)
-        self.gate = nn.Linear(dim, dim, bias=False)
+        self.gate = nn.Linear(dim, dim)
         self.out = nn.Linear(dim, dim, bias=False)
         self.writes = True
         self.reset_parameters()
@@ -117,9 +119,10 @@ class NeuralMemory(Stateful):
         """Let the projections begin together, so that a fresh layer recalls what it reads.
 
         Keys begin as queries do, projection and convolution, ``key_lag`` tokens later: a token that comes back asks for
-        what was written when it was there before. And what is read is projected back as values were projected: W_o =
-        W_v^T. The other weights stay as they are. Learned from random projections, this takes a layer hundreds of steps
-        (docs/learning.md). Ours; no paper says how the projections begin.
+        what was written when it was there before. What is read is projected back as values were projected: W_o =
+        W_v^T. The gate at the output begins at SiLU(``START_GATE``) on average: around zero every token would read with
+        other signs. The other weights stay as they are. From random projections a layer learns all this in many
+        hundreds of steps (docs/learning.md). Ours; no paper says how the projections begin.
         """
         with torch.no_grad():
             (w_q, w_k, w_v), (taps_q, taps_k, _) = (
@@ -128,6 +131,7 @@ class NeuralMemory(Stateful):
             w_k.copy_(w_q)
             taps_k.copy_(F.pad(taps_q[:, self.key_lag :], (0, self.key_lag)))  # the last tap is the current token's
             self.out.weight.copy_(w_v.mT)
+            self.gate.bias.fill_(START_GATE)
 
     @property
     def rule(self) -> Rule:
