@@ -27,8 +27,7 @@ START_GATE = 0.3
 """Of the gate at the output, before SiLU."""
 
 LARGEST = 1e6
-"""Values are cut here. Of a deep memory that holds much larger ones the outer gradients overflow float32: they have the
-fourth power of a value in them."""
+"""Values are cut here: of a deep memory that holds values of 1e8 the outer gradients can overflow float32."""
 
 
 @dataclass(frozen=True, repr=False)
