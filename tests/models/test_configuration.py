@@ -2,11 +2,12 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from atlas_memory import NeuralMemory
 from atlas_memory.memory import KINDS, RULES, Huber, Softmax
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 
@@ -39,6 +40,12 @@ HIERARCHY = {"global_chunk": 8, "local_chunks": [4], "shard": 8}
         ({"block": "swa", "window": 4}, "window=4 has no use in block='swa'"),
         ({"block": "attention", "chunk_size": 4}, "chunk_size=4 has no use"),
         ({"block": "attention", "conv_size": 2}, "conv_size=2 has no use"),
+        ({"block": "swa", "key_lag": 1}, "key_lag=1 has no use in block='swa'"),
+        ({"block": "hope", "rule": "hope", "key_lag": 1}, "key_lag=1 has no use in block='hope'"),
+        ({"key_lag": 4}, "key_lag must be at least 0 and below conv_size=4, .*; got 4"),
+        ({"key_lag": -1}, "key_lag must be at least 0"),
+        ({"key_lag": 1, "conv_size": 1}, "below conv_size=1"),
+        ({"key_lag": "1"}, "key_lag must be a whole number, got '1'"),
         ({"block": "attention", "rule_options": {}}, "rule_options={} has no use"),
         ({"block": "swa", "persistent_tokens": 2}, "persistent_tokens=2 has no use"),
         ({"persistent_tokens": -1}, "persistent_tokens must be a whole number, 0 for none; got -1"),
@@ -73,6 +80,7 @@ def test_rule_options_change_the_rule() -> None:
 
 def test_defaults() -> None:
     assert AtlasConfig(hidden_size=768).intermediate_size == 2048
+    assert [cast(NeuralMemory, AtlasConfig(conv_size=n).mixer()).key_lag for n in (1, 2, 4)] == [0, 1, 1]
     assert AtlasConfig(hidden_size=128).intermediate_size == 384
     assert AtlasConfig(block="mag").attention_window == 64
     assert AtlasConfig(block="mac").attention_window == 64

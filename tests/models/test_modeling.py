@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from atlas_memory import NeuralMemory
 from atlas_memory.layers.blocks import BLOCKS
+from atlas_memory.layers.memory import START_GATE
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM, AtlasModel
 
 Make = Callable[..., AtlasForCausalLM]
@@ -232,3 +234,18 @@ def test_the_memory_learns_from_the_loss(every_model: AtlasForCausalLM) -> None:
     model(tokens(), labels=tokens()).loss.backward()
     idle = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert not idle
+
+
+@pytest.mark.parametrize("block", ["lmm", "mag", "mal", "mac"])
+def test_a_fresh_model_asks_for_what_came_next(block: str) -> None:
+    """As a layer begins by itself, in spite of what transformers does to linear layers; and the Auto class's too."""
+    config = AtlasConfig(hidden_size=16, num_attention_heads=2, block=block)
+    for model in (AtlasForCausalLM(config), AutoModelForCausalLM.from_config(config)):
+        layers = [module for module in model.modules() if isinstance(module, NeuralMemory)]
+        assert layers
+        for layer in layers:
+            q, k, v = layer.qkv.weight.split(16)
+            taps_q, taps_k, _ = layer.convolution.weight.split(16)
+            assert torch.equal(k, q) and torch.equal(layer.out.weight, v.mT)
+            assert torch.equal(taps_k[:, :3], taps_q[:, 1:]) and not taps_k[:, 3].any()
+            assert (layer.gate.bias == START_GATE).all()
