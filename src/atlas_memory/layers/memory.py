@@ -118,16 +118,18 @@ class NeuralMemory(Stateful):
         """Let the projections begin together, so that a fresh layer recalls what it reads.
 
         Keys begin as queries do, projection and convolution, ``key_lag`` tokens later: a token that comes back asks for
-        what was written when it was there before. What is read is projected back as values were projected: W_o =
-        W_v^T. The gate at the output begins at SiLU(``START_GATE``) on average: around zero every token would read with
-        other signs. The other weights stay as they are. From random projections a layer learns all this in many
-        hundreds of steps (docs/learning.md). Ours; no paper says how the projections begin.
+        what was written when it was there before. Without a lag W_k begins at (W_q + W_k) / sqrt 2: a query that equals
+        the key of its own token would be answered with that token's value, and nothing older would be felt. What is
+        read is projected back as values were projected: W_o = W_v^T. The gate at the output begins at SiLU(
+        ``START_GATE``) on average: around zero every token would read with other signs. The other weights stay as they
+        are. From random projections a layer learns all this in many hundreds of steps (docs/learning.md). Ours; no
+        paper says how the projections begin.
         """
         with torch.no_grad():
             (w_q, w_k, w_v), (taps_q, taps_k, _) = (
                 w.unflatten(0, (3, -1)) for w in (self.qkv.weight, self.convolution.weight)
             )
-            w_k.copy_(w_q)
+            w_k.copy_(w_q if self.key_lag else (w_q + w_k) * 0.5**0.5)
             taps_k.copy_(F.pad(taps_q[:, self.key_lag :], (0, self.key_lag)))  # the last tap is the current token's
             self.out.weight.copy_(w_v.mT)
             self.gate.bias.fill_(START_GATE)
