@@ -172,12 +172,15 @@ def reading_along(reading: Reading) -> Spec:
         for part in parts
     ]
     x = {"title": "token", "axis": {"format": "~s", "tickCount": 8}, "scale": {"domain": [0, len(reading.cost)]}}
+    below = {"columns": 1}  # one name below the other, for narrow screens
     lines = {
         "mark": "line",
         "encoding": {
             "x": _field("token", "quantitative", **x),
             "y": _field("bits", "quantitative", title="bits a token"),
-            "color": _field("what", "nominal", scale=_colours({name: colour for name, _, colour in curves})),
+            "color": _field(
+                "what", "nominal", scale=_colours({name: colour for name, _, colour in curves}), legend=below
+            ),
             "tooltip": [
                 _field("what", "nominal"),
                 _field("token", "quantitative", format=","),
@@ -199,7 +202,7 @@ def reading_along(reading: Reading) -> Spec:
         "encoding": {
             "x": _field("from", "quantitative", **x),
             "x2": {"field": "to"},
-            "color": _field("when", "nominal", scale=_colours({"read first": GREY, "read again": BLUE})),
+            "color": _field("when", "nominal", scale=_colours({"read first": GREY, "read again": BLUE}), legend=below),
         },
     }
     layers = [shaded, lines] if shades else [lines]
