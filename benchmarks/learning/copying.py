@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from atlas_memory import NeuralMemory
 from atlas_memory.memory import RULES
 from atlas_memory.models import AtlasForCausalLM
 
-from .language import model
+from .language import descend, model
 from .study import Study
 
 SYMBOLS, LENGTHS, BATCH = 64, (32, 64), 16
@@ -29,17 +28,15 @@ def copies(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
     if case.endswith(APART):
         _begin_apart(net)
     g = torch.Generator().manual_seed(seed)
-    optimiser = torch.optim.AdamW(net.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    found = {}
+
+    def loss(_: int) -> Tensor:
+        logits, answers = _ask(net, g)
+        return F.cross_entropy(logits.flatten(0, 1), answers.flatten())
+
+    steps, found = descend(net, LOOKS[-1], loss), {}
     for first, last in pairwise((0, *LOOKS)):
-        for step in range(first, min(last, 2) if quick else last):
-            for group in optimiser.param_groups:
-                group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / LOOKS[-1]))
-            logits, answers = _ask(net, g)
-            optimiser.zero_grad()
-            F.cross_entropy(logits.flatten(0, 1), answers.flatten()).backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimiser.step()
+        for _ in islice(steps, 2 if quick else last - first):
+            pass
         found[f"copied {last}"] = _right(net)
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +42,28 @@ def losses(net: AtlasForCausalLM, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none") / math.log(2)
 
 
-def train(net: AtlasForCausalLM, tokens: np.ndarray, seed: int, steps: int) -> float:
-    """``steps`` of AdamW at 3e-3 on random crops, warm-up of 20 and a cosine to a tenth; bits of the last 50."""
-    crops = RandomCrops(tokens, LENGTH, steps * BATCH, seed)
+def descend(net: AtlasForCausalLM, steps: int, loss: Callable[[int], Tensor]) -> Iterator[float]:
+    """``steps`` of AdamW at 3e-3 with a warm-up of 20 and a cosine to a tenth; the ``loss`` of each, after it."""
     optimiser = torch.optim.AdamW(net.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    found = []
     for step in range(steps):
         for group in optimiser.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-        ids = torch.stack([crops[step * BATCH + i]["input_ids"] for i in range(BATCH)])
-        loss = losses(net, ids).mean()
+        here = loss(step)
         optimiser.zero_grad()
-        loss.backward()
+        here.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimiser.step()
-        found.append(float(loss.detach()))
-    return statistics.fmean(found[-50:])
+        yield float(here.detach())
+
+
+def train(net: AtlasForCausalLM, tokens: np.ndarray, seed: int, steps: int) -> float:
+    """``descend`` on random crops; bits of the last 50."""
+    crops = RandomCrops(tokens, LENGTH, steps * BATCH, seed)
+
+    def loss(step: int) -> Tensor:
+        return losses(net, torch.stack([crops[step * BATCH + i]["input_ids"] for i in range(BATCH)])).mean()
+
+    return statistics.fmean(list(descend(net, steps, loss))[-50:])
 
 
 @torch.no_grad()

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from atlas_memory.data import Corpus, Document
+from atlas_memory.data.bpe import train_tokenizer
+from atlas_memory.data.sources import Source
+from atlas_memory.data.tokens import encode
 from atlas_memory.evaluation import Score, bits_per_byte
+from atlas_memory.evaluation.perplexity import token_nats
 from atlas_memory.training import load_config, load_run, train
 from atlas_memory.training.logs import read_log
 from atlas_memory.training.runs import Run
@@ -20,7 +25,8 @@ from atlas_memory.training.runs import Run
 from .study import Study
 
 LENGTH, HELD_OUT, STREAMS, STEPS = 128, 8192, 24, 900
-TWICE = (512, 4096)
+TWICE = (128, 512, 4096)
+WORDS = 4096  # tokens of the BPE that stands for data.tokenizer=words
 PLACES = ((0, 64), (512, 1024), (4096, 8192), (16384, 32768))
 ORDERS = {
     "crops": ("data.order=crops",),
@@ -61,13 +67,16 @@ def bits(case: str, dim: int, seed: int, quick: bool, text: str | None = None, s
 
 
 def trained(options: Sequence[str], dim: int, seed: int, quick: bool, text: str | None, steps: int) -> dict[str, float]:
-    """What a byte model learns of a text in so many steps of 16 rows of 128 bytes, if ``options`` of `atlas train` do
-    not say otherwise."""
+    """What a model of bytes learns of a text in so many steps of 16 rows of 128 bytes, if ``options`` of `atlas train`
+    do not say otherwise; one of words, with ``data.tokenizer=words``, reads tokens of a BPE of the same text."""
     given = ["model.preset=tiny", f"model.hidden_size={8 * dim}", f"data.seq_len={LENGTH}"]
     given += ["train.batch_size=16", f"train.steps={2 if quick else steps}", "train.warmup_steps=20"]
     given += [f"train.seed={seed}", "train.evaluate_every=0", "train.save_every=100000", "train.device=cpu"]
     given += [*options, *([] if text is None else [f"data.path={text}"])]
     with tempfile.TemporaryDirectory() as folder:
+        if "data.tokenizer=words" in given:
+            train_tokenizer(Source(text), Path(folder, "words"), WORDS)
+            given.append(f"data.tokenizer={folder}/words")
         outcome = train(load_config(None, [*given, f"output_dir={folder}/run"]), console=Console(quiet=True))
         run = load_run(f"{folder}/run")
         log = read_log(Path(folder) / "run")
@@ -101,17 +110,17 @@ def again(run: Run, documents: Sequence[Document], length: int, count: int) -> t
     has, and the standard error over ``count`` passages."""
     texts = [d.text[i : i + length] for d in documents for i in range(0, len(d.text) - length + 1, length)]
     texts = [text for text in texts if text.isascii()]  # so that a character is a byte
-    chosen = texts[:: max(1, len(texts) // count)][:count]
-    orders = [
-        [passage + passage for passage in chosen],
-        [a + b for a, b in zip(chosen[1:] + chosen[:1], chosen, strict=True)],
-    ]
-    same, other = (
-        bits_per_byte(run.model, run.tokenizer, [Document(str(n), text) for n, text in enumerate(pairs)], 2 * length)
-        for pairs in orders
-    )
-    value, error = same.margin_by_position(other)[-1]  # the last bucket is the second half
-    return float(value), float(error)
+    chosen = [encode(run.tokenizer, text) for text in texts[:: max(1, len(texts) // count)][:count]]
+    start = [run.tokenizer.eos_token_id]
+
+    def bits(before: np.ndarray, passage: np.ndarray) -> float:
+        row = torch.from_numpy(np.concatenate([start, before, passage]).astype(np.int64))
+        with torch.inference_mode():
+            return float(token_nats(run.model, row[None])[0, -len(passage) :].sum()) / math.log(2) / length
+
+    pairs = zip(chosen[1:] + chosen[:1], chosen, strict=True)
+    saved = np.array([bits(other, passage) - bits(passage, passage) for other, passage in pairs])
+    return float(saved.mean()), float(saved.std(ddof=1)) / math.sqrt(len(saved))
 
 
 COLUMNS = (
@@ -126,6 +135,7 @@ COLUMNS = (
     "older, 512-1,024",
     "older, 4,096-8,192",
     "older, 16,384-32,768",
+    "read twice, 128",
     "read twice, 512",
     "read twice, 4,096",
     "seconds",

@@ -44,6 +44,13 @@ CHANGES = {
     "gated-deltanet with heads of 32": ("model.rule=gated-deltanet", "model.num_attention_heads=4"),
     "gated-deltanet with muon at 0.003": ("model.rule=gated-deltanet", "train.optimizer=muon"),
 }
+# The same of words: every rule with 8, 4 and 2 heads, of 16, 32 and 64.
+WORDS = {
+    f"words: {rule} {heads} heads": (f"model.rule={rule}", f"model.num_attention_heads={heads}")
+    for rule in ("titans", "gated-deltanet", "deltanet", "omeganet")
+    for heads in (8, 4, 2)
+}
+CHANGES |= {name: ("data.tokenizer=words", *options) for name, options in WORDS.items()}
 
 
 def worth(case: str, dim: int, seed: int, quick: bool, text: str | None = None, steps: int = STEPS) -> dict[str, float]:

@@ -66,11 +66,13 @@ class Mixer:
         make: The mixer's class or function.
         memory: Has a memory: takes `persistent_tokens`, `eps` and the arguments of `NeuralMemory`.
         window: Takes `attention_window`.
+        lag: Its keys may begin behind its values (`key_lag`).
     """
 
     make: Callable[..., nn.Module]
     memory: bool = True
     window: bool = True
+    lag: bool = True
 
 
 BLOCKS: dict[str, Mixer] = {
@@ -78,9 +80,9 @@ BLOCKS: dict[str, Mixer] = {
     "mag": Mixer(MemoryAsGate),
     "mal": Mixer(memory_as_layer),
     "mac": Mixer(MemoryAsContext),
-    "hope": Mixer(self_modifying, window=False),
-    "swa": Mixer(sliding_window, memory=False),
-    "attention": Mixer(FullAttention, memory=False, window=False),
+    "hope": Mixer(self_modifying, window=False, lag=False),
+    "swa": Mixer(sliding_window, memory=False, lag=False),
+    "attention": Mixer(FullAttention, memory=False, window=False, lag=False),
 }
 
 

@@ -197,15 +197,12 @@ class AtlasConfig(PreTrainedConfig):
         kind = BLOCKS[self.block]
         options: dict[str, Any] = {"attention_window": self.attention_window} if kind.window else {}
         if kind.memory:
-            lag = self.key_lag
-            if lag is None and self.block != "hope":
-                lag = min(1, self.conv_size - 1)
             options |= {
                 "persistent_tokens": self.persistent_tokens,
                 "eps": self.rms_norm_eps,
                 "rule": self.memory_rule(),
                 "conv_size": self.conv_size,
-                "key_lag": lag,
+                "key_lag": min(1, self.conv_size - 1) if self.key_lag is None and kind.lag else self.key_lag,
                 "gate_rank": self.gate_rank,
                 "hierarchy": self.hierarchy,
             }
