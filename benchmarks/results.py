@@ -113,6 +113,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "half-life": _value("half-life"),
     **{f"older, {place}": _gain(place.replace(",", "")) for place in ("512-1,024", *LATE)},
     **{f"read twice, {n}": _gain(f"again {n.replace(',', '')}") for n in ("128", "512", "4,096")},
+    "512 again after 2,048": _gain("again 512 after 2048"),
     "seconds": lambda row: f"{row['seconds']:,.0f}",
 }
 """What a table can show, by the head of the column; a row that lacks the number has a dash."""

@@ -25,7 +25,8 @@ from atlas_memory.training.runs import Run
 from .study import Study
 
 LENGTH, HELD_OUT, STREAMS, STEPS = 128, 8192, 24, 900
-TWICE = (128, 512, 4096)
+TWICE = ((128, 0), (512, 0), (4096, 0), (512, 2048))
+"""Characters of a passage that is read again, and of other text between."""
 WORDS = 4096  # tokens of the BPE that stands for data.tokenizer=words
 PLACES = ((0, 64), (512, 1024), (4096, 8192), (16384, 32768))
 ORDERS = {
@@ -99,27 +100,31 @@ def trained(options: Sequence[str], dim: int, seed: int, quick: bool, text: str 
             bucket = whole.edges.index(first)
             found[f"{first}-{last}"] = float(whole.by_position[bucket])
             found[f"older {first}-{last}"], found[f"error {first}-{last}"] = map(float, margins[bucket])
-    for length in (64,) if quick else TWICE:
-        count = 4 if quick else STREAMS * max(TWICE) // length  # the shorter, the more
-        found[f"older again {length}"], found[f"error again {length}"] = again(run, held_out, length, count)
+    for length, between in ((64, 32),) if quick else TWICE:
+        count = 4 if quick else min(8 * STREAMS, STREAMS * 4096 // length)  # the shorter, the more
+        name = f"again {length}" + (f" after {between}" if between else "")
+        found[f"older {name}"], found[f"error {name}"] = again(run, held_out, length, count, between)
     return found
 
 
-def again(run: Run, documents: Sequence[Document], length: int, count: int) -> tuple[float, float]:
-    """Bits a byte that a passage of so many characters costs less when it has just been read once than when another
-    has, and the standard error over ``count`` passages."""
-    texts = [d.text[i : i + length] for d in documents for i in range(0, len(d.text) - length + 1, length)]
+def again(run: Run, documents: Sequence[Document], length: int, count: int, between: int = 0) -> tuple[float, float]:
+    """Bits a byte that a passage of so many characters costs less when it has been read before than when another has,
+    and the standard error over ``count`` passages. What follows it in the document is read ``between``."""
+    whole = length + between
+    texts = [d.text[i : i + whole] for d in documents for i in range(0, len(d.text) - whole + 1, whole)]
     texts = [text for text in texts if text.isascii()]  # so that a character is a byte
-    chosen = [encode(run.tokenizer, text) for text in texts[:: max(1, len(texts) // count)][:count]]
-    start = [run.tokenizer.eos_token_id]
+    texts = texts[:: max(1, len(texts) // count)][:count]
+    start = np.array([run.tokenizer.eos_token_id])
+    chosen = [(encode(run.tokenizer, text[:length]), encode(run.tokenizer, text[length:])) for text in texts]
 
-    def bits(before: np.ndarray, passage: np.ndarray) -> float:
-        row = torch.from_numpy(np.concatenate([start, before, passage]).astype(np.int64))
+    def bits(*parts: np.ndarray) -> float:
+        row = torch.from_numpy(np.concatenate([start, *parts]).astype(np.int64))
         with torch.inference_mode():
-            return float(token_nats(run.model, row[None])[0, -len(passage) :].sum()) / math.log(2) / length
+            return float(token_nats(run.model, row[None])[0, -len(parts[-1]) :].sum()) / math.log(2) / length
 
-    pairs = zip(chosen[1:] + chosen[:1], chosen, strict=True)
-    saved = np.array([bits(other, passage) - bits(passage, passage) for other, passage in pairs])
+    others = [passage for passage, _ in (*chosen[1:], chosen[0])]
+    pairs = zip(others, chosen, strict=True)
+    saved = np.array([bits(other, rest, passage) - bits(passage, rest, passage) for other, (passage, rest) in pairs])
     return float(saved.mean()), float(saved.std(ddof=1)) / math.sqrt(len(saved))
 
 
@@ -138,6 +143,7 @@ COLUMNS = (
     "read twice, 128",
     "read twice, 512",
     "read twice, 4,096",
+    "512 again after 2,048",
     "seconds",
     "seeds",
     "revision",
@@ -147,8 +153,8 @@ ORDERS_STUDY = Study(
     shows="A byte model of preset tiny, trained by `atlas train` for 900 steps (or `--steps`) of 2,048 bytes of the "
     "standard library or of `--text`, in each order of examples: bits a byte of the last 50 steps; of 24 held-out "
     "streams of 8,192 bytes (32,768 of `--text`), in all and by place; what bytes older than 128 save of them there, "
-    "against the same streams read with a memory of the last 64 to 128 bytes; and what a passage of 512 or 4,096 bytes "
-    "costs less when the one before was the same than when it was another.",
+    "against the same streams read with a memory of the last 64 to 128 bytes; and what a passage of so many bytes "
+    "costs less when the one before was the same than when it was another, and when 2,048 bytes lie between.",
     cases=(*(f"{rule}: {order}" for rule in RULES for order in ORDERS), *BLOCKS),
     widths=(16,),
     measure=bits,

@@ -45,11 +45,12 @@ CHANGES = {
     "gated-deltanet with muon at 0.003": ("model.rule=gated-deltanet", "train.optimizer=muon"),
 }
 # The same of words: every rule with 8, 4 and 2 heads, of 16, 32 and 64.
-WORDS = {
+WORDS: dict[str, tuple[str, ...]] = {
     f"words: {rule} {heads} heads": (f"model.rule={rule}", f"model.num_attention_heads={heads}")
     for rule in ("titans", "gated-deltanet", "deltanet", "omeganet")
     for heads in (8, 4, 2)
 }
+WORDS |= {f"words: deltanet 2 heads carry {n}": (*WORDS["words: deltanet 2 heads"], f"data.carry={n}") for n in (4, 16)}
 CHANGES |= {name: ("data.tokenizer=words", *options) for name, options in WORDS.items()}
 
 
