@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .orders import COLUMNS, STEPS, trained
+from .orders import BLOCKS, COLUMNS, STEPS, trained
 from .study import Study
 
 # Options of `atlas train` in the place of those of the demo: titans in preset tiny, eight heads of 16, rows that carry
@@ -44,20 +44,23 @@ CHANGES = {
     "gated-deltanet with heads of 32": ("model.rule=gated-deltanet", "model.num_attention_heads=4"),
     "gated-deltanet with muon at 0.003": ("model.rule=gated-deltanet", "train.optimizer=muon"),
 }
-# The same of words: every rule with 8, 4 and 2 heads, of 16, 32 and 64.
+# The same of words: every rule with 8, 4, 2 and 1 heads, of 16, 32, 64 and 128.
 WORDS: dict[str, tuple[str, ...]] = {
-    f"words: {rule} {heads} heads": (f"model.rule={rule}", f"model.num_attention_heads={heads}")
+    f"words: {rule} {heads} head{'s' * (heads > 1)}": (f"model.rule={rule}", f"model.num_attention_heads={heads}")
     for rule in ("titans", "gated-deltanet", "deltanet", "omeganet")
-    for heads in (8, 4, 2)
+    for heads in (8, 4, 2, 1)
 }
 WORDS |= {f"words: deltanet 2 heads carry {n}": (*WORDS["words: deltanet 2 heads"], f"data.carry={n}") for n in (4, 16)}
+WORDS |= {"words: sliding window": BLOCKS["swa: stream 16 lanes"]}
+WORDS |= {"words: Transformer crops of 1024": BLOCKS["attention: crops of 1024"]}
 CHANGES |= {name: ("data.tokenizer=words", *options) for name, options in WORDS.items()}
 
 
 def worth(case: str, dim: int, seed: int, quick: bool, text: str | None = None, steps: int = STEPS) -> dict[str, float]:
     """See ``RECIPE``."""
     changes = CHANGES[case]
-    rule = () if any(change.startswith("model.rule=") for change in changes) else ("model.rule=titans",)
+    named = any(change.startswith(("model.rule=", "model.block=")) for change in changes)
+    rule = () if named else ("model.rule=titans",)
     return trained([*rule, "data.lanes=16", *changes], dim, seed, quick, text, steps)
 
 
