@@ -50,7 +50,10 @@ WORDS: dict[str, tuple[str, ...]] = {
     for rule in ("titans", "gated-deltanet", "deltanet", "omeganet")
     for heads in (8, 4, 2, 1)
 }
-WORDS |= {f"words: deltanet 2 heads carry {n}": (*WORDS["words: deltanet 2 heads"], f"data.carry={n}") for n in (4, 16)}
+WORDS |= {
+    f"words: gated-deltanet 2 heads carry {n}": (*WORDS["words: gated-deltanet 2 heads"], f"data.carry={n}")
+    for n in (4, 16)
+}
 WORDS |= {"words: sliding window": BLOCKS["swa: stream 16 lanes"]}
 WORDS |= {"words: Transformer crops of 1024": BLOCKS["attention: crops of 1024"]}
 CHANGES |= {name: ("data.tokenizer=words", *options) for name, options in WORDS.items()}
