@@ -3,15 +3,19 @@
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= runs/demo
+TOKENS := runs/tokens
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-slow bench clean
 
-demo: $(STAMP)
+demo: $(STAMP) $(TOKENS)/tokenizer.json
 	$(BIN)/atlas train --config examples/demo.yaml output_dir=$(OUT) $(if $(wildcard $(OUT)/run.yaml),--resume)
 	$(BIN)/atlas report $(OUT)
 	$(BIN)/atlas generate $(OUT) --prompt "def "
+
+$(TOKENS)/tokenizer.json: | $(STAMP)
+	$(BIN)/atlas tokenizer train --out $(TOKENS) --vocab-size 4096
 
 test: $(STAMP)
 	$(BIN)/ruff check .

@@ -42,6 +42,7 @@ CHANGES = {
     "gates at a tenth": ("train.gate_rate=0.1",),
     "muon and gates at a tenth": ("train.optimizer=muon", "train.gate_rate=0.1"),
     "gated-deltanet with heads of 32": ("model.rule=gated-deltanet", "model.num_attention_heads=4"),
+    "gated-deltanet with heads of 64": ("model.rule=gated-deltanet", "model.num_attention_heads=2"),
     "gated-deltanet with muon at 0.003": ("model.rule=gated-deltanet", "train.optimizer=muon"),
 }
 # The same of words: every rule with 8, 4, 2 and 1 heads, of 16, 32, 64 and 128.

@@ -55,7 +55,11 @@ def load_tokenizer(name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the loader raises a dozen different types
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f'data.tokenizer={name!r} could not be loaded ({reason}); "bytes" always works') from error
+        missing = "" if Path(name).exists() else "is no folder here and "
+        raise ValueError(
+            f"data.tokenizer={name!r} {missing}could not be loaded ({reason}); `atlas tokenizer train --out FOLDER` "
+            'makes one, and "bytes" always works'
+        ) from error
     if not tokenizer.is_fast:
         raise ValueError(f"data.tokenizer={name!r} has no fast (tokenizers) version, which is needed to count bytes")
     if tokenizer.eos_token_id is None:
