@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP) $(TOKENS)/tokenizer.json
 	$(BIN)/atlas train --config examples/demo.yaml output_dir=$(OUT) $(if $(wildcard $(OUT)/run.yaml),--resume)
 	$(BIN)/atlas report $(OUT)
-	$(BIN)/atlas generate $(OUT) --prompt "def "
+	$(BIN)/atlas generate $(OUT) --prompt "def"
 
 $(TOKENS)/tokenizer.json: | $(STAMP)
 	$(BIN)/atlas tokenizer train --out $(TOKENS) --vocab-size 4096
