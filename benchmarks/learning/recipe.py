@@ -55,8 +55,11 @@ WORDS |= {
     f"words: gated-deltanet 2 heads carry {n}": (*WORDS["words: gated-deltanet 2 heads"], f"data.carry={n}")
     for n in (4, 16)
 }
-WORDS |= {"words: sliding window": BLOCKS["swa: stream 16 lanes"]}
-WORDS |= {"words: Transformer crops of 1024": BLOCKS["attention: crops of 1024"]}
+for name, options in (
+    ("sliding window", BLOCKS["swa: stream 16 lanes"]),
+    ("Transformer crops of 1024", BLOCKS["attention: crops of 1024"]),
+):
+    WORDS |= {f"words: {name}": options, f"words: {name} 2 heads": (*options, "model.num_attention_heads=2")}
 CHANGES |= {name: ("data.tokenizer=words", *options) for name, options in WORDS.items()}
 
 
