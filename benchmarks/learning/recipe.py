@@ -5,8 +5,8 @@ from __future__ import annotations
 from .orders import BLOCKS, COLUMNS, STEPS, trained
 from .study import Study
 
-# Options of `atlas train` in the place of those of the demo: titans in preset tiny, eight heads of 16, rows that carry
-# what they remember, 16 lanes.
+# Options of `atlas train` in the place of the first row's: titans on bytes in preset tiny, eight heads of 16, rows that
+# carry what they remember, 16 lanes.
 CHANGES = {
     "titans": (),
     "heads of 32": ("model.num_attention_heads=4",),
@@ -73,8 +73,8 @@ def worth(case: str, dim: int, seed: int, quick: bool, text: str | None = None, 
 
 RECIPE = Study(
     name="recipe",
-    shows="The byte model of study orders with `titans` and 16 lanes, with one thing changed: what is learned in 900 "
-    "steps (or `--steps`) of 2,048 bytes, and what bytes older than 128 save.",
+    shows="The model of study orders with `titans` and 16 lanes, of bytes or words, with one thing changed: what is "
+    "learned in 900 steps (or `--steps`) of 2,048 tokens, and what tokens older than 128 save.",
     cases=tuple(CHANGES),
     widths=(16,),
     measure=worth,

@@ -8,11 +8,12 @@ import torch
 from torch._dynamo import config as dynamo
 
 from atlas_memory import NeuralMemory, OmegaMemory, set_execution
+from atlas_memory.forms.chunkwise import begin, end, read_on
 from atlas_memory.forms.compiling import compiled_for_rule
 from atlas_memory.layers.attention import FullAttention
 from atlas_memory.layers.hierarchy import Hierarchy
 from atlas_memory.layers.self_modifying import SelfModifyingMemory
-from atlas_memory.memory import RULES
+from atlas_memory.memory import RULES, Gates, chunkwise
 
 DIM, HEADS = 16, 2
 LAYERS = {
@@ -75,12 +76,14 @@ def saved_bytes(memory, x) -> int:
     return sum(size for at, size in held.items() if at not in own)
 
 
+ULP = {"rtol": torch.finfo(torch.float32).eps, "atol": 1e-9}
+IN_FLOAT64 = RULES["atlas"].vary(optimiser={"bounded": False}, window={"chunk": 4})
+
+
 def test_recomputation_in_lower_precision():
     """What passes from group to group is not rounded to float32 where Newton-Schulz works in float64: all that the
-    memory returns, and gradients, differ by an ulp at most. (The gradients of a layer's own projections are sums in
-    float32, which recomputation moves by several.)"""
-    printed = RULES["atlas"].vary(optimiser={"bounded": False}, window={"chunk": 4})
-    memory, leaves = OmegaMemory(DIM, HEADS, printed), torch.randn(3, 2, HEADS, 27, DIM, requires_grad=True)
+    memory returns, and gradients, differ by an ulp at most."""
+    memory, leaves = OmegaMemory(DIM, HEADS, IN_FLOAT64), torch.randn(3, 2, HEADS, 27, DIM, requires_grad=True)
 
     def everything() -> list[torch.Tensor]:
         y, state = memory(*leaves)
@@ -92,7 +95,35 @@ def test_recomputation_in_lower_precision():
     expected = everything()
     set_execution(memory, recompute=1)
     for a, b in zip(everything(), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=torch.finfo(torch.float32).eps, atol=1e-9)
+        torch.testing.assert_close(a, b, **ULP)
+
+
+def test_groups_in_lower_precision():
+    """As above of the way by which a layer reads in groups."""
+    memory, (q, k, v) = OmegaMemory(DIM, HEADS, IN_FLOAT64), torch.randn(3, 2, HEADS, 27, DIM)
+    eta = torch.rand(2, HEADS, 27)
+    expected, last = chunkwise(memory.rule, memory.params, q, k, v, Gates(eta))
+    params, reading = begin(memory.rule, memory.params, q[:, :, :0], None)
+    outputs = []
+    for part in zip(*(x.split(4, 2) for x in (q, k, v, eta)), strict=True):
+        y, reading = read_on(memory.rule, False, params, reading, *part[:3], Gates(part[3]))
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 2), expected, **ULP)
+    held = [[], []]
+    for tensors, state in zip(held, (last, end(reading, q)), strict=True):
+        state.map(lambda t, tensors=tensors: tensors.append(t) or t)
+    for a, b in zip(*held, strict=True):
+        torch.testing.assert_close(a, b, **ULP)
+
+
+def test_recomputation_of_a_layer_in_lower_precision():
+    """To 1e-6 of the largest entry, since projections add up in float32."""
+    memory, x = NeuralMemory(DIM, HEADS, IN_FLOAT64), torch.randn(2, 27, DIM)
+    expected = results(memory, x)
+    set_execution(memory, recompute=1)
+    for a, b in zip(results(memory, x), expected, strict=True):
+        size = max(1.0, b.abs().max().item()) if b.numel() else 1.0
+        torch.testing.assert_close(a / size, b / size, rtol=1e-6, atol=1e-6)
 
 
 def test_what_recomputation_keeps_of_self_modifying_memories():
