@@ -61,7 +61,7 @@ def main(out: Path, minutes: float, quick: bool) -> None:
     """
     demand_device(ON_GPU, quick)
     folder, begun = results.writable(out), time.monotonic()
-    settings = Settings(repeats=3, quick=quick, compile_limit=0.0 if quick else 600.0)
+    settings = Settings(repeats=1 if quick else 3, quick=quick, compile_limit=0.0 if quick else 600.0)
     command = f"python -m benchmarks.gpu --minutes {minutes:g}{' --dry-run' if quick else ''}"
     runs = {b.name: Run(b, settings, command, partial(print, flush=True)) for b in ON_GPU}
     for item in ORDER:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -38,20 +38,24 @@ class Lesson:
     gates: Gates
     state: MemoryState
 
-    def answers(self, q: Tensor) -> Tensor:
-        """M_t(q_t): what the memory answers to q ``[batch, heads, time, dim]`` right after the write of each token,
-        whenever the layer itself reads."""
+    def answers(self, *queries: Tensor) -> tuple[Tensor, ...]:
+        """M_t(q_t): what the memory answers to each of some queries, ``[batch, heads, time, dim]``, right after the
+        write of each token, whenever the layer itself reads. One reading answers all, with as many times the rows."""
         rule = self.rule.vary(window={"read": "after"})
-        return chunkwise(rule, self.params, q, self.k, self.v, self.gates, self.state)[0]
 
-    def answers_before(self) -> Tensor:
-        """M_{t-1}(k_t): what it answers to each key before the token is written, ``[batch, heads, time, dim]``."""
+        def again(t: Tensor) -> Tensor:
+            return torch.cat([t] * len(queries))
+
+        gates, state = self.gates.map(again), self.state.map(again)
+        y = chunkwise(rule, self.params, torch.cat(queries), again(self.k), again(self.v), gates, state)[0]
+        return y.chunk(len(queries))
+
+    def answers_before_and_after(self, *queries: Tensor) -> tuple[Tensor, ...]:
+        """M_{t-1}(k_t), what the memory answers to each key before the token is written; and ``answers``."""
         first = retrieve(self.rule, self.params, self.k[:, :, :1], self.state)
-        if self.k.shape[2] == 1:
-            return first
-        # M_t(k_{t+1}); the last token's query is of no use.
-        shifted = torch.cat([self.k[:, :, 1:], self.k[:, :, -1:]], 2)
-        return torch.cat([first, self.answers(shifted)[:, :, :-1]], 2)
+        shifted = torch.cat([self.k[:, :, 1:], self.k[:, :, -1:]], 2)  # the last token's query is of no use
+        following, *after = self.answers(shifted, *queries)  # M_t(k_{t+1})
+        return torch.cat([first, following[:, :, :-1]], 2), *after
 
 
 def names(layer: LAYERS) -> tuple[str, ...]:
@@ -68,9 +72,18 @@ def states(layer: LAYERS, state: LayerState) -> list[MemoryState]:
     return list(state.memory.memories) if isinstance(layer.memory, HierarchicalMemory) else [state.memory]
 
 
+def by_memory(layer: LAYERS, found: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """What was found of a layer's lessons, ``[batch, heads, ...]``, as one for each of ``names``."""
+    if not isinstance(layer, SelfModifyingMemory):
+        return found
+    (whole,) = found
+    return [{name: x[:, heads] for name, x in whole.items()} for heads in _groups(layer)]
+
+
 def lessons(layer: LAYERS, x: Tensor, state: LayerState) -> Iterator[list[Lesson]]:
-    """What a layer teaches its memories while it reads x ``[batch, time, dim]`` on from ``state``: a lesson for each of
-    ``names``, part after part of x, as long as what is taught can be said without reading.
+    """What a layer teaches its memories while it reads x ``[batch, time, dim]`` on from ``state``, part after part of
+    x, as long as what is taught can be said without reading: a lesson for each of ``names``, but for a self-modifying
+    layer one of all, with the heads of one memory after those of the other (``by_memory`` tells them apart).
 
     All rows stand at the same place of a chunk, as rows do that were read together.
     """
@@ -98,14 +111,12 @@ def _parts(layer: LAYERS, x: Tensor, state: LayerState) -> Iterator[Tensor]:
 
 def _of_part(layer: LAYERS, x: Tensor, state: LayerState) -> list[Lesson]:
     k, v, gates = layer.lesson(x, state)
-    if isinstance(layer, SelfModifyingMemory):
-        whole = Lesson(layer.rule, layer.memory.params, k, v, gates, state.memory)
-        return [_heads(whole, heads) for heads in _groups(layer)]
-    if isinstance(layer.memory, HierarchicalMemory):
-        members = cast(list[OmegaMemory], list(layer.memory.members))
+    memory = layer.memory
+    if isinstance(memory, HierarchicalMemory):
+        members = cast(list[OmegaMemory], list(memory.members))
         each = zip(members, split_heads(gates, len(members)), state.memory.memories, strict=True)
         return [Lesson(member.rule, member.params, k, v, own, held) for member, own, held in each]
-    return [Lesson(layer.rule, layer.memory.params, k, v, gates, state.memory)]
+    return [Lesson(layer.rule, cast(OmegaMemory, memory).params, k, v, gates, state.memory)]
 
 
 def _groups(layer: SelfModifyingMemory) -> list[slice]:
@@ -116,13 +127,3 @@ def _groups(layer: SelfModifyingMemory) -> list[slice]:
 def _of_heads(heads: slice) -> Callable[[Tensor], Tensor]:
     """What takes some heads of ``[batch, heads, ...]``, and leaves what has none."""
     return lambda t: t[:, heads] if t.dim() > 1 else t
-
-
-def _heads(lesson: Lesson, heads: slice) -> Lesson:
-    """The lesson of some heads of all."""
-
-    take, params = _of_heads(heads), lesson.params
-    norm = None if params.norm is None else (params.norm[0][heads], params.norm[1][heads])
-    params = replace(params, initial=tuple(m[heads] for m in params.initial), norm=norm)
-    k, v = take(lesson.k), take(lesson.v)
-    return Lesson(lesson.rule, params, k, v, lesson.gates.map(take), lesson.state.map(take))

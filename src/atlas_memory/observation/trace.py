@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..memory import Gates, MemoryState
 from . import measures
-from .lessons import Lesson, lessons, names, states
+from .lessons import Lesson, by_memory, lessons, names, states
 from .watching import Watched, evaluating, watch
 from .writes import memory_writes
 
@@ -173,7 +173,8 @@ class _Layer:
     def __init__(self, watched: Watched, lags: tuple[int, ...]) -> None:
         own = names(watched.layer)
         self.names = [f"{watched.name}:{name}" if name else watched.name for name in own]
-        self.memories = [_Memory(lags) for _ in own]
+        self.lags = lags
+        self.memories: list[_Memory] = []  # one for each lesson
         self.start: list[MemoryState] | None = None
         self.paths: list[_Path] = []
         self.without: Any = None
@@ -185,8 +186,10 @@ class _Layer:
         for call in watched.reads:
             state = call.state if call.state is not None else watched.layer.initial_state(batch)
             for part in lessons(watched.layer, call.x, state):
-                for memory, lesson, each in zip(self.memories, part, found, strict=True):
-                    each.append(memory.look(lesson))
+                self.memories = self.memories or [_Memory(self.lags) for _ in part]
+                looks = [memory.look(lesson) for memory, lesson in zip(self.memories, part, strict=True)]
+                for each, look in zip(found, by_memory(watched.layer, looks), strict=True):
+                    each.append(look)
         if self.start is None:
             self.start = states(watched.layer, watched.layer.initial_state(batch))
             self.paths = [_Path(start.weights) for start in self.start]
@@ -231,23 +234,20 @@ class _Memory:
 
     def look(self, lesson: Lesson) -> dict[str, Tensor]:
         """The figures of each token of a lesson, ``[batch, heads, ..., time]``."""
-        k, v, gates, time = lesson.k, lesson.v, lesson.gates, lesson.k.shape[2]
-        before = lesson.answers_before()
         if self.past is None:
-            empty = k.new_zeros(*k.shape[:2], self.lags[-1], k.shape[3])
+            empty = lesson.k.new_zeros(*lesson.k.shape[:2], self.lags[-1], lesson.k.shape[3])
             self.past = empty, empty + torch.nan, empty + torch.nan
-        k, v, old = (torch.cat([past, new], 2) for past, new in zip(self.past, (k, v, before), strict=True))
-        self.past = tuple(x[:, :, -self.lags[-1] :] for x in (k, v, old))
-        errors, written = [], None
-        for lag in self.lags:
-            of = slice(self.lags[-1] - lag, self.lags[-1] - lag + time)
-            answer = lesson.answers(k[:, :, of])
-            errors.append(measures.error(answer, v[:, :, of]))
-            if written is None:
-                written = measures.change(answer, old[:, :, of], v[:, :, of])
-        assert written is not None
-        surprise = measures.error(before, lesson.v)
-        return _gates(gates) | {"surprise": surprise, "error": torch.stack(errors, 2), "written": written}
+        k, v = (torch.cat([past, new], 2) for past, new in zip(self.past, (lesson.k, lesson.v), strict=False))
+        of = [slice(self.lags[-1] - lag, self.lags[-1] - lag + lesson.k.shape[2]) for lag in self.lags]
+        before, *after = lesson.answers_before_and_after(*(k[:, :, places] for places in of))
+        old = torch.cat([self.past[2], before], 2)
+        self.past = k[:, :, -self.lags[-1] :], v[:, :, -self.lags[-1] :], old[:, :, -self.lags[-1] :]
+        errors = [measures.error(answer, v[:, :, places]) for answer, places in zip(after, of, strict=True)]
+        return _gates(lesson.gates) | {
+            "surprise": measures.error(before, lesson.v),
+            "error": torch.stack(errors, 2),
+            "written": measures.change(after[0], old[:, :, of[0]], v[:, :, of[0]]),
+        }
 
 
 class _Path:
