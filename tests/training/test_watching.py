@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from atlas_memory.observation import Alarm
 from atlas_memory.training import load_run, train
 from atlas_memory.training.config import ConfigError
 from atlas_memory.training.logs import read_log
@@ -57,6 +58,7 @@ def test_a_resumed_run_goes_on_with_its_looks(tmp_path: Path) -> None:
 
 def test_an_alarm_is_told_once(tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
+    called: list[tuple[int, Alarm]] = []
 
     class Listener(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -72,7 +74,11 @@ def test_an_alarm_is_told_once(tmp_path: Path) -> None:
     console = quiet()
     with spoilt(SPOILT["eta at 0"]):
         hook = f"train.alarm_webhook=http://127.0.0.1:{server.server_port}/"
-        train(settings(tmp_path, "train.watch_every=1", hook), console=console)
+        train(
+            settings(tmp_path, "train.watch_every=1", hook),
+            console=console,
+            on_alarm=lambda *alarm: called.append(alarm),
+        )
     server.shutdown()
     assert said(console).count("memory alarm after step 2") == 2  # of two layers, after the second look
     assert said(console).count("memory alarm") == 2 and "writes nothing" in said(console)
@@ -80,6 +86,7 @@ def test_an_alarm_is_told_once(tmp_path: Path) -> None:
         (2, "writes nothing", "model.layers.0.mixer"),
         (2, "writes nothing", "model.layers.1.mixer"),
     ]
+    assert [(step, alarm.name, alarm.text) for step, alarm in called] == [(2, t["memory"], t["text"]) for t in told]
     lines = read_log(tmp_path / "run", "memory.jsonl")
     assert [len(line["alarms"]) for line in lines] == [0, 2, 2, 2, 2, 2]
 

@@ -3,6 +3,6 @@
 from atlas_memory.observation.alarm import Alarm, alarms
 from atlas_memory.observation.remembrance import effective_remembrance
 from atlas_memory.observation.summary import summarise
-from atlas_memory.observation.trace import MemoryTrace, Trace, trace
+from atlas_memory.observation.trace import MemoryTrace, Trace, trace, traces
 
-__all__ = ["Alarm", "MemoryTrace", "Trace", "alarms", "effective_remembrance", "summarise", "trace"]
+__all__ = ["Alarm", "MemoryTrace", "Trace", "alarms", "effective_remembrance", "summarise", "trace", "traces"]

@@ -13,6 +13,11 @@ WRITTEN, SHARE, BRANCH = 0.01, 0.01, 0.001
 mixer around the memory gives out; below the third that is next to nothing beside what goes past the mixer."""
 
 
+AGAIN = "Train anew, into another output_dir, with"
+"""Settings cannot be changed under a run."""
+SLOWER = f"{AGAIN} train.gate_rate=0.1 (gates learn at a tenth of the rate) or a lower train.learning_rate"
+
+
 @dataclass(frozen=True)
 class Alarm:
     """That a memory has stopped to be of use.
@@ -39,8 +44,7 @@ def alarms(summary: dict[str, Any]) -> list[Alarm]:
     if lives and all(life is not None and life < FORGETS for life in lives):
         text = (
             f"no memory keeps anything: the longest half-life of a head is {max(filter(None, lives)):.1f} tokens. "
-            "Lower train.gate_rate (0.1), or train.learning_rate; with data.order=crops or packed, train on data.order="
-            "stream, where holding on to something pays"
+            f"{SLOWER}; instead of data.order=crops or packed take data.order=stream, where holding on pays"
         )
         return [Alarm("forgets", "", text), *(a for a in found if a.kind == "broken")]
     return found
@@ -49,15 +53,15 @@ def alarms(summary: dict[str, Any]) -> list[Alarm]:
 def _of(memory: dict[str, Any]) -> Iterable[Alarm]:
     name, share, branch = memory["name"], memory["share"], memory["branch"]
     if None in memory["norm"] or share is None:
-        yield Alarm("broken", name, f"{name} holds numbers that are not finite: lower train.learning_rate")
+        yield Alarm("broken", name, f"{name} holds numbers that are not finite. {AGAIN} a lower train.learning_rate")
         return
     written, eta = _largest(memory["written"]), _largest(memory["eta"]["mean"])
     if written is not None and eta is not None and written < WRITTEN:
         why = (
-            f"its gate eta is {eta:.1g} at most: lower train.gate_rate (0.1) or train.learning_rate, and see whether "
-            "eta is held at zero"
+            f"its gate eta is {eta:.1g} at most. A gate that is shut does not come back: see whether something holds "
+            f"eta at zero. {SLOWER}"
             if eta < WRITTEN
-            else f"though eta is {eta:.2f}: look whether keys and values have collapsed, and take a rule with bounded "
+            else f"though eta is {eta:.2f}. Look whether keys and values have collapsed. {AGAIN} a rule with bounded "
             "steps (optimiser.bounded)"
         )
         yield Alarm("writes nothing", name, f"{name} writes nothing: pairs move their answers by {written:.1%}; {why}")
@@ -68,8 +72,8 @@ def _of(memory: dict[str, Any]) -> Iterable[Alarm]:
             else f"{branch:.3%} of what its block passes on comes from its mixer"
         )
         text = (
-            f"{name} is unused: {used}. Look for a branch that is scaled away, and train on data.order=stream, where "
-            "what is remembered pays"
+            f"{name} is unused: {used}. Look for a branch that is scaled away. {AGAIN} data.order=stream, if it was "
+            "another: what is remembered pays there"
         )
         yield Alarm("unused", name, text)
 

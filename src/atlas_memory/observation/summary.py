@@ -13,8 +13,9 @@ from .trace import GATES, MemoryTrace, Trace
 def summarise(trace: Trace) -> dict[str, Any]:
     """``lags`` and ``memories``, for each of which: ``name``; a mean and a standard deviation over tokens for each
     gate; ``half_life`` in tokens, None where nothing is forgotten by a gate; means of ``surprise``, ``written``,
-    ``turn`` and, for each lag, ``error``; ``norm``, ``moved``, ``rank`` and, if there is one, ``momentum`` at the end;
-    each a list of heads. And ``share`` and ``branch``, numbers. A mean of what the text was too short for is None.
+    ``turn`` and, for each lag, ``error``; ``norm``, ``moved``, ``rank`` and, if there is one, ``momentum`` and
+    ``momentum_rank`` at the end; each a list of heads. And ``share`` and ``branch``, numbers. A mean of what the text
+    was too short for is None.
     """
     return {"lags": list(trace.lags), "memories": [_of(memory) for memory in trace.memories]}
 
@@ -31,7 +32,7 @@ def _of(memory: MemoryTrace) -> dict[str, Any]:
     found["surprise"], found["written"] = _heads(memory.surprise), _heads(memory.written)
     found["turn"] = _heads(memory.turn)
     found["error"] = [_heads(error) for error in memory.error.unbind(2)]
-    for name in ("norm", "moved", "momentum", "rank"):
+    for name in ("norm", "moved", "momentum", "momentum_rank", "rank"):
         value = getattr(memory, name)
         if value is not None:
             found[name] = _heads(value[..., -1:])

@@ -47,6 +47,7 @@ class MemoryTrace:
             layer that stands alone.
         norm, moved: |M| and |M - M_0| (Frobenius, all matrices), ``[batch, heads, points]``, after every piece read.
         momentum: |S|; None where the optimiser keeps none.
+        momentum_rank: effective rank of the last matrix of S; None likewise.
         rank: effective rank of the last matrix of M, ``[batch, heads, points]``: in how many directions it differs.
         turn: degrees by which the path of M bends, ``[batch, heads, points]``: between the step that it took from the
             start of a piece to its end, and the step of the piece before. 0: it goes straight on; 90: each piece is
@@ -69,6 +70,7 @@ class MemoryTrace:
     norm: Tensor
     moved: Tensor
     momentum: Tensor | None
+    momentum_rank: Tensor | None
     rank: Tensor
     turn: Tensor
 
@@ -86,8 +88,8 @@ class Trace:
         memories: of each layer, in the order of the layers.
         nats: -log p of each token given those before it, ``[batch, time]``, NaN for the first; None for a model that
             predicts nothing.
-        points: tokens read after each piece, to which ``norm``, ``moved``, ``momentum``, ``rank`` and ``turn``
-            belong.
+        points: tokens read after each piece, to which ``norm``, ``moved``, ``momentum``, ``momentum_rank``,
+            ``rank`` and ``turn`` belong.
         lags: of ``MemoryTrace.error``.
     """
 
@@ -119,12 +121,16 @@ def trace(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 6
 def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 64) -> Iterator[Trace]:
     """As ``trace``, a ``Trace`` for each piece as soon as it is read; points count from the text's first token."""
     lags = tuple(lags)
-    if ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape:
-        raise ValueError(f"ids must be token ids [batch, time] with at least one token, got {list(ids.shape)}")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or 0 in ids.shape:
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"ids must be a tensor of int64 token ids [batch, time] with at least one token, got {got}")
+    known = getattr(getattr(model, "config", None), "vocab_size", None)
+    if known is not None and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+        raise ValueError(f"ids must be from 0 to {known - 1}, got {int(ids.min())} to {int(ids.max())}")
     if not lags or min(lags) < 1 or sorted(set(lags)) != list(lags):
         raise ValueError(f"lags must be whole numbers of at least 1 that grow, got {list(lags)}")
-    if piece < 1:
-        raise ValueError(f"piece={piece} must be at least 1")
+    if not isinstance(piece, int) or piece < 1:
+        raise ValueError(f"piece={piece} must be a whole number of at least 1")
     device = next(model.parameters()).device
     cache: Any = None
     last: Tensor | None = None  # log-probabilities of the token that comes next
@@ -295,6 +301,7 @@ def _matrices(end: MemoryState, start: MemoryState) -> dict[str, Any]:
         "norm": measures.norm(end.weights),
         "moved": measures.norm(moved),
         "momentum": measures.norm(sums) if sums else None,
+        "momentum_rank": measures.effective_rank(sums[-1]) if sums else None,
         "rank": measures.effective_rank(end.weights[-1]),
     }
     return {name: None if value is None else value[..., None].cpu() for name, value in found.items()}

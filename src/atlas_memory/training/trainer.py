@@ -43,7 +43,7 @@ from atlas_memory.training.runs import (
     saved_config,
     writing,
 )
-from atlas_memory.training.watching import MemoryWatch
+from atlas_memory.training.watching import MemoryWatch, OnAlarm
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,25 @@ class Outcome:
     interrupted: bool
 
 
-def train(config: RunConfig, resume: bool = False, console: Console | None = None) -> Outcome:
+def train(
+    config: RunConfig, resume: bool = False, console: Console | None = None, on_alarm: OnAlarm | None = None
+) -> Outcome:
     """Train as `config` says and leave model, tokenizer, `run.yaml`, `log.jsonl` and checkpoints in
     `output_dir`.
 
     A folder that holds anything is refused unless `resume`, which continues its newest intact checkpoint
     (from the beginning if there is none). Everything that can be wrong is checked before a file is written:
-    ValueError. A run that `config.then` describes follows, and the outcome is the last one's.
+    ValueError. A run that `config.then` describes follows, and the outcome is the last one's. `on_alarm` is called
+    with the step and the alarm when a memory has stopped to be of use; what it raises ends the run.
     """
     after = config.next()
     # Asked before the first of several processes can have begun it.
     begun = resume and after is not None and (Path(after.output_dir) / "run.yaml").is_file()
-    outcome = _train(config, resume, console)
-    return outcome if after is None or outcome.interrupted else train(after, begun, console)
+    outcome = _train(config, resume, console, on_alarm)
+    return outcome if after is None or outcome.interrupted else train(after, begun, console, on_alarm)
 
 
-def _train(config: RunConfig, resume: bool, console: Console | None) -> Outcome:
+def _train(config: RunConfig, resume: bool, console: Console | None, on_alarm: OnAlarm | None) -> Outcome:
     """`train` of one run."""
     console = console or Console(stderr=True, quiet=process() > 0)
     folder = Path(config.output_dir)
@@ -114,7 +117,7 @@ def _train(config: RunConfig, resume: bool, console: Console | None) -> Outcome:
         if process() == 0:
             config.save(folder / "run.yaml")
             text.save(folder, config)
-        return _run(config, folder, model, text, examples, resume, console)
+        return _run(config, folder, model, text, examples, resume, console, on_alarm)
 
 
 def _run(
@@ -125,6 +128,7 @@ def _run(
     examples: Examples,
     resume: bool,
     console: Console,
+    on_alarm: OnAlarm | None,
 ) -> Outcome:
     checkpoint = newest_checkpoint(folder) if resume else None
     done = 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
@@ -158,6 +162,7 @@ def _run(
         console,
         run.alarm_webhook,
         run.fsdp,
+        on_alarm,
     )
     bar = ProgressBar(clock, log, console, tokens_per_step)
     interrupt = StopOnInterrupt()

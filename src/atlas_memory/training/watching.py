@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,22 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from atlas_memory.data import Document
 from atlas_memory.data.tokens import encode
 from atlas_memory.models import AtlasForCausalLM
-from atlas_memory.observation import alarms, effective_remembrance, summarise, trace
+from atlas_memory.observation import Alarm, alarms, effective_remembrance, summarise, trace
 from atlas_memory.observation.watching import memories
 from atlas_memory.training import sharded
 from atlas_memory.training.logs import MEMORY, read_log
 from atlas_memory.training.processes import process
 from atlas_memory.training.runs import writing
 
+OnAlarm = Callable[[int, Alarm], None]
+"""What is told of an alarm: the step after which it was raised, and what is wrong."""
+
 
 class MemoryWatch(TrainerCallback):
     """Looks at every memory of a model every so many steps: a line of ``memory.jsonl`` with what ``summarise`` says of
     a ``trace`` over the beginnings of held-out texts, always the same, and with the effective remembrance beyond
-    ``back`` tokens. What is wrong in two looks in a row is an alarm: a line on the console, and a POST to ``webhook``.
+    ``back`` tokens. What is wrong in two looks in a row is an alarm: a line on the console, a POST to ``webhook`` and a
+    call of ``on_alarm``, once until it is over.
 
     The first process looks. Of a ``sharded`` model all processes bring the weights together, and it looks at a copy.
 
@@ -53,8 +57,10 @@ class MemoryWatch(TrainerCallback):
         console: Console,
         webhook: str | None = None,
         sharded: bool = False,
+        on_alarm: OnAlarm | None = None,
     ) -> None:
         self.path, self.model, self.console, self.webhook, self.sharded = path, model, console, webhook, sharded
+        self.on_alarm = on_alarm
         length = max(64, min(self.length, tokens_per_step // 2))
         texts = [encode(tokenizer, d.text[: 16 * length])[:length] for d in documents]
         longest = max(map(len, texts), default=0)
@@ -109,14 +115,18 @@ class MemoryWatch(TrainerCallback):
     def _raise(self, step: int, alarm: dict[str, str]) -> None:
         text = f"memory alarm after step {step:,}: {alarm['text']}"
         self.console.print(text, style="bold red", highlight=False, markup=False, soft_wrap=True)
-        if self.webhook is None:
-            return
+        if self.webhook is not None:
+            self._tell(self.webhook, step, alarm)
+        if self.on_alarm is not None:
+            self.on_alarm(step, Alarm(alarm["kind"], alarm["memory"], alarm["text"]))
+
+    def _tell(self, webhook: str, step: int, alarm: dict[str, str]) -> None:
         body = json.dumps({"step": step, "run": str(self.path.parent), **alarm}).encode()
-        request = urllib.request.Request(self.webhook, body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(webhook, body, {"Content-Type": "application/json"})
         try:
             urllib.request.urlopen(request, timeout=10).close()
         except (OSError, HTTPException) as error:  # training does not end for want of a listener
-            self.console.print(f"train.alarm_webhook={self.webhook!r} could not be told: {error}", markup=False)
+            self.console.print(f"train.alarm_webhook={webhook!r} could not be told: {error}", markup=False)
 
 
 def _figures(line: dict[str, Any]) -> dict[str, float]:
