@@ -247,5 +247,19 @@ def test_a_fresh_model_asks_for_what_came_next(block: str) -> None:
             q, k, v = layer.qkv.weight.split(16)
             taps_q, taps_k, _ = layer.convolution.weight.split(16)
             assert torch.equal(k, q) and torch.equal(layer.out.weight, v.mT)
-            assert torch.equal(taps_k[:, :3], taps_q[:, 1:]) and not taps_k[:, 3].any()
+            assert torch.equal(taps_k, taps_q.roll(-1, 1)) and 0 < taps_k[:, 3].abs().max() <= 1 / 8
             assert (layer.gate.bias == START_GATE).all()
+
+
+@pytest.mark.parametrize("rule", ["gated-deltanet", "titans", "omeganet", "atlas"])
+def test_short_rows_of_a_fresh_model_have_gradients_of_a_common_size(rule: str) -> None:
+    """The key of a first token, which has none before it, has a direction of its own: with a key of 0 the total was
+    1e5, and clipping left nothing of all other gradients."""
+    torch.manual_seed(0)
+    model = AtlasForCausalLM(AtlasConfig.preset("nano", rule=rule))
+    for time in (4, 32, 256):
+        ids = torch.randint(0, 256, (4, time))
+        loss = model(input_ids=ids, labels=ids).loss
+        gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        total = torch.stack([g.norm() for g in gradients if g is not None]).norm()
+        assert 0.1 < total < 20, (time, total)

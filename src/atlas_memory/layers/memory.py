@@ -130,7 +130,7 @@ class NeuralMemory(Stateful):
                 w.unflatten(0, (3, -1)) for w in (self.qkv.weight, self.convolution.weight)
             )
             w_k.copy_(w_q if self.key_lag else (w_q + w_k) * 0.5**0.5)
-            taps_k.copy_(F.pad(taps_q[:, self.key_lag :], (0, self.key_lag)))  # the last tap is the current token's
+            taps_k.copy_(taps_q.roll(-self.key_lag, 1))  # the last tap is the current token's
             self.out.weight.copy_(w_v.mT)
             self.gate.bias.fill_(START_GATE)
 
