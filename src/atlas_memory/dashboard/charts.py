@@ -31,6 +31,7 @@ STEPS: dict[str, Any] = {  # by the hundred pixels, since phones are narrow; eve
     "labelOverlap": True,
     "labelSeparation": 8,
 }
+END = "length(datum.label) > 15 ? '\u2026' + slice(datum.label, -14) : datum.label"  # of long names, where they differ
 Spec = dict[str, Any]
 """A chart, as Vega-Lite has it. It is written out since checking the rows of ten runs takes Altair five seconds."""
 
@@ -60,7 +61,7 @@ def curves(
     found = {row["run"] for row in rows}
     colours = {run.name: COLOURS[i % len(COLOURS)] for i, run in enumerate(runs) if run.name in found}
     low, high = min(row["value"] for row in rows), max(row["value"] for row in rows)
-    legend = {"columns": COLUMNS, "labelLimit": 110, "symbolType": "stroke"} if len(colours) > 1 else None
+    legend = {"columns": COLUMNS, "labelExpr": END, "symbolType": "stroke"} if len(colours) > 1 else None
     limits = {"zero": False} if low < high else {"domain": [min(0, 2 * low), max(0, 2 * high) or 1]}  # for one value
     return _chart(
         label,

@@ -18,7 +18,7 @@ def table(rows: list[dict[str, str]], wrap: bool = False) -> None:
     cells may have several lines."""
     if not rows:
         return
-    cell = CELL + (";overflow-wrap:break-word" if wrap else ";white-space:nowrap")
+    cell = CELL + (";min-width:6rem;overflow-wrap:break-word" if wrap else ";white-space:nowrap")
 
     def line(cells: Iterable[str], kind: str) -> str:
         return "<tr>" + "".join(f'<{kind} style="{cell}">{escape(text)}</{kind}>' for text in cells) + "</tr>"
