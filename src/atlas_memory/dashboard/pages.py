@@ -108,18 +108,12 @@ def memories_page() -> None:
     """Every head of every memory of a run, over its steps."""
     st.header("Memories")
     run = one()
-    if run is None:
-        return
-    known = charts.measures(run.looks)
-    default = [name for name in ("half_life", "written", "eta", "norm") if name in known]
-    chosen = st.pills(
-        "figures", known, selection_mode="multi", default=default, format_func=lambda name: MEASURES[name].label
-    )
-    _heat_maps(run, list(chosen))
+    if run is not None:
+        _heat_maps(run)
 
 
 @st.fragment(run_every=EVERY)
-def _heat_maps(run: Watched, chosen: list[str]) -> None:
+def _heat_maps(run: Watched) -> None:
     chosen_runs()
     if not run.remembers:
         st.info(f"This model has no memory (model.block={run.block}).")
@@ -132,6 +126,11 @@ def _heat_maps(run: Watched, chosen: list[str]) -> None:
             else "Nothing looks at its memories (train.watch_every=0)."
         )
         return
+    known = charts.measures(run.looks)
+    default = [name for name in ("half_life", "written", "eta", "norm") if name in known]
+    chosen = st.pills(
+        "figures", known, selection_mode="multi", default=default, format_func=lambda name: MEASURES[name].label
+    )
     last = run.looks[-1]
     remembered = last.get("remembrance")
     st.caption(
@@ -143,8 +142,7 @@ def _heat_maps(run: Watched, chosen: list[str]) -> None:
             else ""
         )
     )
-    known = [name for name in chosen if name in charts.measures(run.looks)]
-    _side_by_side([(charts.heads_over_steps(run.looks, name), MEASURES[name].says) for name in known])
+    _side_by_side([(charts.heads_over_steps(run.looks, name), MEASURES[name].says) for name in chosen])
 
 
 def settings_page() -> None:
