@@ -57,6 +57,8 @@ def test_runs_are_shown_and_followed(opened: Any, tmp_path: Path) -> None:
         expect(page.locator("svg.marks")).to_have_count(6)
         append(healthy / "log.jsonl", {"step": 301, "loss": 1.0, "learning_rate": 0.0, "grad_norm": 1, "elapsed": 130})
         expect(page.get_by_role("row").filter(has_text="healthy").get_by_text("301 of 300")).to_be_visible()
+        page.get_by_role("button", name="Clear all").click()
+        expect(page.get_by_text("Choose a run on the left.")).to_be_visible()
         page.close()
 
 

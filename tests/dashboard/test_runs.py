@@ -149,6 +149,16 @@ def test_a_place_that_is_gone_is_said_and_the_rest_is_shown(tmp_path: Path) -> N
     assert places.all() == [] and len(places.missing) == 2
 
 
+def test_looking_for_runs_takes_a_twentieth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.5, 9.0, 10.5, 10.5])  # a look of half a second, one that comes too early, another
+    made_run(tmp_path / "one", steps=2)
+    monkeypatch.setattr("atlas_memory.dashboard.runs.monotonic", lambda: next(clock))
+    places = Runs([tmp_path])
+    places.all()
+    made_run(tmp_path / "two", steps=2)
+    assert [len(places.all(due=True)) for _ in range(2)] == [1, 2]
+
+
 def test_the_rule_is_the_one_that_the_model_has(tmp_path: Path) -> None:
     def run(name: str, model: dict[str, Any], saved: str = "") -> Watched:
         (tmp_path / name).mkdir()

@@ -50,7 +50,7 @@ def choose() -> None:
 def _follow() -> None:
     """Draw the page anew when a run begins or is taken away."""
     places = _places(tuple(sys.argv[1:]))
-    now = {run.name: run.folder for run in places.all()}
+    now = {run.name: run.folder for run in places.all(due=True)}
     if now != st.session_state["folders"] or places.missing != st.session_state["missing"]:
         st.rerun()
 

@@ -125,7 +125,7 @@ CURVES = {  # of the page of runs
     "of no use; 1: all hangs on them.",
     "remembrance": "How far predictions move when all but the last tokens is taken away. 0: what is older is not used; "
     "1: all hangs on it.",
-    "learning rate": "Size of the optimiser's steps.",
+    "learning rate": "Size of the optimiser's steps. High: weights move fast; 0: they stand still.",
     "gradient": "Euclidean norm of the loss's gradient over all weights, before it is clipped. Leaps mean unsteady "
     "training.",
 }

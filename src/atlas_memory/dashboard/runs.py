@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from atlas_memory.models import PRESETS  # without torch
@@ -113,9 +114,14 @@ class Runs:
         self.places = places
         self.missing: list[str] = []
         self._known: dict[Path, Watched] = {}
+        self._due = 0.0
 
-    def all(self) -> list[Watched]:
-        """Those that are there now, under the shortest names that tell them apart."""
+    def all(self, due: bool = False) -> list[Watched]:
+        """Those that are there now, under the shortest names that tell them apart. With `due`, as they were found last
+        if that is so short ago that looking would take more than a twentieth of the time: training may need it."""
+        begun = monotonic()
+        if due and begun < self._due:
+            return list(self._known.values())
         folders: dict[Path, None] = {}
         missing = []
         for place in self.places:
@@ -130,7 +136,7 @@ class Runs:
             folder: known[folder] if folder in known and known[folder].name == name else Watched(folder, name)
             for folder, name in names.items()
         }
-        self.missing = missing
+        self.missing, self._due = missing, begun + 20 * (monotonic() - begun)
         return list(self._known.values())
 
 
