@@ -1,15 +1,19 @@
 """The pages, in a real browser: what they show is read there."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from playwright.sync_api import expect
 
+from atlas_memory.dashboard.texts import MARKED, with_passage
+from atlas_memory.evaluation.reading import AGAIN
 from atlas_memory.training import train
 from benchmarks.dashboard import append, browser, chromium, made_run, served
 from tests.training.small import settings
@@ -25,8 +29,8 @@ def opened() -> Iterator[Any]:
         yield started
 
 
-def open_page(opened: Any, address: str, heading: str) -> Any:
-    page = opened.new_page(viewport={"width": 1400, "height": 2400})
+def open_page(opened: Any, address: str, heading: str, width: int = 1400) -> Any:
+    page = opened.new_page(viewport={"width": width, "height": 2400})
     page.goto(address)
     page.get_by_role("heading", name=heading, exact=True).wait_for(timeout=WAIT)
     return page
@@ -38,13 +42,14 @@ def test_runs_are_shown_and_followed(opened: Any, tmp_path: Path) -> None:
     ill = made_run(tmp_path / "ill", steps=300, alarm=200, seed=1)
     with (ill / "log.jsonl").open("a") as file:
         file.write('{"step": 30')
-        file.write('{"step": 31}\n')
+        file.write('{"step": 31}\n{"step": 32, "loss": null, "elapsed": 4}\n')
+    append(ill / "memory.jsonl", {"step": 301, "seconds": 0.1, "memories": [{"name": "m"}]})
     with served(tmp_path) as address:
         page = open_page(opened, address, "Runs")
         expect(page.get_by_text("ill, after step 200: layer 0 writes nothing: lower train.gate_rate")).to_be_visible(
             timeout=WAIT
         )
-        expect(page.get_by_text("ill: 1 damaged line of its logs left out")).to_be_visible()
+        expect(page.get_by_text("ill: 3 damaged lines of its logs left out")).to_be_visible()
         assert page.get_by_text("after step").count() == 1  # the healthy run raised none
         expect(page.get_by_role("row").filter(has_text="healthy").get_by_text("300 of 300")).to_be_visible()
         expect(page.locator("svg.marks")).to_have_count(4)
@@ -52,6 +57,69 @@ def test_runs_are_shown_and_followed(opened: Any, tmp_path: Path) -> None:
         expect(page.locator("svg.marks")).to_have_count(6)
         append(healthy / "log.jsonl", {"step": 301, "loss": 1.0, "learning_rate": 0.0, "grad_norm": 1, "elapsed": 130})
         expect(page.get_by_role("row").filter(has_text="healthy").get_by_text("301 of 300")).to_be_visible()
+        page.get_by_role("button", name="Clear all").click()
+        expect(page.get_by_text("Choose a run on the left.")).to_be_visible()
+        page.close()
+
+
+@needs_browser
+def test_runs_appear_and_vanish_while_the_page_is_open(opened: Any, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        made_run(tmp_path / name, steps=4)
+    with served(tmp_path, tmp_path / "second") as address:
+        page = open_page(opened, address, "Runs")
+        rows = page.get_by_role("row")
+        expect(rows).to_have_count(3)
+        (tmp_path / "third").mkdir()
+        (tmp_path / "third" / "run.yaml").write_text("model: {preset: nano}")  # it has no log yet
+        expect(rows.filter(has_text="third").get_by_text("gated-deltanet")).to_be_visible(timeout=WAIT)
+        shutil.rmtree(tmp_path / "second")
+        expect(page.get_by_text("second': the folder does not exist")).to_be_visible()
+        expect(rows).to_have_count(3)
+        page.get_by_role("link", name="Memories").click()
+        page.get_by_role("combobox", name="run", exact=True).click()
+        page.get_by_role("option", name="third").click()
+        expect(page.get_by_text("There is no look at its memories yet")).to_be_visible()
+        shutil.copy(made_run(tmp_path.with_name("looked at"), steps=100) / "memory.jsonl", tmp_path / "third")
+        expect(page.locator("svg.marks")).to_have_count(4)
+        page.reload()
+        expect(page.get_by_text("second': the folder does not exist")).to_be_visible()
+        shutil.rmtree(tmp_path / "first")
+        shutil.rmtree(tmp_path / "third")
+        expect(page.get_by_text("There is no run to choose.")).to_be_visible()
+        page.close()
+
+
+@needs_browser
+def test_no_page_moves_sideways_on_a_phone(opened: Any, tmp_path: Path) -> None:
+    for seed in range(9):
+        made_run(tmp_path / f"the-run-with-the-seed-{seed}", steps=20, every=10, seed=seed)
+    without = made_run(tmp_path / "without", steps=20)
+    (without / "run.yaml").write_text("model: {preset: nano, block: attention}")
+    with served(tmp_path) as address:
+        page = open_page(opened, address, "Runs", width=420)
+        expect(page.locator("svg.marks")).to_have_count(4)
+        for heading, shown in (
+            ("Runs", "minutes"),
+            ("Memories", "Frobenius norm of the memory's matrices M"),
+            ("Settings", "train.seed"),
+            ("Samples", "upon a time"),
+            ("Reading", "tokens at most"),
+        ):
+            if heading != "Runs":
+                page.goto(f"{address}/{heading.lower()}")
+            expect(page.get_by_text(shown).first).to_be_attached()
+            assert page.evaluate("document.documentElement.scrollWidth") <= 420, heading
+            tables = page.locator("div:has(> table)")
+            assert all(table.evaluate("e => e.scrollWidth > e.clientWidth") for table in tables.all()[:1]), heading
+        page.set_viewport_size({"width": 1400, "height": 2400})
+        page.goto(f"{address}/settings")
+        expect(page.get_by_text("train.seed").first).to_be_attached()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1400
+        page.get_by_role("link", name="Memories").click()
+        page.get_by_role("combobox", name="run", exact=True).click()
+        page.get_by_role("option", name="without").click()
+        expect(page.get_by_text("This model has no memory (model.block=attention).")).to_be_visible()
         page.close()
 
 
@@ -75,10 +143,11 @@ def test_memories_and_settings_are_shown(opened: Any, tmp_path: Path) -> None:
 @needs_browser
 def test_a_text_is_read(opened: Any, tmp_path: Path) -> None:
     train(settings(tmp_path))
-    with served(tmp_path / "run") as address:
+    shutil.copytree(tmp_path / "run", tmp_path / "the other")
+    with served(tmp_path / "run", tmp_path / "the other") as address:
         page = open_page(opened, f"{address}/reading", "Reading")
-        page.get_by_label("tokens of a passage to read again").fill("80")
-        page.get_by_label("so many tokens later").fill("20")
+        page.get_by_label("tokens of a passage to read again", exact=True).fill("80")
+        page.get_by_label("tokens between its end and its second time", exact=True).fill("20")
         page.keyboard.press("Tab")
         page.get_by_role("button", name="Read", exact=True).click()
         expect(page.get_by_text("what its memories wrote saved")).to_be_visible()
@@ -87,7 +156,7 @@ def test_a_text_is_read(opened: Any, tmp_path: Path) -> None:
         assert frame.locator("i.again").count() >= 80  # the documents of this text have passages in common
         frame.locator("i").nth(100).hover()
         assert frame.locator("#said").inner_text().startswith("token 100: ")
-        page.get_by_label("tokens of a passage to read again").fill("0")
+        page.get_by_label("tokens of a passage to read again", exact=True).fill("0")
         page.get_by_label("A text of yours").fill("hello, hello")
         page.keyboard.press("Tab")
         page.get_by_role("button", name="Read", exact=True).click()
@@ -96,6 +165,16 @@ def test_a_text_is_read(opened: Any, tmp_path: Path) -> None:
         page.keyboard.press("Tab")
         page.get_by_role("button", name="Read", exact=True).click()
         expect(page.get_by_text("it has less than two tokens")).to_be_visible()
+        page.get_by_label("A text of yours").fill("x" * 40)
+        page.get_by_label("tokens of a passage to read again", exact=True).fill("20")
+        page.get_by_label("tokens between its end and its second time", exact=True).fill("0")
+        page.keyboard.press("Tab")
+        page.get_by_role("button", name="Read", exact=True).click()
+        marked = page.get_by_text("A passage of 20 tokens was read again; it is not marked")
+        expect(marked).to_be_visible()
+        page.get_by_role("combobox", name="run", exact=True).click()
+        page.get_by_role("option", name="the other").click()
+        expect(marked).to_have_count(0)  # it was another run's
         page.close()
 
 
@@ -103,3 +182,16 @@ def test_a_folder_without_runs_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "atlas_memory", "dashboard", "--no-browser", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 1 and done.stderr.startswith("atlas: no run at") and done.stderr.count("\n") == 1
+
+
+def test_what_a_text_is_too_short_for_is_refused() -> None:
+    ids = np.arange(50)
+    assert len(with_passage(ids, 38, 0)) == 88 and len(with_passage(ids, 0, 9)) == 50
+    with pytest.raises(ValueError, match="passage of 150 tokens does not fit: without its second time 50 tokens"):
+        with_passage(ids, 150, 0)
+    with pytest.raises(ValueError, match="18 tokens follow the passage of 20, so that its second time cannot be 19"):
+        with_passage(ids, 20, 19)
+
+
+def test_the_least_passage_that_is_marked_is_the_readings() -> None:
+    assert MARKED == AGAIN

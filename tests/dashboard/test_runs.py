@@ -1,12 +1,17 @@
 """The logs of runs, as they grow."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from atlas_memory.dashboard.runs import Runs, find_runs
-from atlas_memory.training.logs import Log, cut_logs
+from atlas_memory.dashboard.runs import DEFAULT_RULE, WITHOUT_MEMORY, Runs, Watched, find_runs
+from atlas_memory.layers.blocks import BLOCKS
+from atlas_memory.models import AtlasConfig
+from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, USABLE, Log, cut_logs, read_log
 from atlas_memory.training.settings import in_bytes
 from benchmarks.dashboard import append, made_run
 
@@ -61,15 +66,17 @@ def test_runs_are_found_and_named(tmp_path: Path) -> None:
     runs[3].read()
     assert runs[3].goal == 7
     made_run(tmp_path / "c", steps=2)
-    assert [run.name for run in places.all()] == ["a/one", "a/two", "b/one", "c", "begun"]
+    assert [run.name for run in places.all()] == ["a/one", "a/two", "b/one", "begun", "c"]
     assert places.all()[0] is runs[0]
+    (tmp_path / "c" / "log.jsonl").unlink()  # as of a run that has just begun
+    assert "c" in [run.name for run in places.all()]
     assert Runs([tmp_path / "a" / "one"]).all()[0].name == "one"
 
 
 def test_places_without_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         find_runs([tmp_path / "nowhere"])
-    with pytest.raises(ValueError, match=r"holds a log\.jsonl"):
+    with pytest.raises(ValueError, match=r"holds a log\.jsonl or a run\.yaml"):
         find_runs([tmp_path])
 
 
@@ -91,3 +98,87 @@ def test_a_line_without_what_the_pages_need_is_damaged(tmp_path: Path) -> None:
     append(folder / "memory.jsonl", {"step": 5})
     run = Runs([folder]).all()[0]
     assert len(run.steps) == 4 and run.looks == [] and run.damaged == 2
+
+
+GOOD = {
+    LOG: {"step": 9, "loss": 1.0, "learning_rate": 1e-3, "grad_norm": 1, "elapsed": 4, "held_out_bits_per_byte": 2.0},
+    MEMORY: {"step": 9, "seconds": 0.1, "remembrance": None, "back": 128, "alarms": [], "memories": []},
+    SAMPLES: {"step": 9, "prompt": "a", "text": "b"},
+}
+HELD = {"name": "m", "share": 0.5, "branch": None, "error": [[0.1], [None]], "half_life": None, "norm": [float("inf")]}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_usable_line_is_taken(tmp_path: Path, name: str) -> None:
+    append(tmp_path / name, GOOD[name])
+    log = Log(tmp_path / name, USABLE[name])
+    assert log.read() == [GOOD[name]] == read_log(tmp_path, name) and log.damaged == 0
+
+
+def test_a_look_may_lack_figures(tmp_path: Path) -> None:
+    append(tmp_path / MEMORY, GOOD[MEMORY] | {"memories": [HELD, HELD | {"eta": {"mean": [1.0], "std": [0.0]}}]})
+    assert len(read_log(tmp_path, MEMORY)[0]["memories"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *[(LOG, {"loss": value}) for value in (None, "y", [1.0], True, 10**400)],
+        *[(LOG, {"elapsed": None}), (LOG, {"held_out_bits_per_byte": None}), (LOG, {"learning_rate": "1e-3"})],
+        *[(MEMORY, {"memories": value}) for value in (None, {}, [None], [{"name": "m"}])],
+        *[(MEMORY, {"memories": [HELD | {"share": "0.5"}]}), (MEMORY, {"memories": [HELD | {"norm": 1.0}]})],
+        *[(MEMORY, {"memories": [HELD | {"eta": value}]}) for value in (0.5, {"mean": [1.0]}, {"mean": 1, "std": 1})],
+        *[(MEMORY, {"seconds": None}), (MEMORY, {"alarms": None}), (MEMORY, {"alarms": [{"kind": "broken"}]})],
+        *[(SAMPLES, {"text": 3}), (SAMPLES, {"prompt": None}), (SAMPLES, {"step": 10**400})],
+    ],
+)
+def test_a_line_with_an_unusable_value_is_damaged(tmp_path: Path, name: str, change: dict[str, Any]) -> None:
+    append(tmp_path / name, GOOD[name] | change)
+    log = Log(tmp_path / name, USABLE[name])
+    assert log.read() == [] and log.damaged == 1
+
+
+def test_a_place_that_is_gone_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
+    one, two = made_run(tmp_path / "one", steps=2), made_run(tmp_path / "two", steps=2)
+    places = Runs([one, two])
+    assert len(places.all()) == 2 and places.missing == []
+    shutil.rmtree(one)
+    assert [run.name for run in places.all()] == ["two"]
+    assert places.missing == [f"no run at {str(one)!r}: the folder does not exist"]
+    shutil.rmtree(two)
+    assert places.all() == [] and len(places.missing) == 2
+
+
+def test_looking_for_runs_takes_a_twentieth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.5, 9.0, 10.5, 10.5])  # a look of half a second, one that comes too early, another
+    made_run(tmp_path / "one", steps=2)
+    monkeypatch.setattr("atlas_memory.dashboard.runs.monotonic", lambda: next(clock))
+    places = Runs([tmp_path])
+    places.all()
+    made_run(tmp_path / "two", steps=2)
+    assert [len(places.all(due=True)) for _ in range(2)] == [1, 2]
+
+
+def test_the_rule_is_the_one_that_the_model_has(tmp_path: Path) -> None:
+    def run(name: str, model: dict[str, Any], saved: str = "") -> Watched:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.yaml").write_text(yaml.safe_dump({"model": model}))
+        if saved:
+            (tmp_path / name / "config.json").write_text(saved)
+        return Watched(tmp_path / name, name)
+
+    assert run("preset", {"preset": "nano"}).rule == AtlasConfig.preset("nano").rule
+    assert run("paper", {"preset": "340m"}).rule == AtlasConfig.preset("340m").rule
+    assert run("given", {"preset": "nano", "rule": "titans"}).rule == "titans"
+    assert run("hope", {"preset": "nano", "block": "hope"}).rule == AtlasConfig.preset("nano", block="hope").rule
+    assert run("first", {"preset": "tiny"}, '{"rule": "omeganet", "block": "mag"}').rule == "omeganet"
+    after = run("after", {"preset": "tiny", "init_from": str(tmp_path / "first")})
+    assert after.rule == "omeganet" and after.block == "mag"
+    assert run("hub", {"preset": "tiny", "init_from": "someone/model"}, "{").rule == ""
+    without = run("without", {"preset": "nano", "block": "attention"})
+    assert not without.remembers and after.remembers
+
+
+def test_what_is_known_without_torch_is_what_the_models_say() -> None:
+    assert AtlasConfig.rule == DEFAULT_RULE
+    assert {name for name, mixer in BLOCKS.items() if not mixer.memory} == {*WITHOUT_MEMORY}

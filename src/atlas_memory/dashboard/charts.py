@@ -8,30 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from atlas_memory.dashboard.figures import MEASURES, SPREAD
 from atlas_memory.dashboard.runs import Watched
-from atlas_memory.report.names import BLUE, COLOURS, GATES, GREEN, GREY, ORANGE, PINK, short
+from atlas_memory.report.names import BLUE, COLOURS, GREEN, GREY, ORANGE, PINK, short
 
 if TYPE_CHECKING:  # which loads torch
     from atlas_memory.evaluation.reading import Reading
 
 POINTS, LOOKS, ROWS, COLUMNS = 1000, 60, 64, 3  # of all curves, a heat map (two) and a legend at the most
-MEASURES = {  # figure of a memory in a look: what it is called, and its values where colours begin and end
-    "half_life": ("half-life (tokens)", (1.0, 1e4)),
-    "written": ("answers moved by writing", (0.0, 1.0)),
-    "surprise": ("error before the write", (0.0, 1.0)),
-    "error 16": ("error 16 tokens after", (0.0, 1.0)),
-    "error 256": ("error 256 tokens after", (0.0, 1.0)),
-    "share": ("share of the output that hangs on it", (0.0, 1.0)),
-    "branch": ("size of the branch beside what goes past it", None),
-    "norm": ("norm", None),
-    "moved": ("distance from M_0", None),
-    "momentum": ("norm of the momentum", None),
-    "rank": ("effective rank", None),
-    "turn": ("bend of its path (degrees)", (0.0, 180.0)),
-    **{name: (label, (0.0, 1.0) if name in ("eta", "theta") else None) for name, (label, _) in GATES.items()},
-}
-
-
+ROW, AROUND = 15, 84  # pixels of a heat map's line, and of what is above and below: Streamlit fits all into a height
 STYLE: dict[str, Any] = {  # Streamlit's own leaves half of the height empty
     "font": "Source Sans, sans-serif",
     "view": {"stroke": None},
@@ -39,6 +24,14 @@ STYLE: dict[str, Any] = {  # Streamlit's own leaves half of the height empty
     "title": {"fontSize": 15, "anchor": "start", "offset": 6},
     "legend": {"labelFontSize": 12, "orient": "top", "offset": 4, "title": None},
 }
+STEPS: dict[str, Any] = {  # by the hundred pixels, since phones are narrow; every number with a prefix of its own
+    "labelExpr": "format(datum.value, '~s')",
+    "tickCount": {"signal": "ceil(width / 100)"},
+    "tickMinStep": 1,
+    "labelOverlap": True,
+    "labelSeparation": 8,
+}
+END = "length(datum.label) > 15 ? '\u2026' + slice(datum.label, -14) : datum.label"  # of long names, where they differ
 Spec = dict[str, Any]
 """A chart, as Vega-Lite has it. It is written out since checking the rows of ten runs takes Altair five seconds."""
 
@@ -58,25 +51,27 @@ def curves(
 ) -> Spec | None:
     """A curve of (step, value) for each run, means of neighbours where there are many; None where there is nothing."""
     most = max(60, min(300, POINTS // max(1, len(runs))))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"run": run.name, "step": step, "value": value}
         for run in runs
         for step, value in _thin([(step, v) for step, v in points(run) if v is not None and math.isfinite(v)], most)
     ]
     if not rows:
         return None
-    names = [run.name for run in runs]
-    legend = {"columns": COLUMNS, "labelLimit": 110, "symbolType": "stroke"} if len(names) > 1 else None
-    colours = {"domain": names, "range": [COLOURS[i % len(COLOURS)] for i in range(len(names))]}
+    found = {row["run"] for row in rows}
+    colours = {run.name: COLOURS[i % len(COLOURS)] for i, run in enumerate(runs) if run.name in found}
+    low, high = min(row["value"] for row in rows), max(row["value"] for row in rows)
+    legend = {"columns": COLUMNS, "labelExpr": END, "symbolType": "stroke"} if len(colours) > 1 else None
+    limits = {"zero": False} if low < high else {"domain": [min(0, 2 * low), max(0, 2 * high) or 1]}  # for one value
     return _chart(
         label,
         rows,
-        240 + (18 * -(-len(names) // COLUMNS) if legend else 0),
+        240 + (18 * -(-len(colours) // COLUMNS) if legend else 0),
         mark={"type": "line", "point": len(rows) <= 20 * len(runs), "clip": True},
         encoding={
-            "x": _field("step", "quantitative", title="step", axis={"format": "~s", "tickMinStep": 1}),
-            "y": _field("value", "quantitative", title=None, scale={"zero": False}),
-            "color": _field("run", "nominal", scale=colours, legend=legend),
+            "x": _field("step", "quantitative", title="step", axis=STEPS),
+            "y": _field("value", "quantitative", title=None, scale=limits, axis={"format": "~g"}),
+            "color": _field("run", "nominal", scale=_colours(colours), legend=legend),
             "tooltip": [
                 _field("run", "nominal"),
                 _field("step", "quantitative", format=",.0f"),
@@ -102,7 +97,7 @@ def measures(looks: Sequence[dict[str, Any]]) -> list[str]:
 def heads_over_steps(looks: Sequence[dict[str, Any]], measure: str) -> Spec:
     """A heat map of one figure: a column for each look, a line for each head of each memory; for each memory, the mean
     over its heads, where there would be more than ``ROWS`` lines."""
-    label, limits = MEASURES[measure]
+    label, _, limits = MEASURES[measure]
     found = _lines(looks, measure)
     rows = [
         {"line": line, "step": step, "value": value} for line, values in found.items() for step, value in values.items()
@@ -110,13 +105,15 @@ def heads_over_steps(looks: Sequence[dict[str, Any]], measure: str) -> Spec:
     log = measure == "half_life"
     scale: dict[str, Any] = {"scheme": "cividis", "clamp": True, "type": "log" if log else "linear"}
     scale |= {} if limits is None else {"domain": list(limits)}
-    legend = {"orient": "right", "gradientThickness": 10, "gradientLength": 110, "format": "~s" if log else ".3~g"}
-    axis = {"labelAngle": 0, "labelOverlap": True, "format": ","}
-    names = {"labelLimit": 120, "labelOverlap": True}
+    tall = max(90, ROW * len(found))
+    legend = {"orient": "right", "gradientThickness": 10, "gradientLength": min(120, tall - 20), "tickCount": 4}
+    legend |= {"format": "~s" if log else ".3~g"}
+    axis = {"labelAngle": 0, "labelOverlap": True, "labelSeparation": 8, "format": ","}
+    names = {"labelLimit": 120, "labelOverlap": False}
     return _chart(
         label,
         rows,
-        max(120, 14 * len(found)),
+        tall + AROUND,
         mark="rect",
         encoding={
             "x": _field("step", "ordinal", title="step", axis=axis),
@@ -151,12 +148,14 @@ def _lines(looks: Sequence[dict[str, Any]], measure: str) -> dict[str, dict[int,
 
 def _values(memory: dict[str, Any], measure: str) -> list[float | None] | None:
     """A figure of a memory, by head."""
+    value: Any = memory.get(measure.removesuffix(SPREAD))
     if measure.startswith("error "):
-        return memory["error"][0 if measure == "error 16" else -1]
-    value = memory.get(measure)
-    if isinstance(value, dict):
-        return value["mean"]
-    return [value] if isinstance(value, int | float) else value
+        value = memory["error"][0 if measure == "error 16" else -1] if memory["error"] else None
+    elif isinstance(value, dict):
+        value = value["std" if measure.endswith(SPREAD) else "mean"]
+    if value is None:
+        return None
+    return [x if x is not None and math.isfinite(x) else None for x in (value if isinstance(value, list) else [value])]
 
 
 def reading_along(reading: Reading) -> Spec:
@@ -171,7 +170,7 @@ def reading_along(reading: Reading) -> Spec:
         for name, values, _ in curves
         for part in parts
     ]
-    x = {"title": "token", "axis": {"format": "~s", "tickCount": 8}, "scale": {"domain": [0, len(reading.cost)]}}
+    x = {"title": "token", "axis": STEPS, "scale": {"domain": [0, len(reading.cost)]}}
     below = {"columns": 1}  # one name below the other, for narrow screens
     lines = {
         "mark": "line",

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, Log
+from atlas_memory.models import PRESETS  # without torch
+from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, USABLE, Log
 from atlas_memory.training.settings import flat_settings, in_bytes
+
+SIGNS = (LOG, "run.yaml")  # of a run: either
+# What `AtlasConfig` and `BLOCKS` say too, which load torch.
+DEFAULT_RULE, WITHOUT_MEMORY = "atlas", ("swa", "attention")
 
 
 class Watched:
@@ -20,18 +27,15 @@ class Watched:
         name: what it is called beside the others.
         config: its `run.yaml` as flat keys, such as "train.steps".
         steps, looks, samples: lines of log.jsonl, memory.jsonl and samples.jsonl, as of the last `read`.
-        damaged: lines of them that could not be read.
+        damaged: lines of them that are of no use.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self._lock = threading.Lock()  # whoever looks has a thread
-        self._logs = [
-            Log(folder / LOG, "loss", "elapsed"),
-            Log(folder / MEMORY, "memories", "seconds"),
-            Log(folder / SAMPLES, "prompt", "text"),
-        ]
+        self._logs = [Log(folder / name, USABLE[name]) for name in (LOG, MEMORY, SAMPLES)]
         self.config: dict[str, Any] = {}
+        self._model: dict[str, Any] = {}
         self.read()
 
     def read(self) -> None:
@@ -41,6 +45,9 @@ class Watched:
             self.damaged = sum(log.damaged for log in self._logs)
             if not self.config:
                 self.config = flat_settings(self.folder)
+            if not self._model:
+                first = self.config.get("model.init_from")
+                self._model = _saved(self.folder) or (_saved(Path(str(first)).expanduser()) if first else {})
 
     @property
     def goal(self) -> int | None:
@@ -54,6 +61,25 @@ class Watched:
         return in_bytes(self.config)
 
     @property
+    def block(self) -> str:
+        """What mixes over time."""
+        return str(self.config.get("model.block") or self._model.get("block") or "lmm")
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the model has memories."""
+        return self.block not in WITHOUT_MEMORY
+
+    @property
+    def rule(self) -> str:
+        """The rule of its memories: asked for, as a saved model has it, or the preset's; "" where no one says."""
+        known = self.config.get("model.rule") or self._model.get("rule") or ("hope" if self.block == "hope" else "")
+        preset = PRESETS.get(str(self.config.get("model.preset")))
+        if known or preset is None or self.config.get("model.init_from"):
+            return str(known)
+        return str(preset.config.get("rule", DEFAULT_RULE))
+
+    @property
     def alarms(self) -> list[tuple[int, str]]:
         """Each alarm of its memories: the step of the look that raised it first, and what it says."""
         found: dict[tuple[str, str], tuple[int, str]] = {}
@@ -65,36 +91,63 @@ class Watched:
 
 def find_runs(places: Sequence[str | Path]) -> list[Path]:
     """The runs among folders and in them, each once, in the order of their names; ValueError if a place has none."""
-    found: dict[Path, None] = {}
-    for place in map(Path, places):
-        if not place.is_dir():
-            raise ValueError(f"no run at {str(place)!r}: the folder does not exist")
-        inside = [place] if _is_run(place) else sorted({path.parent for path in place.rglob(LOG)})
-        if not inside:
-            raise ValueError(f"no run at {str(place)!r}: neither the folder nor one in it holds a {LOG}")
-        found |= dict.fromkeys(folder.resolve() for folder in inside)
-    return list(found)
+    return list(dict.fromkeys(folder for place in places for folder in _in(Path(place))))
+
+
+def _in(place: Path) -> list[Path]:
+    if not place.is_dir():
+        raise ValueError(f"no run at {str(place)!r}: the folder does not exist")
+    inside = [place] if _is_run(place) else sorted(Path(at) for at, _, files in os.walk(place) if {*files} & {*SIGNS})
+    if not inside:
+        raise ValueError(f"no run at {str(place)!r}: neither the folder nor one in it holds a {' or a '.join(SIGNS)}")
+    return [folder.resolve() for folder in inside]
 
 
 class Runs:
-    """The runs in places, as they come."""
+    """The runs in places, as they come and go.
+
+    Attributes:
+        missing: a line for each place that had no run when it was looked at last.
+    """
 
     def __init__(self, places: Sequence[str | Path]) -> None:
         self.places = places
+        self.missing: list[str] = []
         self._known: dict[Path, Watched] = {}
+        self._due = 0.0
 
-    def all(self) -> list[Watched]:
-        """Those that are there now, under the shortest names that tell them apart."""
-        folders = find_runs(self.places)
-        above = Path(os.path.commonpath([folder.parent for folder in folders]))
+    def all(self, due: bool = False) -> list[Watched]:
+        """Those that are there now, under the shortest names that tell them apart. With `due`, as they were found last
+        if that is so short ago that looking would take more than a twentieth of the time: training may need it."""
+        begun = monotonic()
+        if due and begun < self._due:
+            return list(self._known.values())
+        folders: dict[Path, None] = {}
+        missing = []
+        for place in self.places:
+            try:
+                folders |= dict.fromkeys(find_runs([place]))
+            except ValueError as error:
+                missing.append(str(error))
+        above = Path(os.path.commonpath([folder.parent for folder in folders] or [Path("/")]))
         names = {folder: str(folder.relative_to(above)) for folder in folders}
         known = self._known
         self._known = {
             folder: known[folder] if folder in known and known[folder].name == name else Watched(folder, name)
             for folder, name in names.items()
         }
+        self.missing, self._due = missing, begun + 20 * (monotonic() - begun)
         return list(self._known.values())
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / LOG).is_file() or (folder / "run.yaml").is_file()
+    return any((folder / name).is_file() for name in SIGNS)
+
+
+def _saved(folder: Path) -> dict[str, Any]:
+    """The configuration of the model in a folder; nothing where there is none, or not whole yet."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -4,11 +4,69 @@ from __future__ import annotations
 
 import json
 import os
-from operator import index
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 LOG, MEMORY, SAMPLES = "log.jsonl", "memory.jsonl", "samples.jsonl"
+Check = Callable[[Any], bool]
+
+
+def _object(needs: Mapping[str, Check], may: Mapping[str, Check] | None = None) -> Check:
+    """Whether a value is an object that has all it needs, and nothing of another kind under the names it may have."""
+    checks = [*needs.items(), *(may or {}).items()]
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, dict) or not needs.keys() <= value.keys():
+            return False
+        return all(right(value[name]) for name, right in checks if name in value)
+
+    return check
+
+
+def _list(right: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(right, value))
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 63
+
+
+def _number(value: Any) -> bool:
+    return type(value) is float or _whole(value)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _measured(value: Any) -> bool:
+    """A figure, which is null where the text was too short for it or it was not finite."""
+    return value is None or _number(value)
+
+
+_HEADS = _list(_measured)
+_GATE = _object({"mean": _HEADS, "std": _HEADS})
+_FOUND = _object(
+    {"name": _text, "share": _measured, "branch": _measured, "error": _list(_HEADS)},
+    {name: _GATE for name in ("alpha", "eta", "theta", "gamma", "delta")}
+    | {"half_life": lambda value: value is None or _HEADS(value)}
+    | {name: _HEADS for name in ("surprise", "written", "norm", "moved", "momentum", "rank", "turn")},
+)
+_ALARMS = _list(_object({"kind": _text, "memory": _text, "text": _text}))
+_LINE = _object({"step": _whole})
+USABLE: dict[str, Check] = {
+    LOG: _object(
+        {"step": _whole, "loss": _number, "elapsed": _number},
+        {"learning_rate": _number, "grad_norm": _number, "held_out_bits_per_byte": _number},
+    ),
+    MEMORY: _object(
+        {"step": _whole, "seconds": _number, "memories": _list(_FOUND)},
+        {"remembrance": _measured, "back": _number, "suspected": _ALARMS, "alarms": _ALARMS},
+    ),
+    SAMPLES: _object({"step": _whole, "prompt": _text, "text": _text}),
+}
+"""What a line of each log must be for those who read it."""
 
 
 class Log:
@@ -16,12 +74,12 @@ class Log:
 
     Attributes:
         path: of the file, which need not be there yet.
-        needs: keys that a line must have.
-        damaged: lines that hold no JSON object with a whole number as its `step` and what it `needs`; they are skipped.
+        usable: what a line must be, of `USABLE`; any object with a whole number as its `step` unless given.
+        damaged: lines that are not; they are skipped.
     """
 
-    def __init__(self, path: Path, *needs: str) -> None:
-        self.path, self.needs = path, needs
+    def __init__(self, path: Path, usable: Check = _LINE) -> None:
+        self.path, self.usable = path, usable
         self._begin(None)
 
     def _begin(self, file: int | None) -> None:
@@ -51,24 +109,24 @@ class Log:
     def _take(self, line: bytes) -> None:
         try:
             entry = json.loads(line)
-            step = index(entry["step"])
-            if not all(key in entry for key in self.needs):
-                raise KeyError(self.needs)
-            self._steps[step] = entry
-        except (ValueError, KeyError, TypeError):  # cut off when the process was killed, or edited
+        except (ValueError, RecursionError):  # cut off when the process was killed, or edited
+            entry = None
+        if self.usable(entry):
+            self._steps[entry["step"]] = entry
+        else:
             self.damaged += 1
 
 
 def read_log(folder: Path, name: str = LOG) -> list[dict[str, Any]]:
-    """The lines of a log of the run in `folder`, as `Log.read` gives them."""
-    return Log(folder / name).read()
+    """The usable lines of a log of the run in `folder`, as `Log.read` gives them."""
+    return Log(folder / name, USABLE[name]).read()
 
 
 def cut_logs(folder: Path, step: int) -> None:
     """Drop the lines after `step` from all logs: a run resumed at `step` does those steps again, or others."""
     for name in (LOG, SAMPLES, MEMORY):
-        kept = [entry for entry in read_log(folder, name) if entry["step"] <= step]
         path = folder / name
+        kept = [entry for entry in Log(path).read() if entry["step"] <= step]
         if path.is_file():
             replacement = path.with_suffix(".tmp")
             replacement.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
