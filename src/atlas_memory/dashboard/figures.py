@@ -92,6 +92,10 @@ MEASURES: dict[str, Figure] = {
         "Frobenius norm of S, the sum of past steps that the memory goes on with, at the end of the text, without a "
         "unit. 0: no step goes on; high: writes carry far.",
     ),
+    "momentum_rank": Figure(
+        "effective rank of the momentum",
+        "In how many directions the last matrix of S differs. 1: writes push one way; at most its width.",
+    ),
     "rank": Figure(
         "effective rank",
         "In how many directions the memory's last matrix differs. 1: all answers are alike; at most its width: it is "

@@ -51,7 +51,7 @@ _FOUND = _object(
     {"name": _text, "share": _measured, "branch": _measured, "error": _list(_HEADS)},
     {name: _GATE for name in ("alpha", "eta", "theta", "gamma", "delta")}
     | {"half_life": lambda value: value is None or _HEADS(value)}
-    | {name: _HEADS for name in ("surprise", "written", "norm", "moved", "momentum", "rank", "turn")},
+    | {name: _HEADS for name in ("surprise", "written", "norm", "moved", "momentum", "momentum_rank", "rank", "turn")},
 )
 _ALARMS = _list(_object({"kind": _text, "memory": _text, "text": _text}))
 _LINE = _object({"step": _whole})
