@@ -163,6 +163,16 @@ def test_texts_of_the_same_name_have_reports_of_their_own(tmp_path: Path) -> Non
     assert folder_for(tmp_path, "report", "books/*.txt").name == "report-text"
 
 
+def test_a_damaged_model_is_refused_with_the_checkpoint_to_take(tmp_path: Path) -> None:
+    train(settings(tmp_path))
+    weights = tmp_path / "run" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"cut short .*; checkpoint-6 is intact: move model.safetensors away"):
+        write_report(tmp_path / "run")
+    weights.rename(tmp_path / "damaged")
+    assert write_report(tmp_path / "run", streams=2, sample_tokens=5)["steps"] == 6
+
+
 def _page(run: Path) -> str:
     return (Path(write_report(run, streams=2, sample_tokens=5)["folder"]) / "report.html").read_text()
 
