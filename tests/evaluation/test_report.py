@@ -142,6 +142,7 @@ def test_errors_have_two_digits() -> None:
     assert said(0.00123, 0.00034) == "0.00123 ± 0.00034"
     assert said(1.2345, 0.12) == "1.23 ± 0.12"
     assert said(0.0, 0.0) == "0.0000 ± 0.0000"
+    assert said(-1e-9, 0.0) == "0.0000 ± 0.0000"
     assert said(0.02244, None) == "0.0224 in one stream"
     assert duration(2.25) == "2.2 seconds" and duration(90) == "1.5 minutes"
 

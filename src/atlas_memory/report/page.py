@@ -21,7 +21,7 @@ body { font: 17px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 img { max-width: 100% } pre { background: #f5f5f5; padding: 1rem; white-space: pre-wrap; font-size: 14px }
 .wide { overflow-x: auto; background: linear-gradient(to left, #fff 2rem, #fff0) right / 4rem 100% no-repeat local,
   linear-gradient(to left, #0003, #0000) right / 1rem 100% no-repeat scroll }
-.wide img { max-width: none; width: 100%; min-width: 56rem }
+.wide img { display: block; max-width: none; width: 100%; min-width: 56rem }
 table { border-collapse: collapse } td, th { white-space: nowrap }
 td, th { padding: .2rem 1rem .2rem 0; text-align: left; font-variant-numeric: tabular-nums }
 .hint { display: none } @media (max-width: 58rem) { .hint { display: block; margin: 0; color: #555; font-size: 14px } }

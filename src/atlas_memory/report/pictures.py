@@ -16,7 +16,7 @@ from atlas_memory.evaluation.perplexity import Score
 from atlas_memory.observation import MemoryTrace
 from atlas_memory.report.figures import canvas, label_ends, stroke, tidy
 from atlas_memory.report.names import BLUE, GATES, GREEN, GREY, ORANGE, PINK, short
-from atlas_memory.report.words import digits_of
+from atlas_memory.report.words import decimals
 
 _BINS = 96
 
@@ -63,7 +63,7 @@ def bits_by_position(path: Path, on: Score, off: Score | None, recent: Score, tr
         known = np.where(on.reached > 1, error, np.nan)
         below.fill_between(x, saved - 2 * known, saved + 2 * known, color=colour, alpha=0.2, lw=0)
         below.plot(x, saved, color=colour, **stroke(n))
-        labels.append((f"{label} {saved[-1]:.{digits_of(known[-1])}f}", saved[-1], colour))
+        labels.append((f"{label} {decimals(saved[-1], known[-1])}", saved[-1], colour))
     below.axhline(0, color=GREY, linewidth=1, zorder=1)
     low, high = below.get_ylim()
     below.set_ylim(min(low, -1e-3), max(high, 1e-3))  # what rounding leaves is not to look like a saving

@@ -50,7 +50,7 @@ def reading_page(name: str, reading: Reading, back: str | None = "report.html", 
         f"Reading {name}",
         f"{link}<h1>Reading {html.escape(name)}</h1>"
         f"{f'<p class=about>{html.escape(about)}</p>' if about else ''}<p>{_again(reading)}</p>{inputs}"
-        "<p>Point at a token, or tap it, to see its figures.</p>"
+        "<p>Colours are full from the ends of the scales on. Point at a token, or tap it, to see its figures.</p>"
         f'<pre id="text">{"".join(spans)}</pre><p id="said"></p>\n'
         f"<script>{_script(figures)}</script>",
         _style(),
@@ -58,9 +58,10 @@ def reading_page(name: str, reading: Reading, back: str | None = "report.html", 
 
 
 def _scale(most: float, colour: str, below: str | None = None) -> str:
-    """A legend: from nothing, or from as much below nothing, to where colours are full, in bits a token."""
+    """A legend: from nothing, or from as much below nothing, to where colours are full."""
     left = f"{below}{FULL:02x}, #fff" if below else "#fff"
-    ends = (f"−{most:g} or less", f"{most:g} bits or more") if below else ("0", f"{most:g} bits or more")
+    full = f"{most:g} bit{'' if most == 1 else 's'} a token"
+    ends = (f"−{most:g}", full) if below else ("0", full)
     bar = f"linear-gradient(90deg, {left}, {colour}{FULL:02x})"
     return f'<span class="scale">{ends[0]} <b style="background: {bar}"></b> {ends[1]}</span>'
 

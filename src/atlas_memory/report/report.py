@@ -94,8 +94,8 @@ def write_report(
         geometry_over_time(target / "geometry.png", seen.memories, seen.points, document.name)
     if len(looks) > 1:
         over_training(target / "training.png", looks)
-    part = "" if len(ids) == len(all_ids) else f", the first {len(ids):,} of its {len(all_ids):,} tokens"
-    about = f"Read{part} by {run.folder}: {size(numbers)}. Made {numbers['date']} on {numbers['machine']}."
+    part = "all of it" if len(ids) == len(all_ids) else f"the first {len(ids):,} of its {len(all_ids):,} tokens"
+    about = f"Here is {part}, read by {run.folder}: {size(numbers)}. Made {numbers['date']} on {numbers['machine']}."
     reading = reading_page(document.name, read(run.model, run.tokenizer, ids, cost, recent=trained), about=about)
     (target / "reading.html").write_text(reading, encoding="utf-8")
     (target / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")

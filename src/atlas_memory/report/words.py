@@ -18,16 +18,14 @@ def amount(margin: dict[str, Any]) -> str:
     """What is saved, with two digits of its standard error; of one stream, which has none, that it is one."""
     value, error = margin["bits_per_byte"], margin["standard_error"]
     if error is None:
-        return f"{value:.4f} in one stream"
-    digits = digits_of(error)
-    return f"{value:.{digits}f} ± {error:.{digits}f}"
+        return f"{decimals(value, None)} in one stream"
+    return f"{decimals(value, error)} ± {decimals(error, error)}"
 
 
-def digits_of(error: float | None) -> int:
-    """How many decimals a number has of which so much is uncertain; four where that is nothing or not known."""
-    if error is None or not error > 1e-6:
-        return 4
-    return max(0, 1 - math.floor(math.log10(error)))
+def decimals(value: float, error: float | None) -> str:
+    """A number with as many decimals as its error has two digits; four where that is nothing or not known."""
+    digits = max(0, 1 - math.floor(math.log10(error))) if error is not None and error > 1e-6 else 4
+    return f"{round(value, digits) + 0.0:.{digits}f}"  # no minus before zeros
 
 
 def duration(seconds: float) -> str:
