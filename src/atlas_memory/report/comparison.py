@@ -167,7 +167,7 @@ def _row(name: str, link: str, report: dict[str, Any], looks: list[dict[str, Any
         html.escape(str(report["block"])),
         html.escape(str(report["rule"] or "")),
         _alarms(report["alarms"]) if looks else "",
-        "" if not share else f"{share[0]:.2f} to {share[-1]:.2f}" if len(share) > 1 else f"{share[0]:.2f}",
+        " to ".join(dict.fromkeys(f"{end:.2f}" for end in share[:1] + share[-1:])),
         f"{report['memory_on']['bits_per_byte']:.4f}",
         "" if margin is None else amount(margin),
         "" if older is None else amount(older),

@@ -151,7 +151,7 @@ def _over_time(
                 x, low, middle, high = _bands(value)
                 x = x if points is None else np.interp(x, np.arange(len(points)), points)
                 axes.fill_between(x, low, high, color=colour, alpha=0.22, lw=0)
-                axes.plot(x, middle, color=colour, linewidth=1.6)
+                axes.plot(x, middle, color=colour, linewidth=1.6, marker="o" if len(x) == 1 else "")
             if row == 0:
                 axes.set_title(label, color=colour)
             if row == len(memories) - 1:
