@@ -126,3 +126,14 @@ def test_refusals(model) -> None:
         bits_per_byte(model, BYTES, DOCUMENTS, 10, streams=0)
     with pytest.raises(ValueError, match="no text to evaluate"):
         bits_per_byte(model, BYTES, [Document("a", "")], 10)
+
+
+def test_standard_errors_are_of_the_streams_that_reach_a_place() -> None:
+    edges, sizes = (0, 64, 128), np.array([[64.0, 64.0], [64.0, 10.0], [64.0, 0.0]])
+    on, other = (perplexity.Score(edges, bits * (sizes > 0), sizes) for bits in (1.0, np.array([[2.0, 5.0]] * 3)))
+    assert on.reached.tolist() == [3, 2]
+    late = perplexity.Score(edges, on.bits[:2], sizes[:2])
+    assert on.margin_by_position(other)[1] == pytest.approx(
+        late.margin_by_position(perplexity.Score(edges, other.bits[:2], sizes[:2]))[1]
+    )
+    assert on.margin_by_position(other)[0, 1] == pytest.approx(0.0)

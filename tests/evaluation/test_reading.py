@@ -61,6 +61,8 @@ def test_what_is_read_again_is_counted() -> None:
     assert found.again() == (2, 4.0, 1.5)
     page = reading_page("a < b", found)
     assert "2 tokens are of passages" in page and "a &lt; b" in page and page.count('class="c1 again"') == 1
+    assert "8 bits a token" in page and "tap it" in page and "class=about" not in page
+    assert "run &amp; rule" in reading_page("a", found, about="run & rule")
     assert Reading(list("ab"), cost[:2], None, None, None, np.array([-1, -1])).again() is None
 
 

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from atlas_memory.report.comparison import write_comparison
+from atlas_memory.report.folders import folder_for
 from atlas_memory.report.report import write_report
-from atlas_memory.training import train
+from atlas_memory.report.words import amount, duration, headline
+from atlas_memory.training import load_run, train
+from atlas_memory.training.texts import text_of
 from tests.training.small import settings
 
 
@@ -58,6 +61,123 @@ def test_a_report_on_another_text(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "report").exists()
 
 
+def test_a_text_given_is_read_whole_as_one_document_a_file(tmp_path: Path) -> None:
+    train(settings(tmp_path))
+    text = "the quick brown fox jumps over the lazy dog. " * 6 + "The end."
+    (tmp_path / "poem.txt").write_text(text)
+    numbers = write_report(tmp_path / "run", tmp_path / "poem.txt", streams=2, sample_tokens=5)
+    assert numbers["memory_on"]["streams"] == 1 and numbers["memory_on"]["bytes"] == len(text)
+    assert numbers["read"] == f"all of its {len(text)} bytes, in 1 stream of at most {len(text)} tokens"
+    reading = (tmp_path / "run" / "report-poem" / "reading.html").read_text()
+    assert re.sub("<.*?>", "", reading[reading.index("<pre") : reading.index("</pre>")]) == text
+    (tmp_path / "texts").mkdir()
+    for name in "abc":
+        (tmp_path / "texts" / f"{name}.txt").write_text(name + text)
+    _, documents = text_of(load_run(tmp_path / "run"), tmp_path / "texts")
+    assert [document.text for document in documents] == [name + text for name in "abc"]
+
+
+def test_texts_that_cannot_be_read_are_refused_by_the_option(tmp_path: Path) -> None:
+    train(settings(tmp_path))
+    (tmp_path / "one.txt").write_text("a")
+    with pytest.raises(ValueError, match=r"one.txt: its longest document is a single token, .*: give a longer text"):
+        write_report(tmp_path / "run", tmp_path / "one.txt")
+    (tmp_path / "two.txt").write_text("ab")
+    assert write_report(tmp_path / "run", tmp_path / "two.txt", sample_tokens=5)["memory_on"]["bytes"] == 2
+    (tmp_path / "nothing").mkdir()
+    for name, says in (("nowhere.txt", "does not exist"), ("nothing", "none of them non-empty UTF-8 text")):
+        with pytest.raises(ValueError, match=f"--data='.*{name}'.*{says}") as error:
+            write_report(tmp_path / "run", tmp_path / name)
+        assert "data.path" not in str(error.value)
+
+
+def test_what_one_stream_alone_reaches_has_no_standard_error(tmp_path: Path) -> None:
+    train(settings(tmp_path))
+    (tmp_path / "texts").mkdir()
+    for length in (70, 100, 300):
+        (tmp_path / "texts" / f"{length}.txt").write_text("".join(chr(97 + i * length % 26) for i in range(length)))
+    numbers = write_report(tmp_path / "run", tmp_path / "texts", sample_tokens=5)
+    assert [bucket["streams"] for bucket in numbers["memory_on"]["by_position"]] == [3, 3, 1, 1]
+    assert [saved["standard_error"] is None for saved in numbers["older_by_position"]] == [False, False, True, True]
+    page = (tmp_path / "run" / "report-texts" / "report.html").read_text()
+    assert page.count("in one stream") == 2 and "± 0.0000<" not in page[page.index("128–256") :]
+
+
+def test_alarms_stand_above_the_report(tmp_path: Path) -> None:
+    train(settings(tmp_path, "train.watch_every=2", "train.evaluate_every=0"))
+    run, log = tmp_path / "run", tmp_path / "run" / "memory.jsonl"
+    assert "A memory that learns while it reads" in _page(run)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    names = [memory["name"] for memory in lines[0]["memories"]]
+    raised = [{"kind": "writes nothing", "memory": name, "text": f"{name} writes nothing: lower it"} for name in names]
+    log.write_text("".join(json.dumps(line | {"alarms": raised if line["step"] > 2 else []}) + "\n" for line in lines))
+    page = _page(run)
+    assert "<h1>A memory that writes nothing</h1>" in page and "learns while it reads" not in page
+    assert f"Alarm since step 4:</b> {names[0]} writes nothing: lower it" in page
+    saved = json.loads((run / "report" / "report.json").read_text())["alarms"]
+    assert [(alarm["memory"], alarm["step"], alarm["until"]) for alarm in saved] == [(name, 4, None) for name in names]
+    log.write_text(
+        "".join(json.dumps(line | {"alarms": raised[:1] if line["step"] < 6 else []}) + "\n" for line in lines)
+    )
+    page = _page(run)
+    assert "A memory that learns while it reads" in page and "Alarm of steps 2 to 4, not seen since" in page
+
+
+def test_the_headline_is_of_the_memories_that_raise_an_alarm() -> None:
+    def of(*alarms: tuple[str, str], wrote: bool = True) -> str:
+        found = [{"memory": memory, "kind": kind, "until": None} for memory, kind in alarms]
+        memories = [{"name": "a", "wrote": wrote}, {"name": "b", "wrote": True}]
+        return headline({"margin": {}, "gates": {"memories": memories}, "alarms": found})
+
+    assert of() == "A memory that learns while it reads"
+    assert of(("a", "unused")) == of(wrote=False) == "A model of whose 2 memories 1 is of no use"
+    assert of(("a", "unused"), ("b", "writes nothing")) == "A memory that writes nothing"
+    assert of(("", "forgets")) == "A memory that forgets at once"
+
+
+def test_errors_have_two_digits() -> None:
+    def said(value: float, error: float | None) -> str:
+        return amount({"bits_per_byte": value, "standard_error": error})
+
+    assert said(0.00123, 0.00034) == "0.00123 ± 0.00034"
+    assert said(1.2345, 0.12) == "1.23 ± 0.12"
+    assert said(0.0, 0.0) == "0.0000 ± 0.0000"
+    assert said(-1e-9, 0.0) == "0.0000 ± 0.0000"
+    assert said(0.02244, None) == "0.0224 in one stream"
+    assert duration(2.25) == "2.2 seconds" and duration(90) == "1.5 minutes"
+
+
+def test_a_model_is_named_by_what_it_is(tmp_path: Path) -> None:
+    train(settings(tmp_path))
+    assert ": block lmm, rule deltanet, 2 layers of width 16 with 2 heads" in _page(tmp_path / "run")
+
+
+def test_texts_of_the_same_name_have_reports_of_their_own(tmp_path: Path) -> None:
+    train(settings(tmp_path))
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "book.txt").write_text(f"the book of {folder}. " * 9)
+    folders = [
+        write_report(tmp_path / "run", tmp_path / folder / "book.txt", sample_tokens=5)["folder"] for folder in "aba"
+    ]
+    assert [Path(folder).name for folder in folders] == ["report-book", "report-book-2", "report-book"]
+    assert folder_for(tmp_path, "report", "books/*.txt").name == "report-text"
+
+
+def test_a_damaged_model_is_refused_with_the_checkpoint_to_take(tmp_path: Path) -> None:
+    train(settings(tmp_path))
+    weights = tmp_path / "run" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"cut short .*; checkpoint-6 is intact: move model.safetensors away"):
+        write_report(tmp_path / "run")
+    weights.rename(tmp_path / "damaged")
+    assert write_report(tmp_path / "run", streams=2, sample_tokens=5)["steps"] == 6
+
+
+def _page(run: Path) -> str:
+    return (Path(write_report(run, streams=2, sample_tokens=5)["folder"]) / "report.html").read_text()
+
+
 def test_a_report_needs_a_run(tmp_path: Path) -> None:
     train(settings(tmp_path))
     (tmp_path / "run" / "run.yaml").unlink()
@@ -66,7 +186,7 @@ def test_a_report_needs_a_run(tmp_path: Path) -> None:
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
-    train(settings(tmp_path, f"output_dir={tmp_path}/with"))
+    train(settings(tmp_path, f"output_dir={tmp_path}/with", "train.watch_every=2"))
     train(
         settings(
             tmp_path,
@@ -84,5 +204,9 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     rows = [[re.sub("<.*?>", "", cell) for cell in row.split("</td>")] for row in text.split("<tr>")]
     assert ["with", "deltanet"] in [[row[0], row[2]] for row in rows if len(row) > 3]
     assert any(row[0] == "model.block" and row[2] == "swa" for row in rows)
+    assert "share.png" in text and "memory's share" in text
+    (tmp_path / "book.txt").write_text("a text of its own. " * 9)
+    other = write_comparison([tmp_path / "with", tmp_path / "without"], tmp_path / "book.txt", sample_tokens=5)
+    assert other == tmp_path / "comparison-book" / "comparison.html" and page.read_text() == text
     with pytest.raises(ValueError, match="named twice"):
         write_comparison([tmp_path / "with", tmp_path / "without" / ".." / "with"])

@@ -172,6 +172,7 @@ def report(
     quiet()
     from atlas_memory.report.comparison import write_comparison
     from atlas_memory.report.report import write_report
+    from atlas_memory.report.words import amount
 
     if len(runs) > 1:
         print(f"comparison: {write_comparison(runs, data)}")
@@ -183,8 +184,11 @@ def report(
     else:
         print(
             f"bits per byte: {found:.4f} with the memory on, {numbers['writes_off']['bits_per_byte']:.4f} with its "
-            f"writes off (saved: {margin['bits_per_byte']:.4f} ± {margin['standard_error']:.4f})"
+            f"writes off (saved: {amount(margin)})"
         )
+    for alarm in numbers["alarms"]:
+        if alarm["until"] is None:
+            print(f"alarm since step {alarm['step']:,}: {alarm['text']}")
     print(f"report: {Path(numbers['folder']) / 'report.html'}")
 
 

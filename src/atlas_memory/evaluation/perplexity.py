@@ -46,6 +46,11 @@ class Score:
         """Bits per byte in each bucket, `[buckets]`."""
         return self.bits.sum(0) / self.bytes.sum(0)
 
+    @property
+    def reached(self) -> np.ndarray:
+        """How many streams reach each bucket, `[buckets]`."""
+        return (self.bytes > 0).sum(0)
+
     def margin(self, other: Score) -> tuple[float, float]:
         """How many bits per byte `other` needs more on the same streams, and the standard error over
         streams."""
@@ -64,26 +69,26 @@ class Score:
         return Score(self.edges[first:], self.bits[:, first:], self.bytes[:, first:])
 
     def to_dict(self) -> dict[str, Any]:
-        buckets = zip(self.edges, self.edges[1:], self.by_position, self.bytes.sum(0), strict=False)
+        buckets = zip(self.edges, self.edges[1:], self.by_position, self.bytes.sum(0), self.reached, strict=False)
         return {
             "bits_per_byte": self.overall,
             "bytes": int(self.bytes.sum()),
             "streams": len(self.bits),
             "by_position": [
-                {"from": start, "to": stop, "bits_per_byte": float(bits), "bytes": int(count)}
-                for start, stop, bits, count in buckets
+                {"from": start, "to": stop, "bits_per_byte": float(bits), "bytes": int(count), "streams": int(reached)}
+                for start, stop, bits, count, reached in buckets
             ],
         }
 
 
 def _paired(gaps: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ratio sum(gaps) / sum(sizes) over streams (the first axis) and its standard error, 0 for one
-    stream."""
+    """The ratio sum(gaps) / sum(sizes) over those streams (the first axis) that have any bytes, and its standard error,
+    0 for one stream."""
     ratio = gaps.sum(0) / sizes.sum(0)
-    n = len(gaps)
+    n = (sizes > 0).sum(0)
     rest = gaps - ratio * sizes
-    error = np.sqrt((rest**2).sum(0) * n / max(n - 1, 1)) / sizes.sum(0) if n > 1 else np.zeros_like(ratio)
-    return ratio, error
+    error = np.sqrt((rest**2).sum(0) * n / np.maximum(n - 1, 1)) / sizes.sum(0)
+    return ratio, np.where(n > 1, error, 0.0)
 
 
 def bits_per_byte(

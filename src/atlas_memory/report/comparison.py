@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -12,11 +13,14 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import FixedLocator
 
+from atlas_memory.report.figures import canvas, stroke, tidy
+from atlas_memory.report.folders import folder_for, place
 from atlas_memory.report.names import COLOURS
-from atlas_memory.report.page import document, table
-from atlas_memory.report.pictures import canvas, running_mean, tidy
+from atlas_memory.report.page import document, picture, table
+from atlas_memory.report.pictures import running_mean
 from atlas_memory.report.report import write_report
-from atlas_memory.training.logs import read_log
+from atlas_memory.report.words import amount
+from atlas_memory.training.logs import MEMORY, read_log
 from atlas_memory.training.settings import flat_settings, in_bytes
 
 
@@ -24,23 +28,30 @@ def write_comparison(
     folders: Sequence[str | Path], data: str | Path | None = None, streams: int = 16, sample_tokens: int = 400
 ) -> Path:
     """Write the report of each run, as ``write_report`` does, and a folder ``comparison`` beside the runs, with the
-    page that compares them. Returns the page's path; ValueError if a run cannot be read or is named twice."""
+    page that compares them (of a text that ``data`` names, ``comparison-NAME``). Returns the page's path; ValueError if
+    a run cannot be read or is named twice."""
     paths = [Path(folder).resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise ValueError(f"a run is named twice among {', '.join(map(str, folders))}")
     above = Path(os.path.commonpath([path.parent for path in paths]))
     names = [str(path.relative_to(above)) for path in paths]
     reports = [write_report(path, data, streams, sample_tokens) for path in paths]
-    target = above / "comparison"
+    target = folder_for(above, "comparison", data)
     target.mkdir(exist_ok=True)
     logs = [read_log(path) for path in paths]
+    looks = {name: read_log(path, MEMORY) for name, path in zip(names, paths, strict=True)}
     settings = [flat_settings(path) for path in paths]
     has_logs = any(len(log) > 1 for log in logs)
     if has_logs:
         _losses(target / "loss.png", names, logs, all(map(in_bytes, settings)))
     _positions(target / "position.png", names, reports)
+    has_looks = any(len(of_run) > 1 for of_run in looks.values())
+    if has_looks:
+        _shares(target / "share.png", looks)
     links = [os.path.relpath(Path(report["folder"]) / "report.html", target) for report in reports]
-    page = _page(names, links, reports, settings, has_logs)
+    page = _page(names, links, reports, list(looks.values()), settings, has_logs, has_looks)
+    found = {"data": place(data), "runs": dict(zip(names, links, strict=True))}
+    (target / "comparison.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     (target / "comparison.html").write_text(page, encoding="utf-8")
     return target / "comparison.html"
 
@@ -65,62 +76,109 @@ def _positions(path: Path, names: Sequence[str], reports: Sequence[dict[str, Any
     figure = canvas(8, 4.4)
     axes = figure.subplots()
     ends: set[int] = set()
-    for name, report, colour in zip(names, reports, COLOURS * len(names), strict=False):
+    for n, (name, report, colour) in enumerate(zip(names, reports, COLOURS * len(names), strict=False)):
         buckets = report["memory_on"]["by_position"]
         to = [bucket["to"] for bucket in buckets]
         ends.update(to)
         bits = [bucket["bits_per_byte"] for bucket in buckets]
-        axes.plot(np.log2(to), bits, color=colour, linewidth=1.8, marker="o", markersize=5, label=name)
+        axes.plot(np.log2(to), bits, color=colour, label=name, **stroke(n))
     axes.xaxis.set_major_locator(FixedLocator([float(x) for x in np.log2(sorted(ends))]))
     axes.set_xticklabels([f"{end:,}" for end in sorted(ends)])
     axes.set(title="By position, each point up to the place named", xlabel="position in the stream (tokens)")
     axes.set(ylabel="bits per byte")
-    axes.legend(frameon=False, fontsize=11)
+    axes.legend(frameon=False, fontsize=11, handlelength=4)
     tidy(axes)
     figure.savefig(path)
+
+
+def _shares(path: Path, looks: dict[str, list[dict[str, Any]]]) -> None:
+    """Of each run that was looked at, the share of the output that hangs on what was written: the mean over its
+    memories, between the least and the largest."""
+    figure = canvas(8, 4.4)
+    axes = figure.subplots()
+    for n, ((name, of_run), colour) in enumerate(zip(looks.items(), COLOURS * len(looks), strict=False)):
+        known = [(look["step"], share) for look in of_run if (share := _known_shares(look))]
+        if known:
+            steps = [step for step, _ in known]
+            axes.fill_between(
+                steps,
+                [min(share) for _, share in known],
+                [max(share) for _, share in known],
+                color=colour,
+                alpha=0.15,
+                lw=0,
+            )
+            means = [float(np.mean(share)) for _, share in known]
+            axes.plot(steps, means, color=colour, label=name, **stroke(n))
+    axes.set(title="Share of the output that hangs on what was written", xlabel="step", ylim=(-0.04, 1.04))
+    axes.legend(frameon=False, fontsize=11, handlelength=4)
+    tidy(axes)
+    figure.savefig(path)
+
+
+def _known_shares(look: dict[str, Any]) -> list[float]:
+    return [memory["share"] for memory in look["memories"] if memory["share"] is not None]
 
 
 def _page(
     names: Sequence[str],
     links: Sequence[str],
     reports: Sequence[dict[str, Any]],
+    looks: Sequence[list[dict[str, Any]]],
     settings: Sequence[dict[str, Any]],
     has_logs: bool,
+    has_looks: bool,
 ) -> str:
-    heads = ["run", "block", "rule", "parameters", "steps", "bits a byte", "writing saves", "older tokens save"]
-    rows = [_row(name, link, report) for name, link, report in zip(names, links, reports, strict=True)]
+    heads = ["run", "block", "rule", "alarms", "memory's share", "bits a byte", "writing saves", "older tokens save"]
+    heads += ["parameters", "steps"]
+    rows = [_row(*each) for each in zip(names, links, reports, looks, strict=True)]
     keys = list(dict.fromkeys(key for each in settings for key in each))
     differ = [key for key in keys if len({str(each.get(key)) for each in settings}) > 1]
     others = [[key, *(str(each.get(key, "")) for each in settings)] for key in differ]
     texts = dict.fromkeys(report["text"] for report in reports)
+    reads = dict.fromkeys(f"{report['text']}, {report['read']}" for report in reports)
     parts = [
         "<h1>Runs side by side</h1>",
-        f'<p class="about">Read: {html.escape("; ".join(texts))}. Made {reports[-1]["date"]} on '
+        f'<p class="about">Read: {html.escape("; ".join(reads))}. Made {reports[-1]["date"]} on '
         f"{html.escape(reports[-1]['machine'])}.</p>",
         table(heads, rows),
         "<p>What writing saves, and what tokens beyond the training length save, are bits a byte with their standard "
-        "errors over streams; the names lead to the reports.</p>",
+        "errors over streams; the names lead to the reports. The memory's share: at the last look, how much of each "
+        "layer's output hangs on what was written. Alarms: how many its last look still raises, and in brackets "
+        "those that have ended; the reports say what to do.</p>",
         "<p>The runs were read on different texts: their bits a byte do not compare.</p>" if len(texts) > 1 else "",
-        '<h2>By position</h2><img src="position.png" alt="Bits a byte by position">',
-        '<h2>Training</h2><img src="loss.png" alt="Training loss against steps">' if has_logs else "",
+        f"<h2>By position</h2>{picture('position.png', 'Bits a byte by position')}",
+        f"<h2>Training</h2>{picture('loss.png', 'Training loss against steps')}" if has_logs else "",
+        f"<h2>What hangs on the memories</h2>{picture('share.png', 'Share of the output against steps')}"
+        "<p>The mean over the memories of a run, and shaded from the least of them to the largest.</p>"
+        if has_looks
+        else "",
         "<h2>Settings that differ</h2>",
         table(["setting", *names], ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in others]),
     ]
     return document("Comparison", "".join(parts))
 
 
-def _row(name: str, link: str, report: dict[str, Any]) -> str:
-    def saved(margin: dict[str, float] | None) -> str:
-        return "" if margin is None else f"{margin['bits_per_byte']:.4f} ± {margin['standard_error']:.4f}"
-
+def _row(name: str, link: str, report: dict[str, Any], looks: list[dict[str, Any]]) -> str:
+    margin, older = report["margin"], report["beyond_training_length"]
+    share = sorted(_known_shares(looks[-1])) if looks else []
     cells = [
         f'<a href="{html.escape(link)}">{html.escape(name)}</a>',
         html.escape(str(report["block"])),
         html.escape(str(report["rule"] or "")),
+        _alarms(report["alarms"]) if looks else "",
+        " to ".join(dict.fromkeys(f"{end:.2f}" for end in share[:1] + share[-1:])),
+        f"{report['memory_on']['bits_per_byte']:.4f}",
+        "" if margin is None else amount(margin),
+        "" if older is None else amount(older),
         f"{report['parameters']:,}",
         "" if report["steps"] is None else f"{report['steps']:,}",
-        f"{report['memory_on']['bits_per_byte']:.4f}",
-        saved(report["margin"]),
-        saved(report["beyond_training_length"]),
     ]
     return "".join(f"<td>{cell}</td>" for cell in cells)
+
+
+def _alarms(alarms: Sequence[dict[str, Any]]) -> str:
+    """How many there are, in red, and how many there were."""
+    now = sum(alarm["until"] is None for alarm in alarms)
+    before = f" ({len(alarms) - now} before)" if len(alarms) > now else ""
+    return f'<b class="raised">{now}</b>{before}' if now else f"0{before}"

@@ -6,6 +6,7 @@ import html
 from typing import Any
 
 from atlas_memory.report.names import short
+from atlas_memory.report.words import amount, duration, headline, size
 
 MEANING = {
     "alpha": "retention: what share of the old memory is kept at a token",
@@ -18,9 +19,14 @@ STYLE = """
 body { font: 17px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222;
   overflow-wrap: break-word }
 img { max-width: 100% } pre { background: #f5f5f5; padding: 1rem; white-space: pre-wrap; font-size: 14px }
-.wide { overflow-x: auto } .wide img { max-width: none; width: 100%; min-width: 56rem }
+.wide { overflow-x: auto; background: linear-gradient(to left, #fff 2rem, #fff0) right / 4rem 100% no-repeat local,
+  linear-gradient(to left, #0003, #0000) right / 1rem 100% no-repeat scroll }
+.wide img { display: block; max-width: none; width: 100%; min-width: 56rem }
 table { border-collapse: collapse } td, th { white-space: nowrap }
 td, th { padding: .2rem 1rem .2rem 0; text-align: left; font-variant-numeric: tabular-nums }
+.hint { display: none } @media (max-width: 58rem) { .hint { display: block; margin: 0; color: #555; font-size: 14px } }
+.alarm { border-left: 5px solid #c00000; background: #fdecec; padding: .5rem 1rem } .was { color: #555 }
+.raised { color: #c00000 }
 .big { font-size: 1.3rem } .given { color: #777 } .about { color: #555; font-size: 15px }
 """
 
@@ -28,7 +34,8 @@ td, th { padding: .2rem 1rem .2rem 0; text-align: left; font-variant-numeric: ta
 def page(numbers: dict[str, Any], has_log: bool, has_looks: bool) -> str:
     """The page, next to its pictures; whether the run has a log, and looks at its memories."""
     parts = [
-        f"<h1>{'A memory that learns while it reads' if numbers['margin'] else 'A model without a memory'}</h1>",
+        f"<h1>{headline(numbers)}</h1>",
+        "".join(map(_alarm, numbers["alarms"])),
         f'<p class="about">{_about(numbers)}</p>',
         f'<p class="big">{_result(numbers)}</p>',
         _training(has_looks) if has_log else "",
@@ -51,16 +58,21 @@ def document(title: str, body: str, style: str = STYLE) -> str:
     )
 
 
+def _alarm(alarm: dict[str, Any]) -> str:
+    """What a look at the memories has found, and since when."""
+    text = html.escape(alarm["text"])
+    if alarm["until"] is not None:
+        return f'<p class="was">Alarm of steps {alarm["step"]:,} to {alarm["until"]:,}, not seen since: {text}.</p>'
+    return f'<p class="alarm"><b>Alarm since step {alarm["step"]:,}:</b> {text}.</p>'
+
+
 def _about(numbers: dict[str, Any]) -> str:
-    rule = f", rule {html.escape(str(numbers['rule']))}" if numbers["rule"] else ""
-    preset = f"preset {html.escape(numbers['preset'])}, " if numbers["preset"] else ""
     steps = ""
     if numbers["steps"] is not None:
-        steps = f", {numbers['steps']:,} steps in {numbers['training_seconds'] / 60:.1f} minutes"
-    return (
-        f"{html.escape(numbers['run'])}: {preset}block {html.escape(numbers['block'])}{rule}, "
-        f"{numbers['parameters']:,} parameters{steps}, trained on {numbers['training_length']:,} tokens at a time. "
-        f"Read: {html.escape(numbers['text'])}. Made {numbers['date']} on {html.escape(numbers['machine'])}."
+        steps = f"{numbers['steps']:,} steps in {duration(numbers['training_seconds'])}, "
+    return html.escape(
+        f"{numbers['run']}: {size(numbers)}; {steps}trained on {numbers['training_length']:,} tokens at a time. "
+        f"Read: {numbers['text']}, {numbers['read']}. Made {numbers['date']} on {numbers['machine']}."
     )
 
 
@@ -71,20 +83,16 @@ def _result(numbers: dict[str, Any]) -> str:
     if margin is not None:
         said += (
             f" with the memory on, <b>{off['bits_per_byte']:.3f}</b> with its writes off: what it writes saves "
-            f"{margin['bits_per_byte']:.3f} ± {margin['standard_error']:.3f} "
-            f"(standard error over {on['streams']} streams)"
+            f"{amount(margin)}" + (f" (standard error over {on['streams']} streams)" if on["streams"] > 1 else "")
         )
     if older is not None:
-        said += (
-            f". Beyond the training length, tokens more than {trained:,} back save "
-            f"{older['bits_per_byte']:.3f} ± {older['standard_error']:.3f}"
-        )
+        said += f". Beyond the training length, tokens more than {trained:,} back save {amount(older)}"
     return said + "."
 
 
 def _training(has_looks: bool) -> str:
     said = (
-        '<h2>Training</h2><img src="loss.png" alt="Training loss against steps">'
+        f"<h2>Training</h2>{picture('loss.png', 'Training loss against steps')}"
         "<p>The loss of each training step, faint, and its running mean.</p>"
     )
     if has_looks:
@@ -93,7 +101,8 @@ def _training(has_looks: bool) -> str:
             "<p>Looks at every head of every memory while it read the same held-out text. Half-life: tokens after "
             "which half is forgotten. Answers moved by writing: 0 where nothing is written, or nothing kept for 16 "
             "tokens. Error before the write: 1 where the memory knows nothing of a token that comes. Effective rank: "
-            "how many directions the memory uses. Below, how much of each layer's output hangs on what was written.</p>"
+            "in how many directions its matrix differs, what training left in it included. Below, how much of each "
+            "layer's output hangs on what was written.</p>"
         )
     return said
 
@@ -107,18 +116,23 @@ def _positions(numbers: dict[str, Any]) -> str:
             f"{bucket['from']:,}–{bucket['to']:,}",
             f"{bucket['bits_per_byte']:.3f}",
             f"{recent['by_position'][j]['bits_per_byte']:.3f}",
-            f"{older['bits_per_byte']:.4f} ± {older['standard_error']:.4f}",
+            amount(older),
         ]
         cells += [] if off is None else [f"{off['by_position'][j]['bits_per_byte']:.3f}"]
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
     heads = ["tokens", "bits a byte", f"last {trained:,} only", "older tokens save"]
     heads += [] if off is None else ["writes off"]
-    without = "" if off is None else ", and how it is with memories that stay as training left them (writes off)"
+    without = (
+        ""
+        if off is None
+        else ", and how it is with memories that stay as they are before they have read anything (writes off)"
+    )
     return (
-        '<h2>By position</h2><img src="position.png" alt="Bits per byte by position">'
+        f"<h2>By position</h2>{picture('position.png', 'Bits per byte by position')}"
         "<p>Bits a byte of text at each distance from the beginning, as the model reads; how it is with a memory that "
         f"is emptied so often that only the last {trained // 2:,} to {trained:,} tokens are in it{without}. "
-        f"Lower is better.</p>{table(heads, rows)}"
+        "Lower is better. Below, shaded: twice the standard error over streams, where more than one is so long.</p>"
+        f"{table(heads, rows)}"
     )
 
 
@@ -148,8 +162,9 @@ def _gates(numbers: dict[str, Any]) -> str:
         "a token is written the error is its surprise; what is remembered has less later. The last columns: how far "
         "writing moves the answers to keys, and how much of the layer's output hangs on what was written (0: nothing, "
         f"1: all of it).</p>{_broad('geometry.png', 'The path of each memory over a document')}"
-        "<p>The path of a memory as it reads: in how many directions its matrix differs (effective rank), how far it "
-        "has come from where training left it, and by how much its path bends from one piece of 256 tokens to the "
+        f"<p>{_unwritten(numbers['gates']['memories'])}The path of a memory as it reads: in how many directions its "
+        "matrix M differs (effective rank), how far it has come from M_0, which is the memory before it has read "
+        "anything, and by how much its path bends from one piece of 256 tokens to the "
         "next. 0 degrees: it goes straight on; 90: each piece is written in another direction; 120: what one piece "
         "wrote is forgotten in the next; 180: it takes back what the piece before had written.</p>"
         f"<h2>Gates</h2>{_broad('gates.png', 'Gates of each memory over a document')}"
@@ -159,9 +174,27 @@ def _gates(numbers: dict[str, Any]) -> str:
     )
 
 
-def _broad(picture: str, alt: str) -> str:
+def _unwritten(memories: list[dict[str, Any]]) -> str:
+    """Which memories wrote nothing, in a sentence; "" where all did."""
+    names = [short(memory["name"]) for memory in memories if not memory["wrote"]]
+    if not names:
+        return ""
+    return (
+        f"<b>Nothing was written in {html.escape(', '.join(names))}</b>: the effective rank there is that of what "
+        "training left, and a path that stays where it is has no bend. "
+    )
+
+
+def picture(name: str, alt: str) -> str:
+    """A picture that fits the page, and can be seen larger."""
+    return f'<a href="{name}"><img src="{name}" alt="{alt}"></a>'
+
+
+def _broad(name: str, alt: str) -> str:
     """A picture of many panels, which a narrow page shows by and by."""
-    return f'<div class="wide"><img src="{picture}" alt="{alt}"></div>'
+    return (
+        f'<p class="hint">The picture goes on to the right: scroll it →</p><div class="wide">{picture(name, alt)}</div>'
+    )
 
 
 def table(heads: list[str], rows: list[str]) -> str:

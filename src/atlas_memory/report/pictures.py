@@ -9,33 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from atlas_memory.evaluation.perplexity import Score
 from atlas_memory.observation import MemoryTrace
+from atlas_memory.report.figures import canvas, label_ends, stroke, tidy
 from atlas_memory.report.names import BLUE, GATES, GREEN, GREY, ORANGE, PINK, short
+from atlas_memory.report.words import decimals
 
 _BINS = 96
-
-
-def canvas(width: float, height: float) -> Figure:
-    """An empty figure of so many inches, drawn without a screen."""
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def tidy(axes: Axes) -> None:
-    """Axes without what is not needed."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=11)
-    for text, size in ((axes.xaxis.label, 12), (axes.yaxis.label, 12), (axes.title, 13)):
-        text.set_fontsize(size)
 
 
 def loss_curve(path: Path, steps: Sequence[float], loss: Sequence[float], unit: str) -> None:
@@ -46,18 +29,10 @@ def loss_curve(path: Path, steps: Sequence[float], loss: Sequence[float], unit: 
     mean = running_mean(loss)
     axes.plot(steps, loss, color=BLUE, alpha=0.25, linewidth=0.8)
     axes.plot(steps, mean, color=BLUE, linewidth=2)
-    axes.annotate(
-        f"{mean[-1]:.2f}",
-        (steps[-1], mean[-1]),
-        (6, 0),
-        textcoords="offset points",
-        color=BLUE,
-        fontsize=12,
-        va="center",
-    )
     axes.set(title="Training loss", xlabel="step", ylabel=unit, ylim=(0, None))
     axes.margins(x=0.01)
     tidy(axes)
+    label_ends(axes, [(f"{mean[-1]:.2f}", mean[-1], BLUE)], steps[-1])
     figure.savefig(path)
 
 
@@ -70,30 +45,28 @@ def running_mean(values: Sequence[float]) -> np.ndarray:
     return (total[end] - total[begin]) / (end - begin)
 
 
-def bits_by_position(path: Path, on: Score, off: Score | None, recent: Score, trained: int) -> None:
+def bits_by_position(path: Path, on: Score, off: Score | None, recent: Score, trained: int, title: str) -> None:
     """Bits per byte in each bucket of positions: as the model reads, with a state of recent tokens only and, if it has
     memories, with their writes off. Below, what writing saves and what older tokens save (with twice the standard error
-    over streams). The training length is marked."""
+    over streams, where more than one is so long). The training length is marked."""
     figure = canvas(8, 6.4)
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
     edges, x = on.edges, np.arange(len(on.edges) - 1)
     curves = [(on, BLUE, "memory on" if off else "all before"), (recent, GREEN, f"last {trained:,} only")]
     curves += [(off, ORANGE, "writes off")] if off else []
-    for score, colour, _ in reversed(curves):
-        above.plot(x, score.by_position, color=colour, linewidth=2, marker="o", markersize=5)
-    _label(
-        above,
-        [(f"{label} {score.by_position[-1]:.3f}", score.by_position[-1], colour) for score, colour, label in curves],
-        x[-1],
-    )
+    for n, (score, colour, _) in enumerate(curves):
+        above.plot(x, score.by_position, color=colour, **stroke(n))
+    savings = ([(off, ORANGE, "by writing")] if off else []) + [(recent, GREEN, "by older tokens")]
     labels = []
-    for score, colour, label in ([(off, ORANGE, "by writing")] if off else []) + [(recent, GREEN, "by older tokens")]:
+    for n, (score, colour, label) in enumerate(savings):
         saved, error = on.margin_by_position(score).T
-        below.fill_between(x, saved - 2 * error, saved + 2 * error, color=colour, alpha=0.2, lw=0)
-        below.plot(x, saved, color=colour, linewidth=2, marker="o", markersize=5)
-        labels.append((f"{label} {saved[-1]:.3f}", saved[-1], colour))
-    below.axhline(0, color=GREY, linewidth=1)
-    _label(below, labels, x[-1])
+        known = np.where(on.reached > 1, error, np.nan)
+        below.fill_between(x, saved - 2 * known, saved + 2 * known, color=colour, alpha=0.2, lw=0)
+        below.plot(x, saved, color=colour, **stroke(n))
+        labels.append((f"{label} {decimals(saved[-1], known[-1])}", saved[-1], colour))
+    below.axhline(0, color=GREY, linewidth=1, zorder=1)
+    low, high = below.get_ylim()
+    below.set_ylim(min(low, -1e-3), max(high, 1e-3))  # what rounding leaves is not to look like a saving
     if trained < edges[-1]:
         # Buckets are equally wide on this axis, and bucket j ends at j + 1/2.
         at = float(np.interp(trained, edges, np.arange(len(edges)) - 0.5))
@@ -101,34 +74,18 @@ def bits_by_position(path: Path, on: Score, off: Score | None, recent: Score, tr
             axes.axvline(at, color=GREY, linestyle="--", linewidth=1.2)
         where = above.get_xaxis_transform()
         above.text(at, 1.01, "training length", color=GREY, fontsize=11, ha="center", transform=where)
-    above.set_xlim(-0.5, len(x) + 0.9)
+    below.set_xlim(-0.5, len(x) - 0.5)
     below.xaxis.set_major_locator(FixedLocator([float(j) - 0.5 for j in range(len(edges))]))
     below.set_xticklabels([f"{edge:,}" for edge in edges])
     above.set(ylabel="bits per byte")
-    above.set_title("Held-out text by position", pad=18)
+    above.set_title(title, pad=18)
     below.set(xlabel="position in the stream (tokens)", ylabel="saved\n(bits per byte)")
     for axes in (above, below):
         tidy(axes)
-        axes.spines["bottom"].set_bounds(-0.5, len(x) - 0.5)
+    ends = [(f"{label} {score.by_position[-1]:.3f}", score.by_position[-1], colour) for score, colour, label in curves]
+    label_ends(above, ends, x[-1])
+    label_ends(below, labels, x[-1])
     figure.savefig(path)
-
-
-def _label(axes: Axes, labels: Sequence[tuple[str, float, str]], end: float) -> None:
-    """Write (text, height, colour) right of ``end``, where the curves end, moved apart where they would overlap."""
-    low, high = axes.get_ylim()
-    room = 0.075 * (high - low) * 6.4 / (axes.get_position().height * 10)
-    heights: list[float] = []
-    for text, height, colour in sorted(labels, key=lambda label: label[1]):
-        heights.append(max(height, heights[-1] + room) if heights else height)
-        axes.annotate(
-            text,
-            (end, heights[-1]),
-            (10, 0),
-            textcoords="offset points",
-            color=colour,
-            fontsize=12,
-            va="center",
-        )
 
 
 def gates_over_time(path: Path, memories: Sequence[MemoryTrace], name: str) -> None:
@@ -153,12 +110,17 @@ def contents_over_time(path: Path, memories: Sequence[MemoryTrace], lags: Sequen
     _over_time(path, memories, columns, values, f"What the memories hold while reading {name}")
 
 
+def wrote_nothing(memory: MemoryTrace) -> bool:
+    """Whether a memory is at the end as it was at the beginning, but for what rounding leaves."""
+    return bool((memory.moved[..., -1] <= 1e-6 * memory.norm[..., -1]).all())
+
+
 def geometry_over_time(path: Path, memories: Sequence[MemoryTrace], points: Sequence[int], name: str) -> None:
     """A row for each memory: in how many directions it differs after so many tokens, how far it is from M_0, and by
     how much its path bends from one piece of the text to the next."""
     columns = [
-        ("rank", "effective rank", BLUE),
-        ("moved", "distance from M_0", GREEN),
+        ("rank", "effective rank of M", BLUE),
+        ("moved", "distance from M_0, before reading", GREEN),
         ("turn", "bend of its path (degrees)", PINK),
     ]
     values = [{key: getattr(memory, key) for key, *_ in columns} for memory in memories]
@@ -180,11 +142,16 @@ def _over_time(
     for row, (memory, found) in enumerate(zip(memories, values, strict=True)):
         for column, (name, label, colour) in enumerate(columns):
             axes, value = panels[row, column], found[name]
+            note = _note(memory, name, value)
+            if note:
+                paper = {"facecolor": "white", "edgecolor": "none", "pad": 2}
+                at = {"ha": "center", "va": "center", "transform": axes.transAxes}
+                axes.text(0.5, 0.5, note, fontsize=11, color="#555", bbox=paper, **at)
             if value is not None:
                 x, low, middle, high = _bands(value)
                 x = x if points is None else np.interp(x, np.arange(len(points)), points)
                 axes.fill_between(x, low, high, color=colour, alpha=0.22, lw=0)
-                axes.plot(x, middle, color=colour, linewidth=1.6)
+                axes.plot(x, middle, color=colour, linewidth=1.6, marker="o" if len(x) == 1 else "")
             if row == 0:
                 axes.set_title(label, color=colour)
             if row == len(memories) - 1:
@@ -194,6 +161,15 @@ def _over_time(
             tidy(axes)
     figure.suptitle(f"{title}: median and middle 90% over heads", fontsize=13)
     figure.savefig(path)
+
+
+def _note(memory: MemoryTrace, name: str, value: torch.Tensor | None) -> str:
+    """What has to be said in a panel: why it is empty, or that it shows what was not written."""
+    if value is None:
+        return "not in this memory"
+    if bool(torch.isfinite(value).any()):
+        return "nothing was written:\nas before reading" if name == "rank" and wrote_nothing(memory) else ""
+    return "nothing was written" if name == "turn" and wrote_nothing(memory) else "the text is too short"
 
 
 OVER_TRAINING = {  # name: (label, colours from, to; None: as they are)
@@ -215,25 +191,26 @@ def over_training(path: Path, looks: Sequence[dict[str, Any]]) -> None:
         if any(memory.get(name) is not None for memory in looks[-1]["memories"])
     }
     figure = canvas(3.4 * len(shown) + 0.8, 1.5 * len(names) + 3.2)
-    grid = figure.add_gridspec(len(names) + 1, len(shown), height_ratios=[*[1.0] * len(names), 1.6])
+    parts: Any = figure.subfigures(2, 1, height_ratios=(len(names), 1.6))  # of which each has its own margins
+    panels: Any = parts[0].subplots(len(names), len(shown), squeeze=False)
     for row, memory_name in enumerate(names):
         for column, (name, (label, limits)) in enumerate(shown.items()):
-            axes = figure.add_subplot(grid[row, column])
+            axes = panels[row, column]
             _heads_over_steps(axes, steps, [look["memories"][row] for look in looks], name, limits)
             if row == 0:
                 axes.set_title(label, fontsize=12)
             if column == 0:
                 axes.set_ylabel(f"{short(memory_name)}\nhead", fontsize=11)
-    axes = figure.add_subplot(grid[-1, :])
+    axes = parts[1].subplots()
     ends = []
     for i, (name, colour) in enumerate(zip(names, (BLUE, ORANGE, GREEN, PINK, GREY) * len(names), strict=False)):
         share = [look["memories"][i]["share"] for look in looks]
-        axes.plot(steps, share, color=colour, linewidth=2, marker="o", markersize=4)
+        axes.plot(steps, np.array(share, dtype=float), color=colour, **stroke(i))
         ends.append((short(name), share[-1] or 0.0, colour))
-    axes.set(ylim=(0, 1), xlabel="step", ylabel="share of the output\nthat hangs on it")
-    _label(axes, ends, steps[-1])
+    axes.set(ylim=(-0.04, 1.04), xlabel="step", ylabel="share of the output\nthat hangs on it")
     tidy(axes)
     figure.suptitle("The memories over the steps of training", fontsize=13)
+    label_ends(axes, ends, steps[-1])
     figure.savefig(path)
 
 

@@ -13,12 +13,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import encode, is_byte_tokenizer
 from atlas_memory.evaluation.perplexity import SEGMENT, Score, bits_per_byte, reading_length
 from atlas_memory.evaluation.reading import read
 from atlas_memory.evaluation.sampling import sample
+from atlas_memory.models import PRESETS
 from atlas_memory.observation import MemoryTrace, trace
 from atlas_memory.observation.watching import memories
+from atlas_memory.report.folders import folder_for, place
 from atlas_memory.report.names import GATES
 from atlas_memory.report.page import page
 from atlas_memory.report.pictures import (
@@ -28,8 +31,10 @@ from atlas_memory.report.pictures import (
     geometry_over_time,
     loss_curve,
     over_training,
+    wrote_nothing,
 )
 from atlas_memory.report.reading import reading_page
+from atlas_memory.report.words import count, raised, size
 from atlas_memory.training.config import RunConfig
 from atlas_memory.training.logs import MEMORY, read_log
 from atlas_memory.training.runs import Run, load_run
@@ -41,48 +46,57 @@ PROMPT = 32  # tokens of the text that the sample goes on from
 def write_report(
     folder: str | Path, data: str | Path | None = None, streams: int = 16, sample_tokens: int = 400
 ) -> dict[str, Any]:
-    """Evaluate the run in `folder` and write its `report/` (of a text that `data` names, `report-NAME/`): report.html,
-    report.json and the pictures.
+    """Evaluate the run in `folder` and write its `report/` (of a text that `data` names, `report-NAME/`, see
+    `folder_for`): report.html, report.json and the pictures.
 
     Reads `streams` streams of `reading_length` as the model reads, with a memory of the last training length only and,
     if it has memories, with their writes off; and one document with every memory traced. The text is the run's own
-    held-out part, or all of `data`. Returns what report.json holds, with `folder`, the report's; ValueError if the run
-    cannot be loaded, or has no run.yaml to name its text and there is no `data`.
+    held-out part, or `data` with nothing held out. Returns what report.json holds, with `folder`, the report's;
+    ValueError if the run cannot be loaded, has no run.yaml to name its text and there is no `data`, or no document has
+    two tokens.
     """
     run = load_run(folder)
     text, documents = text_of(run, data)
     trained = (run.config or RunConfig()).data.longest
     length = reading_length(trained)
+    document = next((d for d in documents if len(d.text) > 2 * length), max(documents, key=lambda d: len(d.text)))
+    all_ids = encode(run.tokenizer, document.text)
+    if len(all_ids) < 2:
+        raise ValueError(f"{text}: its longest document is a single token, with nothing to predict: give a longer text")
+    ids = all_ids[:length].astype(np.int64)
 
     def score(writes: bool = True, recent: int | None = None) -> Score:
         return bits_per_byte(run.model, run.tokenizer, documents, length, writes, streams, recent)
 
     scores = score(), score(writes=False) if memories(run.model) else None, score(recent=trained)
-    document = next((d for d in documents if len(d.text) > 2 * length), max(documents, key=lambda d: len(d.text)))
-    ids = encode(run.tokenizer, document.text)[:length].astype(np.int64)
     seen = trace(run.model, torch.from_numpy(ids)[None], piece=SEGMENT)
     cost = cast(torch.Tensor, seen.nats)[0].double().numpy() / math.log(2)
     prompt = run.tokenizer.decode(ids[:PROMPT], skip_special_tokens=True).rstrip("\ufffd")
     log, looks = read_log(run.folder), read_log(run.folder, MEMORY)
-    numbers = _run(run, trained, log) | {"text": text} | _scores(*scores, trained)
+    numbers = _run(run, trained, log) | {"text": text, "data": place(data), "read": _read(scores[0], documents)}
+    numbers |= _scores(*scores, trained)
     numbers |= {
+        "alarms": raised(looks),
         "gates": {"document": document.name, "memories": [_gates(memory) for memory in seen.memories]},
         "prompt": prompt,
         "sample": sample(run.model, run.tokenizer, prompt, sample_tokens).removeprefix(prompt),
     }
-    target = run.folder / ("report" if data is None else f"report-{Path(data).stem or 'text'}")
+    target = folder_for(run.folder, "report", data)
     target.mkdir(exist_ok=True)
     if len(log) > 1:
         scale, unit = _loss_unit(run.tokenizer)
         loss_curve(target / "loss.png", [e["step"] for e in log], [scale * e["loss"] for e in log], unit)
-    bits_by_position(target / "position.png", *scores, trained)
+    name = "Held-out text" if data is None else Path(data).name or str(data)
+    bits_by_position(target / "position.png", *scores, trained, f"{name} by position")
     if seen.memories:
         gates_over_time(target / "gates.png", seen.memories, document.name)
         contents_over_time(target / "contents.png", seen.memories, seen.lags, document.name)
         geometry_over_time(target / "geometry.png", seen.memories, seen.points, document.name)
     if len(looks) > 1:
         over_training(target / "training.png", looks)
-    reading = reading_page(document.name, read(run.model, run.tokenizer, ids, cost, recent=trained))
+    part = "all of it" if len(ids) == len(all_ids) else f"the first {len(ids):,} of its {len(all_ids):,} tokens"
+    about = f"Here is {part}, read by {run.folder}: {size(numbers)}. Made {numbers['date']} on {numbers['machine']}."
+    reading = reading_page(document.name, read(run.model, run.tokenizer, ids, cost, recent=trained), about=about)
     (target / "reading.html").write_text(reading, encoding="utf-8")
     (target / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     (target / "report.html").write_text(page(numbers, len(log) > 1, len(looks) > 1), encoding="utf-8")
@@ -99,9 +113,12 @@ def _run(run: Run, trained: int, log: Sequence[dict[str, Any]]) -> dict[str, Any
     config = run.model.config
     return {
         "run": str(run.folder),
-        "preset": None if run.config is None else run.config.model.preset,
+        "preset": _preset(run),
         "block": config.block,
         "rule": config.rule if memories(run.model) else None,
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "heads": config.num_attention_heads,
         "parameters": run.model.num_parameters(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "machine": f"{_processor()}, {platform.system()}, torch {torch.__version__}",
@@ -111,15 +128,38 @@ def _run(run: Run, trained: int, log: Sequence[dict[str, Any]]) -> dict[str, Any
     }
 
 
+def _preset(run: Run) -> str | None:
+    """The preset that the run names, if the model is of its size; not where the run began with another model."""
+    if run.config is None or run.config.model.init_from is not None:
+        return None
+    preset = PRESETS[run.config.model.preset].config
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    same = all(getattr(run.model.config, name) == preset[name] for name in sizes)
+    return run.config.model.preset if same else None
+
+
+def _read(on: Score, documents: Sequence[Document]) -> str:
+    """How much of the text was read, in words."""
+    there, read_of_it = sum(len(d.text.encode("utf-8", "surrogatepass")) for d in documents), int(on.bytes.sum())
+    streams = f"in {count(len(on.bits), 'stream')} of at most {count(on.edges[-1], 'token')}"
+    return (
+        f"all of its {there:,} bytes, {streams}"
+        if read_of_it == there
+        else f"{read_of_it:,} of its {there:,} bytes, {streams}"
+    )
+
+
 def _scores(on: Score, off: Score | None, recent: Score, trained: int) -> dict[str, Any]:
     """What reading cost in each way, and what writing and older tokens save."""
     return {
         "memory_on": on.to_dict(),
         "writes_off": None if off is None else off.to_dict(),
         "recent_only": recent.to_dict(),
-        "margin": None if off is None else _margin(on.margin(off)),
+        "margin": None if off is None else _margin(on.margin(off), len(on.bits)),
         "beyond_training_length": _beyond(on, recent, trained),
-        "older_by_position": [_margin(pair) for pair in on.margin_by_position(recent)],
+        "older_by_position": [
+            _margin(pair, streams) for pair, streams in zip(on.margin_by_position(recent), on.reached, strict=True)
+        ],
     }
 
 
@@ -134,16 +174,18 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def _margin(pair: Sequence[float]) -> dict[str, float]:
-    return {"bits_per_byte": float(pair[0]), "standard_error": float(pair[1])}
+def _margin(pair: Sequence[float], streams: int) -> dict[str, Any]:
+    """What is saved and its standard error over so many streams; None of one, which does not tell."""
+    error = float(pair[1]) if streams > 1 else None
+    return {"bits_per_byte": float(pair[0]), "standard_error": error, "streams": int(streams)}
 
 
-def _beyond(on: Score, recent: Score, trained: int) -> dict[str, float] | None:
+def _beyond(on: Score, recent: Score, trained: int) -> dict[str, Any] | None:
     """What tokens older than the training length save where there are any."""
     beyond, beyond_recent = on.after(trained), recent.after(trained)
     if beyond is None or beyond_recent is None:
         return None
-    return _margin(beyond.margin(beyond_recent))
+    return _margin(beyond.margin(beyond_recent), int(beyond.reached.max()))
 
 
 def _gates(memory: MemoryTrace) -> dict[str, Any]:
@@ -161,4 +203,9 @@ def _gates(memory: MemoryTrace) -> dict[str, Any]:
                 "over_time": float(value.double().std(dim=2, correction=0).mean()),
             }
     life = memory.half_life
-    return {"name": memory.name, "half_life": None if life is None else life.mean(0).tolist(), "gates": found}
+    return {
+        "name": memory.name,
+        "wrote": not wrote_nothing(memory),
+        "half_life": None if life is None else life.mean(0).tolist(),
+        "gates": found,
+    }

@@ -132,7 +132,14 @@ def load_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     source = _newest_model(folder)
-    model = _load_model(source)
+    try:
+        model = _load_model(source)
+    except ValueError as error:
+        checkpoint = newest_checkpoint(folder) if source == folder else None
+        if checkpoint is None:
+            raise
+        remedy = f"{checkpoint.name} is intact: move {WEIGHTS} away, and the run is read from it"
+        raise ValueError(f"{error}; {remedy}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # the loader raises a dozen different types

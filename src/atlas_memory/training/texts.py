@@ -6,20 +6,39 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atlas_memory.data.prepared import Prepared, load_corpus
-from atlas_memory.data.sources import Document
+from atlas_memory.data.sources import Document, Source, is_dataset_name
 from atlas_memory.training.config import RunConfig
 from atlas_memory.training.runs import Run
 
 
 def text_of(run: Run, data: str | Path | None = None) -> tuple[str, Sequence[Document]]:
-    """The held-out part of the text that `run` was trained on, or all of `data`: which it is, in words, and its
-    documents. ValueError if the run does not name its text, or `data` is a prepared folder."""
+    """The held-out part of the text that `run` was trained on, or another text, `data`, with nothing held out of it:
+    which it is, in words, and its documents. ValueError if the run does not name its text, or `data` has no text or is
+    a prepared folder."""
     if data is None:
         if run.config is None:
             raise ValueError(f"{str(run.folder)!r} has no run.yaml to name its held-out text: give --data")
         source = run.config.data.path or "the Python standard library's source"
         return f"the held-out part of {source}", load_corpus(**run.config.data.source).held_out
-    if Prepared.open(data) is not None:
-        raise ValueError(f"--data={str(data)!r} is a prepared folder, which keeps held-out text only: give the text")
-    corpus = load_corpus(**(run.config or RunConfig()).data.source | {"path": str(data)})
-    return f"{data}, all of it", corpus.train + corpus.held_out
+    try:
+        if Prepared.open(data) is not None:
+            raise ValueError(
+                f"data.path={str(data)!r} is a prepared folder, which keeps held-out text only: give the text"
+            )
+        return str(data), _documents(data, run.config or RunConfig())
+    except ValueError as error:  # the readers name the key of a run
+        raise ValueError(str(error).replace("data.path", "--data")) from error
+
+
+def _documents(data: str | Path, config: RunConfig) -> list[Document]:
+    """All documents of a text, read as the run reads its own: from the same column and split, and of a dataset on a hub
+    no more than the run does."""
+    options = config.data.source | {"path": str(data)}
+    del options["held_out"]
+    if not is_dataset_name(str(data)):
+        options["documents_at_most"] = None
+    source = Source(**options)
+    documents = list(source.documents())
+    if not documents:
+        raise ValueError(f"data.path={str(data)!r}: {source.skipped} files, none of them non-empty UTF-8 text")
+    return documents

@@ -1,0 +1,30 @@
+"""Labels at the ends of curves."""
+
+import numpy as np
+import pytest
+
+from atlas_memory.report.figures import _apart, canvas, label_ends
+
+
+@pytest.mark.parametrize("wanted", [[0.0, 0.0], [0.2, 0.5, 0.51, 0.9], [1.0, 1.0, 1.0], [0.5], [0.1, 0.1, 0.15, 0.95]])
+def test_labels_have_room_and_stay_within_the_axes(wanted: list[float]) -> None:
+    places = _apart(np.array(wanted), 0.1)
+    assert (np.diff(places) > 0.1 - 1e-9).all() and places.min() >= 0 and places.max() <= 1 + 1e-9
+
+
+def test_labels_stay_where_they_have_room_and_share_what_they_lack() -> None:
+    assert _apart(np.array([0.2, 0.5, 0.9]), 0.1).tolist() == pytest.approx([0.2, 0.5, 0.9])
+    assert _apart(np.array([0.5, 0.5, 0.9]), 0.1).tolist() == pytest.approx([0.45, 0.55, 0.9])
+
+
+def test_labels_stand_beside_the_axes_and_within_the_figure() -> None:
+    figure = canvas(8, 4)
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 0])
+    axes.plot([0, 1], [0, 1e-9])
+    label_ends(axes, [("by writing 0.0000", 0.0, "k"), ("by older tokens 0.0010", 1e-9, "k")], 1)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not boxes[0].overlaps(boxes[1])
+    for box in boxes:
+        assert box.x0 > axes.get_window_extent().x1 and box.x1 < figure.bbox.x1
