@@ -11,6 +11,7 @@ FAULTS = {  # of an alarm's kind, the gravest first
     "writes nothing": "writes nothing",
     "forgets": "forgets at once",
     "unused": "is not used",
+    "fades": "fades",
 }
 
 
