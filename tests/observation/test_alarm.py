@@ -48,21 +48,3 @@ def test_numbers_that_are_not_finite() -> None:
     with torch.no_grad():
         model.model.layers[1].mixer.memory.initial[0].fill_(torch.inf)
     assert [kind for kind, _ in raised(model)] == ["broken"]
-
-
-@pytest.mark.parametrize(
-    ("share", "most", "kinds"),
-    [
-        (0.12, 0.5, ["fades"]),
-        (0.12, 0.4, []),  # small, but never larger by much
-        (0.2, 1.0, []),  # less than it was, and not little
-        (0.005, 0.5, ["unused"]),
-    ],
-)
-def test_a_share_that_goes_down_is_told_while_there_is_some(share: float, most: float, kinds: list[str]) -> None:
-    ids = torch.randint(0, 256, (2, 80), generator=torch.Generator().manual_seed(0))
-    summary = summarise(trace(model_of("titans"), ids))
-    summary["memories"][1]["share"] = share
-    names = [memory["name"] for memory in summary["memories"]]
-    found = alarms(summary, {names[0]: summary["memories"][0]["share"], names[1]: most})
-    assert [(alarm.kind, alarm.name) for alarm in found] == [(kind, names[1]) for kind in kinds]

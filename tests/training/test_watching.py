@@ -109,20 +109,3 @@ def test_a_model_without_memories_is_not_looked_at(tmp_path: Path, more: tuple[s
 def test_an_address_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.alarm_webhook='example.org'"):
         settings(tmp_path, "train.alarm_webhook=example.org")
-
-
-def test_a_resumed_run_knows_what_shares_have_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The looks before it had, as their lines are made to say, shares of 1, and both looks after it have less."""
-    train(settings(tmp_path, "train.watch_every=1", "train.steps=2"))
-    log = tmp_path / "run" / "memory.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    for line in lines:
-        for memory in line["memories"]:
-            memory["share"] = 1.0
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "run" / "model.safetensors").unlink()
-    console = quiet()
-    monkeypatch.setattr("atlas_memory.observation.alarm.LOW", 1.0)
-    monkeypatch.setattr("atlas_memory.observation.alarm.FADED", 0.99)
-    train(settings(tmp_path, "train.watch_every=1", "train.steps=4"), resume=True, console=console)
-    assert said(console).count("memory alarm after step 4") == 2 and "fades" in said(console)

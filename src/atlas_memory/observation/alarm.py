@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,6 @@ FORGETS = 8.0
 WRITTEN, SHARE, BRANCH = 0.01, 0.01, 0.001
 """Below the first a write hardly moves the answer to its key; below the second what was written hardly moves what the
 mixer around the memory gives out; below the third that is next to nothing beside what goes past the mixer."""
-FADED, LOW = 0.25, 0.15
-"""A share below the second that is less than this part of what it has been is on its way out."""
 
 
 AGAIN = "Train anew, into another output_dir, with"
@@ -25,7 +23,7 @@ class Alarm:
     """That a memory has stopped to be of use.
 
     Attributes:
-        kind: "broken", "forgets", "writes nothing", "unused" or "fades".
+        kind: "broken", "forgets", "writes nothing" or "unused".
         name: of the memory; "" where it is all of them.
         text: what was seen and what to do, one line.
     """
@@ -35,15 +33,13 @@ class Alarm:
     text: str
 
 
-def alarms(summary: dict[str, Any], most: Mapping[str, float] | None = None) -> list[Alarm]:
-    """What is wrong with the memories of which ``summarise`` tells; a memory has one alarm at most. ``most`` is the
-    largest ``share`` that each, by its name, has had in looks before: what has faded since is told while it is still of
-    some use.
+def alarms(summary: dict[str, Any]) -> list[Alarm]:
+    """What is wrong with the memories of which ``summarise`` tells; a memory has one alarm at most.
 
     One look can be of a text on which nothing had to be remembered: believe what two looks in a row say.
     """
     memories = summary["memories"]
-    found = [alarm for memory in memories for alarm in _of(memory, (most or {}).get(memory["name"], 0.0))]
+    found = [alarm for memory in memories for alarm in _of(memory)]
     lives = [_largest(memory["half_life"]) for memory in memories]
     if lives and all(life is not None and life < FORGETS for life in lives):
         text = (
@@ -54,7 +50,7 @@ def alarms(summary: dict[str, Any], most: Mapping[str, float] | None = None) -> 
     return found
 
 
-def _of(memory: dict[str, Any], most: float) -> Iterable[Alarm]:
+def _of(memory: dict[str, Any]) -> Iterable[Alarm]:
     name, share, branch = memory["name"], memory["share"], memory["branch"]
     if None in memory["norm"] or share is None:
         yield Alarm("broken", name, f"{name} holds numbers that are not finite. {AGAIN} a lower train.learning_rate")
@@ -80,12 +76,6 @@ def _of(memory: dict[str, Any], most: float) -> Iterable[Alarm]:
             "another: what is remembered pays there"
         )
         yield Alarm("unused", name, text)
-    elif share < min(LOW, FADED * most):
-        text = (
-            f"{name} fades: what it has written changes {share:.1%} of what its mixer gives out, where it was "
-            f"{most:.0%}. See whether its gates or its branch shut (alpha, eta, branch). {SLOWER}"
-        )
-        yield Alarm("fades", name, text)
 
 
 def _largest(values: list[float | None] | None) -> float | None:

@@ -11,7 +11,6 @@ FAULTS = {  # of an alarm's kind, the gravest first
     "writes nothing": "writes nothing",
     "forgets": "forgets at once",
     "unused": "is not used",
-    "fades": "fades",
 }
 
 

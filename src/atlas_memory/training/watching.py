@@ -70,14 +70,11 @@ class MemoryWatch(TrainerCallback):
         self.every = every if longest and memories(model) else 0
         self._suspected: set[tuple[str, str]] = set()  # in the last look
         self._raised: set[tuple[str, str]] = set()
-        self._most: dict[str, float] = {}  # the largest share of each memory in looks before
         self.figures: dict[str, float] = {}
         """Of the step that has just ended, for those who draw curves: of each memory, means over its heads."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         lines = read_log(self.path.parent, MEMORY)
-        for line in lines:
-            self._remember(line)
         if lines:
             self._suspected, self._raised = _keys(lines[-1]["suspected"]), _keys(lines[-1]["alarms"])
 
@@ -106,18 +103,13 @@ class MemoryWatch(TrainerCallback):
             if _key(alarm) not in self._raised:
                 self._raise(state.global_step, alarm)
         self._suspected, self._raised = _keys(line["suspected"]), _keys(line["alarms"])
-        self._remember(line)
-
-    def _remember(self, line: dict[str, Any]) -> None:
-        for memory in line["memories"]:
-            self._most[memory["name"]] = max(self._most.get(memory["name"], 0.0), memory["share"] or 0.0)
 
     def _look(self, model: Any) -> dict[str, Any]:
         assert self.ids is not None
         summary = summarise(trace(model, self.ids, piece=self.piece))
         long = self.ids.shape[1] > 2 * self.back
         remembered = effective_remembrance(model, self.ids, self.back, self.piece) if long else None
-        suspected = [{"kind": a.kind, "memory": a.name, "text": a.text} for a in alarms(summary, self._most)]
+        suspected = [{"kind": a.kind, "memory": a.name, "text": a.text} for a in alarms(summary)]
         return {"remembrance": remembered, "back": self.back, **summary, "suspected": suspected}
 
     def _raise(self, step: int, alarm: dict[str, str]) -> None:
