@@ -155,7 +155,8 @@ class Source:
         elif is_dataset_name(place):
             found = self._rows(place, place)
         else:
-            raise ValueError(f"data.path={place!r} does not exist")
+            made = "" if root.suffix else f"; prepared text is made by: atlas data prepare TEXT --out {place}"
+            raise ValueError(f"data.path={place!r} does not exist{made}")
         for document in found:
             yield Document(prefix + document.name, document.text, document.continues)
 
