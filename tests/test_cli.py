@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from atlas_memory.cli import main
 from atlas_memory.cli.planning import brief
+from atlas_memory.cli.streaming import CharacterStreamer
+from atlas_memory.data import byte_tokenizer
 from atlas_memory.forms.cost import state_bytes
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
@@ -84,6 +87,18 @@ def test_generate(run, capsys) -> None:
     assert main(["generate", str(run), "--top-p", "1e-6", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out == likeliest
     assert refused(capsys, "generate", run, "--top-p", "2")[0] == 2
+
+
+def test_text_is_shown_character_by_character(capsys) -> None:
+    text = "words without_end é🙂\nand 語 more" * 9
+    streamer, shown = CharacterStreamer(byte_tokenizer(), skip_special_tokens=True), ""
+    for i, byte in enumerate(text.encode()):
+        streamer.put(torch.tensor([byte]))
+        shown += capsys.readouterr().out
+        assert shown == text.encode()[: i + 1].decode(errors="ignore")
+    streamer.put(torch.tensor([226]))  # the first of three bytes, and no more
+    streamer.end()
+    assert shown + capsys.readouterr().out == text + "\ufffd\n"
 
 
 def test_a_process_of_its_own_is_quiet(run) -> None:

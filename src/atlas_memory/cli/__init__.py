@@ -119,14 +119,14 @@ def generate(
 ) -> None:
     """Write text with a trained model, as it comes."""
     quiet()
-    from transformers import TextStreamer
-
     from atlas_memory.evaluation.sampling import sample
     from atlas_memory.training.runs import load_run
 
+    from .streaming import CharacterStreamer
+
     prompt = _prompt(prompt)
     loaded = load_run(run)
-    shown = TextStreamer(loaded.tokenizer, skip_special_tokens=True)
+    shown = CharacterStreamer(loaded.tokenizer, skip_special_tokens=True)
     sample(loaded.model, loaded.tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed, greedy, shown)
 
 
