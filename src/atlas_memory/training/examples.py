@@ -160,7 +160,7 @@ def _read_and_tokenise(
         return str(corpus), tokenizer, Tokens.of(tokenizer, corpus.train), corpus.held_out
     what = f"tokenising {characters / 1e6:.1f}M characters of {source}; `atlas data prepare` does it once for all runs"
     with counting(console, what, characters if len(corpus.train) > 1 else None) as show:
-        tokens = Tokens.of(tokenizer, corpus.train, lambda done: show(done, "tokenising"))
+        tokens = Tokens.of(tokenizer, corpus.train, lambda done: show(done, ""))
     return str(corpus), tokenizer, tokens, corpus.held_out
 
 
