@@ -17,7 +17,7 @@ from atlas_memory.data.prepared import Prepared
 from atlas_memory.data.tokens import is_byte_tokenizer
 from atlas_memory.training.config import ConfigError, DataSection, RunConfig
 from atlas_memory.training.processes import process, processes
-from atlas_memory.training.texts import check_tokenizer
+from atlas_memory.training.vocabulary import check_tokenizer
 
 Examples = RandomCrops | Segments
 ABOUT = "data.json"
