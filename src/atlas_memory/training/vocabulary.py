@@ -22,10 +22,8 @@ def check_tokenizer(config: RunConfig, tokenizer: Any, name: str) -> None:
         return
     own = load_tokenizer(str(having[0])).get_vocab()
     if not own.items() <= tokenizer.get_vocab().items():
-        remedy = f"set data.tokenizer={config.model.init_from}"
-        if not name.startswith("data."):
-            remedy = f"prepare the text with --tokenizer {config.model.init_from}"
+        option = "set data.tokenizer=" if name.startswith("data.") else "prepare the text with --tokenizer "
         raise ConfigError(
             f"{name} is not the tokenizer that the model in model.init_from={config.model.init_from!r} was trained "
-            f"with, which has {len(own):,} tokens: {remedy}"
+            f"with, which has {len(own):,} tokens: {option}{having[0]}"
         )
