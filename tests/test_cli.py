@@ -1,5 +1,6 @@
 """The command: what it prints, and one clear line for each mistake."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -7,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from atlas_memory.cli import main
+from atlas_memory.cli.planning import brief
+from atlas_memory.cli.streaming import CharacterStreamer
+from atlas_memory.data import byte_tokenizer
 from atlas_memory.forms.cost import state_bytes
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
@@ -84,6 +89,18 @@ def test_generate(run, capsys) -> None:
     assert refused(capsys, "generate", run, "--top-p", "2")[0] == 2
 
 
+def test_text_is_shown_character_by_character(capsys) -> None:
+    text = "words without_end é🙂\nand 語 more" * 9
+    streamer, shown = CharacterStreamer(byte_tokenizer(), skip_special_tokens=True), ""
+    for i, byte in enumerate(text.encode()):
+        streamer.put(torch.tensor([byte]))
+        shown += capsys.readouterr().out
+        assert shown == text.encode()[: i + 1].decode(errors="ignore")
+    streamer.put(torch.tensor([226]))  # the first of three bytes, and no more
+    streamer.end()
+    assert shown + capsys.readouterr().out == text + "\ufffd\n"
+
+
 def test_a_process_of_its_own_is_quiet(run) -> None:
     command = [sys.executable, "-m", "atlas_memory", "generate", str(run), "--max-new-tokens", "3"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -153,6 +170,55 @@ def test_wrong_runs(run, tmp_path, capsys) -> None:
     weights.write_bytes(weights.read_bytes()[:-1])
     code, line = refused(capsys, "generate", tmp_path / "broken")
     assert (code, "damaged or cut short" in line) == (1, True)
+
+
+def test_a_prompt_that_is_no_text(run, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    for given in ("-", "caf\udce9"):
+        code, line = refused(capsys, "generate", run, "--prompt", given)
+        assert (code, "is not UTF-8 text: convert it first" in line) == (1, True)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("né".encode())))
+    assert main(["generate", str(run), "--prompt", "-", "--max-new-tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("né")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "340m"], "'340m' is a configuration, which is given by: --config 340m"),
+        (["train", "my.yaml"], "'my.yaml' is a configuration, which is given by: --config my.yaml"),
+        (["train", "data.path=prepared"], "does not exist; prepared text is made by: atlas data prepare"),
+        (["train", "data.path="], "data.path is empty: name a text, or leave it out"),
+        (["train", "data.path=''"], "data.path is empty: name a text, or leave it out"),
+        (["train", "data.path=123"], "data.path='123' does not exist"),
+        (["train", "data.path=odd: name"], "data.path='odd: name' does not exist"),
+        (["train", "data.path=*.none"], "data.path='*.none': no file fits this pattern"),
+        (["generate", "x", "--temperature", "0"], "0 is not above 0: take --greedy"),
+        (["train", "train.epochs=3"], "did you mean train.steps?"),
+        (["train", "train.num_epochs=3"], "did you mean train.steps?"),
+        (["train", "data.dataset=x"], "did you mean data.path?"),
+        (["train", "model.layers=3"], "did you mean model.num_hidden_layers?"),
+        (["train", "model.heads=3"], "did you mean model.num_attention_heads?"),
+        (["train", "model.dim=3"], "did you mean model.hidden_size?"),
+        (["train", "out=3"], "did you mean output_dir?"),
+    ],
+)
+def test_what_was_meant_is_said(capsys, tmp_path, monkeypatch, arguments, message) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(capsys, *arguments)[1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_digits(tmp_path, monkeypatch, capsys) -> None:
+    given = overrides(tmp_path, "train.steps=1")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tmp_path / "corpus", "123")
+    assert main(["train", *given, "data.path=123", "output_dir=2024"]) == 0
+    assert capsys.readouterr().out.startswith("2024: step 1")
+
+
+def test_numbers_have_the_unit_that_they_round_to() -> None:
+    assert [brief(n) for n in (999.6e18, 999.4e18, 1.5e24, 12, 0)] == ["1Z", "999E", "1.5Y", "12", "0"]
 
 
 def test_traceback_on_request(tmp_path, monkeypatch) -> None:

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from atlas_memory.data import Source, Tokens, byte_tokenizer
+from atlas_memory.data.bpe import train_tokenizer
+from atlas_memory.data.folders import new_folder
 from atlas_memory.data.prepared import Prepared, prepare
 from atlas_memory.data.sources import PREPARED, Document
 from atlas_memory.data.tokens import encode
+from atlas_memory.training.examples import Text
 from atlas_memory.training.trainer import train
 from tests.training.small import settings, write_corpus
 
@@ -104,6 +107,58 @@ def test_training_reads_it(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"data.held_out=0.5 was decided when .* was prepared: leave it out"):
         train(settings(plain, f"data.path={tmp_path / 'out'}", "data.held_out=0.5"))
     assert not (plain / "run").exists()
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "mine"])
+def test_the_end_is_decoded_in_pieces(tmp_path, monkeypatch, tokenizer: str) -> None:
+    """Also where a piece would end within a character: what is held out is the text, to its last one."""
+    text = "naïve 語 🙂, déjà vu\r\n  " * 200
+    (tmp_path / "book.txt").write_text(text, newline="")
+    if tokenizer == "mine":
+        tokenizer = str(tmp_path / "mine")
+        train_tokenizer(Source(str(tmp_path / "book.txt")), Path(tokenizer), 270)
+    monkeypatch.setattr("atlas_memory.data.prepared._DECODED_AT_ONCE", 5)
+    made = prepare(Source(str(tmp_path / "book.txt")), tmp_path / "out", tokenizer)
+    (held,) = made.corpus().held_out
+    assert text.endswith(held.text.lstrip("\ufffd")) and len(held.text) > 300
+
+
+def test_a_folder_that_was_left_half_written(tmp_path) -> None:
+    """By one that was killed: it is deleted at the next start; and what is made has the usual mode."""
+    corpus = Source(str(write_corpus(tmp_path / "corpus")))
+    left = tmp_path / ".out.atlas-partial"
+    (left / "tokenizer").mkdir(parents=True)
+    (left / "rest.txt").write_text("rest")
+    (tmp_path / "usual").mkdir()
+    made = prepare(corpus, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out", "usual"]
+    assert not (made.folder / "rest.txt").exists() and not (made.folder / ".lock").exists()
+    assert made.folder.stat().st_mode == (tmp_path / "usual").stat().st_mode
+    with new_folder(tmp_path / "again"):
+        with pytest.raises(ValueError, match="is being written by another process"), new_folder(tmp_path / "again"):
+            pass
+        assert (tmp_path / ".again.atlas-partial").is_dir()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), Exception("No space left on device (28)")])
+def test_a_full_disk_is_one_line(tmp_path, error: Exception) -> None:
+    says = r"new' could not be written: No space left on device.*; make room"
+    with pytest.raises(OSError, match=says), new_folder(tmp_path / "new"):
+        raise error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["held_out.jsonl", "starts.npy", "tokenizer"])
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_damaged_file_is_named(tmp_path, name: str, missing: bool) -> None:
+    made = prepare(Source(str(write_corpus(tmp_path / "corpus"))), tmp_path / "out")
+    path = made.folder / name
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    path.unlink() if missing else os.truncate(path, path.stat().st_size - 9)
+    with pytest.raises(ValueError, match=rf"out': {name} is missing or damaged: prepare it again") as caught:
+        Text.load(settings(tmp_path, f"data.path={made.folder}"))
+    assert "\n" not in str(caught.value)
 
 
 def test_refusals(tmp_path) -> None:

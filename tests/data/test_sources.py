@@ -17,6 +17,8 @@ def tables(tmp_path) -> Path:
     rows = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(12))})
     rows.to_json(tmp_path / "a.jsonl")
     rows.to_parquet(tmp_path / "a.parquet")
+    rows.to_csv(tmp_path / "a.csv")
+    rows.to_csv(tmp_path / "a.tsv", sep="\t")
     rows.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"train": rows, "test": rows.select([3])}).save_to_disk(tmp_path / "splits")
     (tmp_path / "texts").mkdir()
@@ -25,7 +27,7 @@ def tables(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "saved", "splits", "texts", "texts/*.txt"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv", "a.tsv", "saved", "splits", "texts", "texts/*.txt"])
 def test_every_form_holds_the_same(tables, name: str) -> None:
     source = Source(str(tables / name))
     assert [d.text for d in source.documents()] == TEXTS
@@ -85,11 +87,14 @@ def test_large_files_in_parts(tmp_path) -> None:
         ("*.md", "no file fits this pattern"),
         ("splits", "has no split 'dev': set data.split to one of train, test"),
         ("a.jsonl", "has no column 'content': set data.column to one of text, id"),
+        ("b.csv", "has no column 'text': set data.column to one of body, id"),
+        ("/dev/null", "is neither a file nor a folder"),
         ("broken.jsonl", "is damaged or no table of text"),
         ("broken.parquet", "cannot be read|is damaged or no table of text"),
     ],
 )
 def test_refusals(tables, path: str, message: str) -> None:
+    (tables / "b.csv").write_text("body,id\nfine,1\n")
     (tables / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (tables / "broken.parquet").write_bytes((tables / "a.parquet").read_bytes()[:-50])
     options = {"column": "content"} if path == "a.jsonl" else {}
@@ -130,3 +135,32 @@ def test_only_the_first(tables) -> None:
     parts = list(Source([str(tables / "book.txt"), str(tables / "texts")], documents_at_most=1, largest=64).documents())
     assert len(parts) > 3 and "".join(d.text for d in parts) == "a line\n" * 50
     assert len(Corpus.load(str(tables / "texts"), documents_at_most=4).train) == 3
+
+
+def test_how_much_there_is_to_read_and_has_been(tables) -> None:
+    """Of text files and tables the bytes are known beforehand; of a dataset, of Parquet or of the first few not."""
+    for name in ("texts", "texts/*.txt", "a.jsonl", "a.csv"):
+        source = Source(str(tables / name))
+        heard = [source.read for _ in source.documents()]
+        assert 0 < heard[0] <= heard[-1] <= source.size() == source.read
+    assert Source([str(tables / "texts"), str(tables / "a.csv")]).size() == Source(str(tables / "texts")).size() + (
+        Source(str(tables / "a.csv")).size()
+    )
+    assert Source(str(tables / "nowhere")).size() == 0 and Source().size() > 3e6
+    for source in (Source(str(tables / "saved")), Source(str(tables / "a.parquet")), Source("owner/name")):
+        assert source.size() is None
+    assert Source(str(tables / "texts"), documents_at_most=1).size() is None
+
+
+def test_what_is_skipped_is_named(tables) -> None:
+    for i in range(5):
+        (tables / "texts" / f"a{i}.bin").write_bytes(b"a\0b")
+    assert str(Corpus.load(tables / "texts")).endswith(
+        "; 5 skipped (not text, empty or copies): a0.bin, a1.bin, a2.bin and 2 more"
+    )
+
+
+def test_a_page_is_read_with_its_tags_and_that_is_said(tables, caplog) -> None:
+    (tables / "page.html").write_text("<p>text</p>")
+    assert [d.text for d in Source(str(tables / "page.html")).documents()] == ["<p>text</p>"]
+    assert "page.html is read as it is, with its tags" in caplog.text

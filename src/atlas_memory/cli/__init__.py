@@ -87,12 +87,29 @@ def train(
         print(done)
 
 
+def _above_zero(temperature: float) -> float:
+    if temperature < 1e-6:
+        raise typer.BadParameter(f"{temperature:g} is not above 0: take --greedy for always the likeliest token")
+    return temperature
+
+
+def _prompt(given: str) -> str:
+    """What the text begins with, from standard input if that is asked for; ValueError if it is no text."""
+    name = "standard input (--prompt -)" if given == "-" else "--prompt"
+    try:
+        prompt = sys.stdin.buffer.read().decode("utf-8") if given == "-" else given
+        prompt.encode("utf-8")  # a command line hands bytes that are no text over as if they were
+    except UnicodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: convert it first, for example with iconv -t utf-8") from error
+    return prompt
+
+
 @app.command()
 def generate(
     run: RunFolder,
     prompt: Annotated[str, typer.Option(help="What the text begins with; - reads it from standard input.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
-    temperature: Annotated[float, typer.Option(min=1e-6)] = 0.8,
+    temperature: Annotated[float, typer.Option(callback=_above_zero)] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="Draw from so many of the likeliest tokens,")] = 40,
     top_p: Annotated[
         float, typer.Option(min=1e-6, max=1.0, help="and of these from the fewest that have this share of all.")
@@ -102,14 +119,14 @@ def generate(
 ) -> None:
     """Write text with a trained model, as it comes."""
     quiet()
-    from transformers import TextStreamer
-
     from atlas_memory.evaluation.sampling import sample
     from atlas_memory.training.runs import load_run
 
-    prompt = sys.stdin.read() if prompt == "-" else prompt
+    from .streaming import CharacterStreamer
+
+    prompt = _prompt(prompt)
     loaded = load_run(run)
-    shown = TextStreamer(loaded.tokenizer, skip_special_tokens=True)
+    shown = CharacterStreamer(loaded.tokenizer, skip_special_tokens=True)
     sample(loaded.model, loaded.tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed, greedy, shown)
 
 

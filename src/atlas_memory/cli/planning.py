@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from atlas_memory.training.config import RunConfig
     from atlas_memory.training.plan import Plan
 
-UNITS = ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+UNITS = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
 def brief(value: float) -> str:
     """Three digits and a unit, of a thousand each."""
+    value = float(f"{value:.3g}")  # which may be a thousand of the unit below
     power, unit = next(((p, u) for p, u in UNITS if value >= p), UNITS[-1])
     return f"{value / power:,.3g}{unit}"
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from .quiet import quiet
+
+if TYPE_CHECKING:
+    from atlas_memory.data.sources import Source
 
 data_app = typer.Typer(help="Text made ready for training.", no_args_is_help=True)
 tokenizer_app = typer.Typer(help="Tokenizers of your own.", no_args_is_help=True)
@@ -29,14 +33,25 @@ HeldOut = Annotated[float, typer.Option(min=0.0, max=0.9, help="The share of doc
 
 
 @contextmanager
-def _counting(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A line that says how many documents, and of what else, have been read."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def _counting(source: Source, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how much of a source has been read while it is, and say how many documents, and of what else, it was."""
+    from atlas_memory.data.counting import counting
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading")
-        yield lambda documents, count: bar.update(task, description=f"{documents:,} documents, {count:,} {unit}")
+    console, began, said = Console(stderr=True), time.monotonic(), ""
+    size = source.size()
+    what = f"reading {source}" + (f", {size / 1e6:,.1f} MB" if size else "")
+    with counting(console, what, size) as show:
+
+        def told(documents: int, count: int) -> None:
+            nonlocal said
+            said = f"{documents:,} documents, {count:,} {unit}"
+            show(source.read, said)
+
+        yield told
+    seconds = time.monotonic() - began
+    console.print(
+        f"read {said} in {seconds:.0f} s{source.about_skipped()}", highlight=False, markup=False, soft_wrap=True
+    )
 
 
 @data_app.command()
@@ -57,9 +72,10 @@ def prepare(
     from atlas_memory.data.prepared import prepare as run
     from atlas_memory.data.sources import Source
 
-    with _counting("tokens") as show:
-        source = Source(sources or None, column, split, subset, streaming, documents)
-        print(run(source, out, tokenizer, held_out, workers, show))
+    source = Source(sources or None, column, split, subset, streaming, documents)
+    with _counting(source, "tokens") as show:
+        made = run(source, out, tokenizer, held_out, workers, show)
+    print(made)
 
 
 @tokenizer_app.command("train")
@@ -79,7 +95,7 @@ def train_(
     from atlas_memory.data.bpe import train_tokenizer
     from atlas_memory.data.sources import Source
 
-    with _counting("characters") as show:
-        source = Source(sources or None, column, split, subset, streaming, documents)
+    source = Source(sources or None, column, split, subset, streaming, documents)
+    with _counting(source, "characters") as show:
         made = train_tokenizer(source, out, vocab_size, held_out, show)
     print(f"{out}: {len(made):,} tokens; use it with data.tokenizer={out}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 
 def check_new(folder: Path) -> Path:
@@ -20,13 +21,35 @@ def check_new(folder: Path) -> Path:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder beside `folder`, which takes its name when all is written, and is deleted on an error."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # hidden: not a part of the text
+    """A hidden folder beside `folder`, which takes its name when all is written, and is deleted on an error; what one
+    that was killed has left is deleted first.
+
+    Raises:
+        OSError: It could not be written, of one line; ValueError: another process writes it.
+    """
+    partial = folder.with_name(f".{folder.name}.atlas-partial")  # hidden: not a part of the text
+    lock = FileLock(partial / ".lock", timeout=0)
     try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        for path in partial.iterdir():
+            if path.name != ".lock":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield partial
+        (partial / ".lock").unlink(missing_ok=True)
         if folder.is_dir():
             folder.rmdir()
         os.replace(partial, folder)
+    except Timeout as error:
+        raise ValueError(
+            f"{str(folder)!r} is being written by another process: wait for it, or choose another"
+        ) from error
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error) is not Exception:  # which is all that tokenizers raises
+            raise
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise OSError(f"{str(folder)!r} could not be written: {reason}; make room, or choose another folder") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if lock.is_locked:
+            shutil.rmtree(partial, ignore_errors=True)  # nothing, where it has got its name
+            lock.release()

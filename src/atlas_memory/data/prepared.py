@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from atlas_memory.data.tokens import encode, load_tokenizer
 
 _PART = 2**22  # characters of a text file that are tokenised at once
 _HELD_OUT_AT_MOST = 2**24  # characters
+_DECODED_AT_ONCE, _CONTEXT = 2**18, 8  # tokens
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,16 @@ class Prepared:
             raise ValueError(f"data.path={str(path)!r}: tokens.bin is cut short: prepare it again")
         return found
 
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[Path]:
+        """Around the reading of one of the files: ValueError that names it if it is missing or cut short."""
+        try:
+            yield self.folder / name
+        except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"data.path={str(self.folder)!r}: {name} is missing or damaged: prepare it again"
+            ) from error
+
     @property
     def tokenizer(self) -> str:
         """The folder of the tokenizer that made the ids."""
@@ -65,13 +77,27 @@ class Prepared:
 
     def load(self) -> Tokens:
         """The tokens, mapped from the file: what is not asked for is not read."""
-        ids = np.memmap(self.folder / "tokens.bin", dtype=self.dtype, mode="r")
-        return Tokens(ids, np.load(self.folder / "starts.npy"))
+        with self._reading("tokens.bin") as path:
+            ids = np.memmap(path, dtype=self.dtype, mode="r")
+        with self._reading("starts.npy") as path:
+            starts = np.load(path)
+            if len(starts) != self.documents:
+                raise ValueError(f"{len(starts)} documents of {self.documents}")
+        return Tokens(ids, starts)
+
+    def load_tokenizer(self) -> Any:
+        """The tokenizer that made the ids."""
+        with self._reading("tokenizer"):
+            return load_tokenizer(self.tokenizer)
 
     def corpus(self) -> Corpus:
         """The documents that were held out, and none to train on."""
-        lines = (self.folder / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
-        return Corpus(self.source, (), tuple(Document(**json.loads(line)) for line in lines), self.skipped)
+        with self._reading("held_out.jsonl") as path:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            held_out = tuple(Document(**json.loads(line)) for line in lines)
+            if not held_out:
+                raise ValueError("no documents")
+        return Corpus(self.source, (), held_out, self.skipped)
 
     def __str__(self) -> str:
         return f"{self.source}, prepared in {str(self.folder)!r}: {self.documents:,} documents, {self.tokens:,} tokens"
@@ -156,7 +182,7 @@ def _hold_out_the_end(
     edges = [cut, *(s for s in starts if s > cut), written]
     with (folder / "held_out.jsonl").open("w", encoding="utf-8") as held:
         for n, (first, last) in enumerate(pairwise(edges)):
-            text = tokenizer.decode(ids[first:last].tolist(), skip_special_tokens=True)
+            text = "".join(_decoded(tokenizer, ids[first:last]))
             if text.strip():
                 held.write(json.dumps({"name": f"the end, {n}", "text": text}) + "\n")
     starts[:] = [s for s in starts if s < cut]
@@ -165,6 +191,25 @@ def _hold_out_the_end(
     del ids
     os.truncate(folder / "tokens.bin", (cut + 1) * dtype.itemsize)
     return cut
+
+
+def _decoded(tokenizer: Any, ids: np.ndarray) -> Iterator[str]:
+    """The text of the ids in pieces, which add up to what it is at once; a list of all would take a hundred bytes each.
+
+    Each is decoded behind a few tokens before it, as what a tokenizer makes of the first of them is not what it makes
+    of others, and ends where no character does not."""
+    first = 0
+    while first < len(ids):
+        last = min(first + _DECODED_AT_ONCE, len(ids))
+        behind = ids[max(0, first - _CONTEXT) : first].tolist()
+        before = tokenizer.decode(behind, skip_special_tokens=True)
+        for _ in range(_CONTEXT):  # of which the last one ends a character
+            piece = tokenizer.decode(behind + ids[first:last].tolist(), skip_special_tokens=True)
+            if not piece.endswith("\ufffd") or last == len(ids):
+                break
+            last += 1
+        yield piece[len(before) :]
+        first = last
 
 
 _worker: Any = None

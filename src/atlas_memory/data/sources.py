@@ -1,4 +1,4 @@
-"""Where documents come from: text files, JSON lines, Parquet, folders of these, saved datasets and those of a hub."""
+"""Where documents come from: text files, tables, folders of these, saved datasets and those of a hub."""
 
 from __future__ import annotations
 
@@ -19,12 +19,21 @@ _LEFT_OUT = frozenset(
 )
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 PREPARED = "prepared.json"  # in a folder of `atlas data prepare`, written last: without it the folder is not finished
-_BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
+_BUILDERS: dict[str, tuple[str, dict[str, str]]] = {
+    ".jsonl": ("json", {}),
+    ".ndjson": ("json", {}),
+    ".json": ("json", {}),
+    ".parquet": ("parquet", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+}
+_NAMED = 3  # of the files that were skipped
+logger = logging.getLogger(__name__)
 
 
 def is_dataset_name(place: str) -> bool:
     """Whether it can only be the name of a dataset on a hub: nothing here has it, and it looks like one."""
-    ending = Path(place).suffix in {*_BUILDERS, ".txt", ".md", ".py", ".csv", ".gz", ".zip"}
+    ending = Path(place).suffix in {*_BUILDERS, ".txt", ".md", ".py", ".gz", ".zip"}
     return bool(_HUB.fullmatch(place)) and not ending and not Path(place).parent.exists()
 
 
@@ -44,8 +53,8 @@ class Source:
 
     Args:
         path: A file, a folder, a pattern such as ``"books/*.txt"``, a dataset's name on a hub, or a list of these;
-            None: the Python standard library's own source. Files that end in .jsonl, .ndjson, .json or .parquet are
-            tables of documents, all others texts of one document each.
+            None: the Python standard library's own source. Files that end in .jsonl, .ndjson, .json, .parquet, .csv or
+            .tsv are tables of documents, all others texts of one document each.
         column: The column of tables that holds the text.
         split: Of a dataset.
         subset: Of a dataset on a hub that has several, its "configuration".
@@ -56,6 +65,8 @@ class Source:
     Attributes:
         skipped: Of the files of folders and the rows of tables, how many were not text, empty or exact copies of
             another (a copy could sit on the other side of a split).
+        first_skipped: The names of the first of them.
+        read: Bytes of files that have been read.
     """
 
     path: str | Path | Sequence[str] | None = None
@@ -66,12 +77,37 @@ class Source:
     documents_at_most: int | None = None
     largest: int | None = None
     skipped: int = 0
+    first_skipped: list[str] = field(default_factory=list)
+    read: int = 0
     _seen: set[bytes] = field(default_factory=set)
 
     def __str__(self) -> str:
         if self.path is None:
             return "the Python standard library's source"
         return str(self.path) if isinstance(self.path, str | Path) else ", ".join(self.path)
+
+    def about_skipped(self) -> str:
+        """How many were skipped, and the names of the first of them, as the end of a sentence; empty if none was."""
+        names = ", ".join(self.first_skipped)
+        more = f" and {self.skipped - _NAMED} more" if self.skipped > _NAMED else ""
+        return f"; {self.skipped} skipped (not text, empty or copies): {names}{more}" if self.skipped else ""
+
+    def size(self) -> int | None:
+        """Bytes of the files that will be read; None where that is not known, as of datasets."""
+        if self.documents_at_most is not None:
+            return None
+        if self.path is None:
+            root = Path(sysconfig.get_path("stdlib"))
+            return sum(_size(root / name) for name in _walk(root, _LEFT_OUT) if _is_library_source(name))
+        files: list[Path] = []
+        for place in [str(self.path)] if isinstance(self.path, str | Path) else self.path:
+            found = [Path(name) for name in glob.glob(str(Path(place).expanduser()), recursive=True)]
+            if any(map(_is_saved_dataset, found)) or (not found and is_dataset_name(place)):
+                return None
+            for root in found:
+                files += [root / name for name in _walk(root, frozenset())] if root.is_dir() else [root]
+        packed = any(path.suffix == ".parquet" for path in files)  # of which more is read than there is
+        return None if packed else sum(map(_size, files))
 
     def documents(self) -> Iterator[Document]:
         """Every document, or the first so many.
@@ -87,7 +123,7 @@ class Source:
             yield document
 
     def _documents(self) -> Iterator[Document]:
-        self.skipped, self._seen = 0, set()
+        self.skipped, self.first_skipped, self.read, self._seen = 0, [], 0, set()
         if self.path is None:
             root = Path(sysconfig.get_path("stdlib"))
             yield from self._files(root, [name for name in _walk(root, _LEFT_OUT) if _is_library_source(name)])
@@ -109,6 +145,8 @@ class Source:
             found = self._rows(str(root), root.name)
         elif root.is_file():
             found = self._file(root, root.name, alone=True)
+        elif root.exists():
+            raise ValueError(f"data.path={place!r} is neither a file nor a folder: name one that holds the text")
         elif names := sorted(glob.glob(str(root), recursive=True)):
             folders = [f"{Path(name).name}/" if Path(name).is_dir() else "" for name in names]
             found = (d for name, folder in zip(names, folders, strict=True) for d in self._place(name, folder))
@@ -117,7 +155,8 @@ class Source:
         elif is_dataset_name(place):
             found = self._rows(place, place)
         else:
-            raise ValueError(f"data.path={place!r} does not exist")
+            made = "" if root.suffix else f"; prepared text is made by: atlas data prepare TEXT --out {place}"
+            raise ValueError(f"data.path={place!r} does not exist{made}")
         for document in found:
             yield Document(prefix + document.name, document.text, document.continues)
 
@@ -126,9 +165,14 @@ class Source:
             yield from self._file(root / name, name, alone=False)
 
     def _file(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
+        before = self.read
+        yield from self._documents_of(path, name, alone)
+        self.read = before + _size(path)
+
+    def _documents_of(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
         if path.suffix in _BUILDERS:
             try:
-                rows = self._rows(str(path), name, _BUILDERS[path.suffix])
+                rows = self._rows(str(path), name, path.suffix)
                 yield from rows if alone or path.suffix != ".json" else list(rows)
                 return
             except ValueError:
@@ -136,7 +180,10 @@ class Source:
                     raise  # what ends in .json may be anything, such as a list of options: then it is a text
         try:
             for i, text in enumerate(_parts(path, self.largest)):
-                if i == 0 and not self._is_new(text):  # a copy of another file, or of nothing
+                self.read += len(text)
+                if i == 0 and path.suffix in (".html", ".htm"):
+                    logger.warning("%s is read as it is, with its tags: prepare its text if that is not wanted", path)
+                if i == 0 and not self._is_new(text, name):  # a copy of another file, or of nothing
                     if alone:
                         raise ValueError(f"data.path={str(path)!r} is empty, or a copy of another")
                     return
@@ -144,25 +191,28 @@ class Source:
         except UnicodeDecodeError as error:
             if alone:
                 raise ValueError(f"data.path={str(path)!r} is not UTF-8 text") from error
-            self.skipped += 1
+            self._skip(name)
         except OSError as error:
             if alone:
                 raise ValueError(f"data.path={str(path)!r} cannot be read: {error.strerror}") from error
-            self.skipped += 1
+            self._skip(name)
 
-    def _rows(self, place: str, name: str, builder: str | None = None) -> Iterator[Document]:
-        for i, row in enumerate(_each(self._dataset(place, builder), place)):
+    def _rows(self, place: str, name: str, ending: str | None = None) -> Iterator[Document]:
+        size = 0 if ending is None else self.read + _size(Path(place))
+        for i, row in enumerate(_each(self._dataset(place, ending), place)):
             if self.column not in row:
                 raise ValueError(
                     f"data.path={place!r} has no column {self.column!r}: set data.column to one of {', '.join(row)}"
                 )
             text = row[self.column]
             if not isinstance(text, str):
-                self.skipped += 1
-            elif self._is_new(text):
+                self._skip(f"{name}:{i}")
+                continue
+            self.read = min(size, self.read + len(text))
+            if self._is_new(text, f"{name}:{i}"):
                 yield Document(f"{name}:{i}", text)
 
-    def _dataset(self, place: str, builder: str | None) -> Any:
+    def _dataset(self, place: str, ending: str | None) -> Any:
         """A dataset of Hugging Face: rows of a table file, one at a time; a folder of `save_to_disk`; a hub's."""
         try:
             import datasets
@@ -174,8 +224,9 @@ class Source:
         datasets.logging.set_verbosity(logging.CRITICAL)  # what it reports, the error says
         here = Path(place).is_dir()
         try:
-            if builder is not None:
-                return datasets.load_dataset(builder, data_files=place, split="train", streaming=True)
+            if ending is not None:
+                builder, options = _BUILDERS[ending]
+                return datasets.load_dataset(builder, data_files=place, split="train", streaming=True, **options)
             if here:
                 found = datasets.load_from_disk(place)
             else:
@@ -186,13 +237,18 @@ class Source:
                 raise ValueError(f"it has no split {self.split!r}: set data.split to one of {', '.join(found)}")
             return found[self.split]
         except Exception as error:  # the loader raises a dozen different types
-            where = "cannot be read" if builder or here else "does not exist here nor as a dataset by name"
+            where = "cannot be read" if ending or here else "does not exist here nor as a dataset by name"
             raise ValueError(f"data.path={place!r} {where} ({_line(error)})") from error
 
-    def _is_new(self, text: str) -> bool:
+    def _skip(self, name: str) -> None:
+        self.skipped += 1
+        if len(self.first_skipped) < _NAMED:
+            self.first_skipped.append(name)
+
+    def _is_new(self, text: str, name: str) -> bool:
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
         if not text.strip() or digest in self._seen:
-            self.skipped += 1
+            self._skip(name)
             return False
         self._seen.add(digest)
         return True
@@ -215,6 +271,10 @@ def _is_saved_dataset(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (
         (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
     )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _line(error: Exception) -> str:

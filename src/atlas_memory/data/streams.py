@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +28,19 @@ class Tokens:
     starts: np.ndarray
 
     @classmethod
-    def of(cls, tokenizer: Any, documents: Sequence[Document]) -> Tokens:
-        """Tokenise documents, int32 ids."""
+    def of(
+        cls, tokenizer: Any, documents: Sequence[Document], progress: Callable[[int], None] = lambda characters: None
+    ) -> Tokens:
+        """Tokenise documents, int32 ids; `progress` is told how many characters have been."""
         end = np.asarray([tokenizer.eos_token_id], dtype=np.int32)
-        parts, starts, length = [], [], 0
+        parts, starts, length, characters = [], [], 0, 0
         for document in documents:
             ids = encode(tokenizer, document.text)
             starts.append(length)
             parts += [end, ids]
             length += 1 + len(ids)
+            characters += len(document.text)
+            progress(characters)
         return cls(np.concatenate([*parts, end]), np.asarray(starts, dtype=np.int64))
 
 

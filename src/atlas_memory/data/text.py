@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,37 +16,45 @@ class Corpus:
     """Documents to train on and documents held out, never sharing a document (or, for one document, a position).
 
     `skipped` counts what was left unread: binary, not UTF-8, empty, or an exact copy of another document (a copy could
-    sit on the other side of the split).
+    sit on the other side of the split); `about_skipped` says so and names the first of them.
     """
 
     source: str
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]
     skipped: int = 0
+    about_skipped: str = ""
 
     @classmethod
     def load(cls, path: str | Path | Sequence[str] | None = None, held_out: float = 0.1, **options: Any) -> Corpus:
-        """Read what `Source(path, **options)` names, and hold out about the share `held_out` of it.
+        """Read what `Source(path, **options)` names, and hold out about the share `held_out` of it; see `of`."""
+        return cls.of(Source(path, **options), held_out)
+
+    @classmethod
+    def of(cls, source: Source, held_out: float, progress: Callable[[int], None] = lambda documents: None) -> Corpus:
+        """Read a source, and hold out about the share `held_out` of it; `progress` is told how many documents it was.
 
         Documents are held out by a hash of their names, so that the split is the same on every machine and does not
         change for the others when one is added; of a single document the end is held out. ValueError if there is no
         text to read.
         """
-        source = Source(path, **options)
-        documents = list(source.documents())
+        documents = []
+        for document in source.documents():
+            documents.append(document)
+            progress(len(documents))
         if not documents:
             raise ValueError(f"no text in {str(source)!r}: {source.skipped} files, none of them non-empty UTF-8 text")
+        skipped = (source.skipped, source.about_skipped())
         if len(documents) == 1:
-            return cls(str(source), *_split_by_position(documents[0], held_out), source.skipped)
-        return cls(str(source), *_split_by_name(documents, held_out), source.skipped)
+            return cls(str(source), *_split_by_position(documents[0], held_out), *skipped)
+        return cls(str(source), *_split_by_name(documents, held_out), *skipped)
 
     def __str__(self) -> str:
         megabytes = [sum(len(d.text) for d in part) / 1e6 for part in (self.train, self.held_out)]
-        text = (
+        return (
             f"{self.source}: {len(self.train)} documents ({megabytes[0]:.2f}M characters) to train on, "
-            f"{len(self.held_out)} ({megabytes[1]:.2f}M) held out"
+            f"{len(self.held_out)} ({megabytes[1]:.2f}M) held out{self.about_skipped}"
         )
-        return text + (f"; {self.skipped} skipped (not text, empty or copies)" if self.skipped else "")
 
 
 def rank(document: Document) -> float:

@@ -13,6 +13,7 @@ from ..layers.blocks import MemoryBlock
 from ..layers.documents import Documents
 from .cache import AtlasCache, check_cache
 from .configuration import AtlasConfig
+from .packing import refuse_unknown, starts_of_documents
 
 
 class AtlasBlock(GradientCheckpointingLayer, MemoryBlock):
@@ -84,6 +85,10 @@ class AtlasModel(AtlasPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         document_starts: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Read tokens.
@@ -97,11 +102,15 @@ class AtlasModel(AtlasPreTrainedModel):
             output_hidden_states: Also return the embeddings and each block's output, the last one normed.
             document_starts: `[batch, time]`, nonzero at the first token of every document of a row. Each is read as if
                 it were alone; a row whose first token is not marked goes on from `past_key_values`.
-            kwargs: What transformers passes to every model, positions for instance; not used.
+            position_ids, document_ids, seq_idx, cu_seq_lens_q: The same in the forms of other libraries, as for
+                `starts_of_documents`; seq_idx is another name of document_ids. Positions that go on change nothing.
+            kwargs: What transformers passes to every model; not used.
 
         Raises:
-            ValueError: Not exactly one kind of input; a mask that does not fit; a cache that is not ours.
+            ValueError: Not exactly one kind of input; a mask that does not fit; a cache that is not ours; an argument
+                that is not known.
         """
+        refuse_unknown(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -113,6 +122,10 @@ class AtlasModel(AtlasPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         time, mask = x.shape[1], _mask_of_call(attention_mask, x.shape[1])
+        forms = (position_ids, document_ids if seq_idx is None else seq_idx, cu_seq_lens_q)
+        if any(form is not None for form in forms):
+            read_before = _read_before(attention_mask, past_key_values, time)
+            document_starts = starts_of_documents(x, mask, read_before, document_starts, *forms)
         documents = Documents.of(document_starts, x, self)  # once for all layers
 
         hidden_states = [x]
@@ -160,6 +173,10 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         shift_labels: Tensor | None = None,
         document_starts: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict next tokens; arguments as for `AtlasModel.forward`, and these.
@@ -169,6 +186,7 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
             shift_labels: `[batch, time]` int64, in place of labels: what follows each token, also the last one.
             logits_to_keep: Compute logits of the last so many positions (0: of all), or of these positions.
         """
+        refuse_unknown(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -177,6 +195,10 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             document_starts=document_starts,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
             return_dict=True,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -192,6 +214,9 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
+
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """None: `generate` would number the tokens, which says no more than that no document begins."""
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -212,6 +237,15 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
             model_kwargs["attention_mask"] = nn.functional.pad(mask, (1, 0), value=1)
         elif mask is None and getattr(generation_config, "_mask_length", -1) <= seen:  # it left out one of ones
             generation_config._mask_length = -1
+
+
+def _read_before(mask: Tensor | dict[str, Tensor | None] | None, cache: AtlasCache | None, time: int) -> Tensor | bool:
+    """Whether each row has read a real token before this call, bool `[batch]` or one for all."""
+    if isinstance(mask, dict):
+        mask = next((m for m in mask.values() if m is not None), None)
+    if cache is None or not cache.get_seq_length():
+        return False
+    return True if mask is None or mask.shape[1] <= time else mask[:, : mask.shape[1] - time].bool().any(1)
 
 
 def _mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, time: int) -> Tensor | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from atlas_memory.data import Document
@@ -194,17 +195,18 @@ class JsonLog(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """A bar over the share of the run that is done: steps, loss, held-out bits a byte, tokens a second, learning rate
-    and the time that is left; without a terminal a line for the first step, every tenth of the run and every minute."""
+    """A bar over the share of the run that is done: steps, loss, tokens a second and the time that is left, and where
+    there is room held-out bits a byte, time and learning rate; without a terminal a line of all that for the first
+    step, every tenth of the run and every minute."""
 
     def __init__(self, clock: Clock, log: JsonLog, console: Console, tokens_per_step: int) -> None:
         self.clock, self.log, self.console, self.tokens_per_step = clock, log, console, tokens_per_step
         self._tenth, self._printed, self._shown, self._held_out = 0, -math.inf, -1, ""
         self._began = (0, 0.0)
+        self._bar_width = 4 if console.width < 100 else 20
         self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%  {task.fields[text]}"),
+            BarColumn(self._bar_width),
+            TextColumn("{task.percentage:>3.0f}%  {task.fields[text]}", table_column=Column(no_wrap=True)),
             console=console,
             disable=not console.is_terminal,
         )
@@ -220,25 +222,42 @@ class ProgressBar(TrainerCallback):
             return
         self._shown = state.global_step
         share, now = self.clock.share(state.global_step), self.clock.elapsed
-        text = self._text(state.global_step, share, now)
-        self._bar.update(self._task, completed=share, text=text)
+        parts = self._parts(state.global_step, share, now)
         if self.console.is_terminal:
+            self._bar.update(self._task, completed=share, text=self._fitting(parts))
             return
         if int(10 * share) > self._tenth or now - self._printed >= 60 or "held_out_bits_per_byte" in self.log.last:
             self._tenth, self._printed = int(10 * share), now
+            step, loss, speed, left, held_out, passed, rate = parts
+            text = "  ".join(filter(None, (step, f"{loss} nats/token", held_out, speed, rate, f"{passed}, {left}")))
             self.console.print(f"training {share:4.0%}  {text}", highlight=False, soft_wrap=True)
 
-    def _text(self, step: int, share: float, now: float) -> str:
+    def _fitting(self, parts: tuple[str, ...]) -> str:
+        """The first of the parts, the most important ones, as many as the terminal has room for behind the bar."""
+        room = self.console.width - self._bar_width - len(" 100%  ")
+        text = parts[0]
+        for part in filter(None, parts[1:]):
+            if len(text) + 2 + len(part) > room:
+                break
+            text += f"  {part}"
+        return text
+
+    def _parts(self, step: int, share: float, now: float) -> tuple[str, ...]:
+        """What is said, the most important first: step, loss, speed, time left, held-out text, time passed, rate."""
         last, (first, before) = self.log.last, self._began
         if "held_out_bits_per_byte" in last:
-            self._held_out = f"  held out {last['held_out_bits_per_byte']:.3f} bits/byte"
+            self._held_out = f"held out {last['held_out_bits_per_byte']:.3f} bits/byte"
         speed = (step - first) * self.tokens_per_step / max(now - before, 1e-9)
         start = self.clock.share_at(first, before)
         left = (now - before) * (1 - share) / max(share - start, 1e-9)
         return (
-            f"step {step:,}{'' if self.clock.limit < math.inf else f' of {self.clock.steps:,}'}  "
-            f"loss {last['loss']:.3f} nats/token{self._held_out}  {speed:,.0f} tokens/s  "
-            f"rate {last['learning_rate']:.1e}  {_time(now)} passed, {_time(left)} left"
+            f"step {step:,}{'' if self.clock.limit < math.inf else f' of {self.clock.steps:,}'}",
+            f"loss {last['loss']:.3f}",
+            f"{speed:,.0f} tokens/s",
+            f"{_time(left)} left",
+            self._held_out,
+            f"{_time(now)} passed",
+            f"rate {last['learning_rate']:.1e}",
         )
 
     def close(self) -> None:

@@ -16,6 +16,15 @@ from atlas_memory.data.sources import is_dataset_name
 
 CONFIGS = Path(__file__).with_name("configs")
 """Runs of the larger presets, by their names."""
+_ELSEWHERE = {
+    "train.steps": ("epochs", "num_epochs", "num_train_epochs", "max_steps"),
+    "data.path": ("dataset", "file"),
+    "model.num_hidden_layers": ("layers", "num_layers", "n_layer", "depth"),
+    "model.num_attention_heads": ("heads", "num_heads", "n_head"),
+    "model.hidden_size": ("dim", "width", "d_model", "n_embd"),
+    "output_dir": ("out", "output"),
+}
+"""What other programs call a key."""
 
 
 class ConfigError(ValueError):
@@ -236,16 +245,34 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         tree = _read_yaml(ours if ours.is_file() and not Path(path).exists() else Path(path))
     for text in overrides:
         key, equals, value = text.partition("=")
+        if not equals and (text.endswith((".yaml", ".yml")) or (CONFIGS / f"{text}.yaml").is_file()):
+            raise ConfigError(f"{text!r} is a configuration, which is given by: --config {text}")
         if not equals or not key:
             raise ConfigError(f"override {text!r} is not of the form key=value, such as train.steps=500")
-        try:
-            _set(tree, key, yaml.safe_load(value))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"override {text!r}: the value is not YAML") from error
+        _set(tree, key, _value(key, value))
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
+
+
+def _value(key: str, text: str) -> Any:
+    """The value of an override: YAML, but of a key that takes a text, such as a path, the text as it is."""
+    section: Any = RunConfig
+    name, takes_text = key.split("then.")[-1], False
+    if name == "data.path" and text.strip(" '\"") == "":
+        raise ConfigError("data.path is empty: name a text, or leave it out for the standard library's source")
+    while isinstance(section, type) and issubclass(section, BaseModel):
+        part, _, name = name.partition(".")
+        section = getattr(section.model_fields.get(part), "annotation", None)
+        takes_text = not name and (section is str or str in typing.get_args(section))
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        if takes_text:
+            return text
+        raise ConfigError(f"override {f'{key}={text}'!r}: the value is not YAML") from error
+    return value if not takes_text or value is None or isinstance(value, str | list) else text
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -289,13 +316,15 @@ def _explain(error: ValidationError) -> str:
 def nearest(name: str, known: typing.Iterable[str]) -> str:
     """A remedy to append to "unknown name": the closest known name, or all of them.
 
-    That is, of the same section's names the closest, or the one of which it is the initials (`train.lr`); the same
-    name, or the initials, in another section; and where there is no such section, the closest of all.
+    That is, what other programs call so; of the same section's names the closest, or the one of which it is the
+    initials (`train.lr`); the same name, or the initials, in another section; and where there is no such section, the
+    closest of all.
     """
     known = sorted(known)
     section, _, last = name.rpartition(".")
     within = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
-    close = [within[word] for word in difflib.get_close_matches(last, within, n=1)]
+    close = [key for key, names in _ELSEWHERE.items() if last in names]
+    close += [within[word] for word in difflib.get_close_matches(last, within, n=1)]
     others = [(k.rpartition(".")[2], k) for k in (*within.values(), *known)]
     close += [k for word, k in others if last in (word, "".join(part[:1] for part in word.split("_")))]
     if not section or not within:

@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from atlas_memory.data import Corpus, Document, RandomCrops, Segments, Tokens, load_tokenizer
+from atlas_memory.data import Corpus, Document, RandomCrops, Segments, Source, Tokens, load_tokenizer
+from atlas_memory.data.counting import counting
 from atlas_memory.data.prepared import Prepared
+from atlas_memory.data.tokens import is_byte_tokenizer
 from atlas_memory.training.config import ConfigError, DataSection, RunConfig
-from atlas_memory.training.processes import processes
+from atlas_memory.training.processes import process, processes
+from atlas_memory.training.vocabulary import check_tokenizer
 
 Examples = RandomCrops | Segments
 ABOUT = "data.json"
 LANES = 16  # against one: docs/training.md
+LONG = 2**20  # characters, which take a tokenizer about a second
 SEGMENTS = 8  # of a row in an epoch, at least, where lanes are not given
 
 
@@ -37,14 +42,16 @@ class Text:
     held_out: tuple[Document, ...]
 
     @classmethod
-    def load(cls, config: RunConfig) -> Text:
-        """Read and tokenise what `config.data` names. ValueError if something is wrong with it."""
+    def load(cls, config: RunConfig, console: Console | None = None) -> Text:
+        """Read and tokenise what `config.data` names; `console` shows how far that is. ValueError if something is wrong
+        with it."""
         data = config.data
         prepared = Prepared.open(data.path)
         if prepared is None:
             tokenizer = load_tokenizer(data.tokenizer)
-            corpus = Corpus.load(**data.source)
-            return cls(str(corpus), tokenizer, Tokens.of(tokenizer, corpus.train), corpus.held_out)
+            check_tokenizer(config, tokenizer, f"data.tokenizer={data.tokenizer!r}")
+            console = console or Console(stderr=True, quiet=process() > 0)
+            return cls(*_read_and_tokenise(data, tokenizer, console))
         if data.tokenizer not in ("bytes", prepared.name_of_tokenizer, prepared.tokenizer):
             raise ConfigError(
                 f"data.tokenizer={data.tokenizer!r}, but {str(prepared.folder)!r} was prepared with "
@@ -57,8 +64,9 @@ class Text:
                     f"data.{name}={getattr(data, name)!r} was decided when {str(prepared.folder)!r} was prepared: "
                     "leave it out, or prepare the text again"
                 )
-        held_out = prepared.corpus().held_out
-        return cls(str(prepared), load_tokenizer(prepared.tokenizer), prepared.load(), held_out)
+        tokenizer, held_out = prepared.load_tokenizer(), prepared.corpus().held_out
+        check_tokenizer(config, tokenizer, f"the tokenizer of {str(prepared.folder)!r}")
+        return cls(str(prepared), tokenizer, prepared.load(), held_out)
 
     def examples(self, config: RunConfig) -> Examples:
         """Training examples in the order in which they are read."""
@@ -89,25 +97,71 @@ class Text:
 
     def check_same(self, folder: Path, config: RunConfig) -> None:
         """ConfigError if the run in `folder` began with another text, or another number of rows a step."""
-        path, mark = folder / ABOUT, self._mark()
-        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else mark
+        path = folder / ABOUT
+        if not path.is_file():
+            return
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            had, whole = before["tokens"], "held_out" in before
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"{str(path)!r} is damaged: delete it, if the text is still that with which the run began"
+            ) from error
         if (rows := before.pop("rows", _rows(config))) != _rows(config):
             raise ConfigError(
                 f"the run in {str(folder)!r} reads {rows} rows a step, and this would read {_rows(config)}: choose "
                 "train.batch_size x train.gradient_accumulation_steps x processes to be as many"
             )
+        mark = self._mark() if whole else self._mark_of_samples()
         if before != mark:
+            changes = [name for name in ("documents", "digest", "held_out") if before.get(name) != mark.get(name)]
+            how = f"it had {had:,} tokens to train on and has {mark['tokens']:,}"
+            if had == mark["tokens"]:
+                how = "other held-out text" if changes == ["held_out"] else f"other text in the same {had:,} tokens"
             raise ConfigError(
-                f"the text has changed since the run in {str(folder)!r} began (it had {before['tokens']:,} tokens to "
-                f"train on and has {mark['tokens']:,}): restore it, or train into another output_dir"
+                f"the text has changed since the run in {str(folder)!r} began ({how}): restore it, or train into "
+                "another output_dir"
             )
 
     def _mark(self) -> dict[str, Any]:
-        """How many tokens and documents there are, and a digest of tokens from everywhere (of all, up to a million)."""
+        """How many tokens and documents there are, and digests of all of them, and of the text that is held out."""
+        tokens, held_out = hashlib.blake2b(self.tokens.starts.astype("<i8").tobytes()), hashlib.blake2b()
+        for first in range(0, len(self.tokens.ids), 2**24):  # of a prepared text, which may be larger than memory
+            tokens.update(self.tokens.ids[first : first + 2**24].tobytes())
+        for document in self.held_out:
+            held_out.update(f"{document.name}\0{document.text}\0".encode("utf-8", "surrogatepass"))
+        return self._counts() | {"digest": tokens.hexdigest(), "held_out": held_out.hexdigest()}
+
+    def _mark_of_samples(self) -> dict[str, Any]:
+        """What runs of earlier versions noted: a digest of a million tokens from everywhere, or of all if fewer."""
         ids, starts = self.tokens.ids, self.tokens.starts
         places = np.linspace(0, len(ids) - 1, min(len(ids), 2**20)).astype(np.int64)
         digest = hashlib.sha256(ids[places].astype("<i8").tobytes() + starts.astype("<i8").tobytes()).hexdigest()
-        return {"tokens": len(ids), "documents": len(starts), "digest": digest}
+        return self._counts() | {"digest": digest}
+
+    def _counts(self) -> dict[str, Any]:
+        return {"tokens": len(self.tokens.ids), "documents": len(self.tokens.starts)}
+
+
+def _read_and_tokenise(
+    data: DataSection, tokenizer: Any, console: Console
+) -> tuple[str, Any, Tokens, tuple[Document, ...]]:
+    """The fields of `Text`. What is done is shown; without a terminal, what may take long."""
+    options = data.source
+    source, share = Source(**{n: v for n, v in options.items() if n != "held_out"}), options["held_out"]
+    size = source.size()
+    if console.is_terminal or size is None or size > 16 * LONG:
+        with counting(console, f"reading {source}", size) as show:
+            corpus = Corpus.of(source, share, lambda documents: show(source.read, f"{documents:,} documents read"))
+    else:
+        corpus = Corpus.of(source, share)
+    characters = sum(len(document.text) for document in corpus.train)
+    if is_byte_tokenizer(tokenizer) or characters < LONG:
+        return str(corpus), tokenizer, Tokens.of(tokenizer, corpus.train), corpus.held_out
+    what = f"tokenising {characters / 1e6:.1f}M characters of {source}; `atlas data prepare` does it once for all runs"
+    with counting(console, what, characters if len(corpus.train) > 1 else None) as show:
+        tokens = Tokens.of(tokenizer, corpus.train, lambda done: show(done, ""))
+    return str(corpus), tokenizer, tokens, corpus.held_out
 
 
 def _rows(config: RunConfig) -> int:

@@ -1,0 +1,106 @@
+"""The forms in which other libraries say where the documents of a packed row begin, as `document_starts`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What transformers, peft and their like pass to every model; a memory needs none of it, and the loss reads its own.
+_PASSED = {"cache_position", "token_type_ids", "output_attentions", "output_router_logits", "is_causal"}
+_PASSED |= {"num_items_in_batch", "ignore_index"}  # of the loss
+_PASSED |= {"cu_seq_lens_k", "max_length_q", "max_length_k"}  # beside cu_seq_lens_q
+_REMEDIES = {"cu_seqlens": "give cu_seq_lens_q"}
+
+
+def refuse_unknown(arguments: dict[str, Any]) -> None:
+    """ValueError if `forward` was given something that it would not heed, such as a form of packing that it does not
+    know: documents would run into each other unseen."""
+    for name, value in arguments.items():
+        if value is not None and name not in _PASSED:
+            remedy = _REMEDIES.get(name, "leave it out")
+            raise ValueError(
+                f"an Atlas model does not know the argument {name!r}: {remedy}; packed documents are marked by "
+                "document_starts, position_ids, document_ids, seq_idx or cu_seq_lens_q"
+            )
+
+
+def starts_of_documents(
+    x: Tensor,
+    mask: Tensor | None = None,
+    read_before: Tensor | bool = False,
+    document_starts: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+) -> Tensor | None:
+    """Where documents begin, bool `[batch, time]`, by all that is given; None if nothing is.
+
+    Args:
+        x: `[batch, time, ...]`, what is read.
+        mask: `[batch, time]`, nonzero for real tokens: positions of others say nothing.
+        read_before: `[batch]` or one for all, whether the state that rows go on from has read anything.
+        document_starts: `[batch, time]`, nonzero at the first token of every document.
+        position_ids: `[batch, time]` or `[1, time]`; a document begins where they do not grow, and, in rows that
+            go on, at a 0.
+        document_ids: `[batch, time]`, another number for each document that follows another.
+        cu_seq_lens_q: `[documents + 1]` from 0 to time, where the documents of a single row begin and the last ends.
+
+    Raises:
+        ValueError: One is of another shape; or it does not tell whether the first document of a row goes on.
+    """
+    found = [] if document_starts is None else [document_starts]
+    if position_ids is not None:
+        found.append(_where_positions_restart(position_ids, x, mask, read_before))
+    for name, value in (("document_ids", document_ids), ("cu_seq_lens_q", cu_seq_lens_q)):
+        if value is not None and torch.as_tensor(read_before).any():
+            raise ValueError(
+                f"{name} does not tell whether rows go on from past_key_values, which have read something: give "
+                "document_starts, with the first token marked where a document begins"
+            )
+    if document_ids is not None:
+        ids = _of_the_tokens("document_ids", document_ids, x)
+        found.append(torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True))
+    if cu_seq_lens_q is not None:
+        found.append(_where_lengths_end(cu_seq_lens_q, x))
+    if len(found) < 2:
+        return found[0] if found else None
+    return torch.stack([_of_the_tokens("document_starts", starts, x).bool() for starts in found]).any(0)
+
+
+def _of_the_tokens(name: str, value: Tensor, x: Tensor) -> Tensor:
+    if value.dim() != 2 or value.shape[1] != x.shape[1] or value.shape[0] not in (1, x.shape[0]):
+        raise ValueError(
+            f"{name} has shape {list(value.shape)} but the tokens are [batch, time] = {list(x.shape[:2])}; "
+            "give a number for every token of this call"
+        )
+    return value.to(x.device).expand(x.shape[:2])
+
+
+def _where_positions_restart(
+    position_ids: Tensor, x: Tensor, mask: Tensor | None, read_before: Tensor | bool
+) -> Tensor:
+    """Where the position of a real token is not above that of the real token before it."""
+    positions = _of_the_tokens("position_ids", position_ids, x)
+    real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.bool()
+    places = torch.arange(positions.shape[1], device=x.device).expand_as(positions)
+    nearest = torch.where(real, places, -1)
+    nearest = torch.nn.functional.pad(nearest[:, :-1], (1, 0), value=-1).cummax(1).values
+    before = positions.gather(1, nearest.clamp(min=0))
+    going_on = torch.as_tensor(read_before, device=x.device).expand(len(positions))[:, None]
+    return real & torch.where(nearest < 0, going_on & (positions == 0), positions <= before)
+
+
+def _where_lengths_end(cu_seq_lens_q: Tensor, x: Tensor) -> Tensor:
+    ends = cu_seq_lens_q.to(x.device).long()
+    batch, time = x.shape[:2]
+    whole = ends.dim() == 1 and len(ends) > 1 and int(ends[0]) == 0 and int(ends[-1]) == time
+    if batch != 1 or not whole or bool((ends.diff() < 0).any()):
+        raise ValueError(
+            f"cu_seq_lens_q of shape {list(ends.shape)} does not cut tokens [batch, time] = [{batch}, {time}]: it "
+            "ascends from 0 to the tokens of a single row; for several rows give document_starts"
+        )
+    starts = torch.zeros(1, time, dtype=torch.bool, device=x.device)
+    starts[0, ends[:-1][ends[:-1] < time]] = True
+    return starts

@@ -1,0 +1,97 @@
+"""Packed rows are marked in the forms of other libraries too; what is not known is refused by name."""
+
+import inspect
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening
+
+from atlas_memory.models import AtlasForCausalLM
+
+IDS = torch.randint(0, 29, (2, 11), generator=torch.Generator().manual_seed(2))
+LENGTHS = (4, 1, 6)
+TEXTS = [torch.arange(n) + 3 * n for n in LENGTHS]
+
+
+def assert_near(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-8 * b.abs().max().item())
+
+
+def packed(**options: bool) -> dict[str, torch.Tensor]:
+    """What transformers makes of the texts, one row."""
+    collate = DataCollatorWithFlattening(return_tensors="pt", **options)
+    return dict(collate([{"input_ids": text.tolist()} for text in TEXTS]))
+
+
+FORMS = {
+    "position_ids": packed(),
+    "seq_idx": packed(return_position_ids=False, return_seq_idx=True),
+    "document_ids": {"document_ids": torch.tensor([[7] * 4 + [2] + [7] * 6])},
+    "cu_seq_lens_q": packed(return_position_ids=False, return_flash_attn_kwargs=True),
+    "all": packed(return_seq_idx=True, return_flash_attn_kwargs=True),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_is_document_starts_and_each_document_alone(make, form: str) -> None:
+    model = make(block="mag").double()
+    ids = torch.cat(TEXTS)[None]
+    starts = torch.zeros(1, 11)
+    starts[0, [0, 4, 5]] = 1
+    given = {"input_ids": ids} | FORMS[form]
+    labels = packed()["labels"]
+    wanted = model(input_ids=ids, document_starts=starts, labels=labels)
+    found = model(**given | {"labels": labels})
+    assert torch.equal(found.logits, wanted.logits) and found.loss == wanted.loss
+    assert_near(found.logits, torch.cat([model(text[None]).logits for text in TEXTS], 1))
+    assert not torch.allclose(found.logits, model(ids).logits)
+    alone = model.model(**{name: value for name, value in given.items() if name != "labels"})
+    assert torch.equal(alone.last_hidden_state, model.model(ids, document_starts=starts).last_hidden_state)
+
+
+def test_positions_that_go_on_change_nothing(make) -> None:
+    """Also behind padding, whose positions are all 0, and in what is read later; a 0 later on begins a document."""
+    model, ids = make().double(), IDS
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, :3] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    plain = model(ids, attention_mask=mask)
+    assert torch.equal(model(ids, attention_mask=mask, position_ids=positions).logits, plain.logits)
+    first = model(ids[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5])
+    more = {"attention_mask": mask, "past_key_values": first.past_key_values}
+    assert_near(model(ids[:, 5:], position_ids=positions[:, 5:], **more).logits, plain.logits[:, 5:])
+    cache = model(ids[:, :5]).past_key_values
+    again = torch.arange(6).expand(2, -1)
+    assert_near(model(ids[:, 5:], past_key_values=cache, position_ids=again).logits, model(ids[:, 5:]).logits)
+
+
+def test_generation_is_the_same_with_positions(make) -> None:
+    model, ids = make(), IDS[:1]
+    options = {"max_new_tokens": 5, "do_sample": False}
+    seen = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs.get("position_ids")), with_kwargs=True)
+    plain = model.generate(ids, **options)
+    assert seen and all(positions is None for positions in seen)
+    assert torch.equal(model.generate(ids, position_ids=torch.arange(11)[None], **options), plain)
+
+
+def test_what_is_not_known_is_refused_by_name(make) -> None:
+    model, ids = make(), IDS[:1]
+    for name, message in (("cu_seqlens", "'cu_seqlens': give cu_seq_lens_q"), ("segment_ids", "'segment_ids': leave")):
+        for net in (model, model.model):
+            with pytest.raises(ValueError, match=message):
+                net(ids, **{name: torch.tensor([0, 4, 11])})
+    model(ids, labels=ids, num_items_in_batch=10, output_attentions=False, cache_position=torch.arange(11))
+    for wrong, message in (
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 10])}, "cu_seq_lens_q of shape .* does not cut"),
+        ({"position_ids": torch.arange(10)[None]}, r"position_ids has shape \[1, 10\] but the tokens are"),
+        ({"seq_idx": torch.arange(11)}, r"document_ids has shape \[11\] but"),
+        ({"document_ids": torch.ones(1, 11), "past_key_values": model(ids).past_key_values}, "does not tell whether"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(ids, **wrong)
+
+
+def test_a_trainer_keeps_the_columns_that_mark_documents() -> None:
+    taken = inspect.signature(AtlasForCausalLM.forward).parameters
+    assert {"document_starts", "position_ids", "document_ids", "seq_idx", "cu_seq_lens_q"} <= set(taken)
