@@ -19,8 +19,8 @@ from atlas_memory.data import Document
 from atlas_memory.data.tokens import encode
 from atlas_memory.evaluation.perplexity import bits_per_byte
 from atlas_memory.evaluation.sampling import sample
+from atlas_memory.training.checkpoints import writing
 from atlas_memory.training.processes import largest, process, processes
-from atlas_memory.training.runs import writing
 
 
 class Clock(TrainerCallback):
@@ -54,6 +54,7 @@ class Clock(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._start = time.monotonic()
+        state.save_steps = int(args.save_steps)  # and not what it was when the run began
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._share_time()
@@ -173,11 +174,6 @@ class JsonLog(TrainerCallback):
     ) -> None:
         if not logs or "loss" not in logs:  # the summary at the end
             return
-        if not math.isfinite(logs["loss"]):
-            raise ValueError(
-                f"the loss is {logs['loss']} at step {state.global_step}: lower train.learning_rate, "
-                "or look for damaged text; earlier checkpoints are kept"
-            )
         self.last = {
             "step": state.global_step,
             "loss": logs["loss"],

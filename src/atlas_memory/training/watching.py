@@ -21,9 +21,9 @@ from atlas_memory.models import AtlasForCausalLM
 from atlas_memory.observation import Alarm, alarms, effective_remembrance, summarise, trace
 from atlas_memory.observation.watching import memories
 from atlas_memory.training import sharded
+from atlas_memory.training.checkpoints import writing
 from atlas_memory.training.logs import MEMORY, read_log
 from atlas_memory.training.processes import process
-from atlas_memory.training.runs import writing
 
 OnAlarm = Callable[[int, Alarm], None]
 """What is told of an alarm: the step after which it was raised, and what is wrong."""
