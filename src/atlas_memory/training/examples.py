@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import default_data_collator
 
 from atlas_memory.data import Corpus, Document, RandomCrops, Segments, Tokens, load_tokenizer
 from atlas_memory.data.prepared import Prepared
@@ -87,6 +89,10 @@ class Text:
             partial.write_text(json.dumps(self._mark() | {"rows": _rows(config)}) + "\n", encoding="utf-8")
             partial.replace(folder / ABOUT)
 
+    def check_ids(self, vocab_size: int) -> None:
+        """ConfigError if a token is beyond a model's vocabulary, as far as `_mark` looks."""
+        check_ids(self._marked(), vocab_size)
+
     def check_same(self, folder: Path, config: RunConfig) -> None:
         """ConfigError if the run in `folder` began with another text, or another number of rows a step."""
         path, mark = folder / ABOUT, self._mark()
@@ -104,10 +110,34 @@ class Text:
 
     def _mark(self) -> dict[str, Any]:
         """How many tokens and documents there are, and a digest of tokens from everywhere (of all, up to a million)."""
-        ids, starts = self.tokens.ids, self.tokens.starts
-        places = np.linspace(0, len(ids) - 1, min(len(ids), 2**20)).astype(np.int64)
-        digest = hashlib.sha256(ids[places].astype("<i8").tobytes() + starts.astype("<i8").tobytes()).hexdigest()
-        return {"tokens": len(ids), "documents": len(starts), "digest": digest}
+        starts = self.tokens.starts
+        digest = hashlib.sha256(self._marked().astype("<i8").tobytes() + starts.astype("<i8").tobytes()).hexdigest()
+        return {"tokens": len(self.tokens.ids), "documents": len(starts), "digest": digest}
+
+    def _marked(self) -> np.ndarray:
+        count = len(self.tokens.ids)
+        return self.tokens.ids[np.linspace(0, count - 1, min(count, 2**20)).astype(np.int64)]
+
+
+def check_ids(ids: Any, vocab_size: int) -> None:
+    """ConfigError if a token is beyond a model's vocabulary, of which an embedding's own error says little."""
+    if (found := int(ids.max())) >= vocab_size:
+        raise ConfigError(
+            f"the text has the token {found:,}, and the model's vocabulary has {vocab_size:,}: a prepared folder whose "
+            "tokens are not those of its tokenizer is damaged: prepare it again"
+        )
+
+
+def collate(vocab_size: int) -> Callable[[list[Any]], dict[str, Any]]:
+    """What makes a batch of examples. They are of one length: nothing is padded, and the tokenizer needs no token for
+    it."""
+
+    def batch(examples: list[Any]) -> dict[str, Any]:
+        made = default_data_collator(examples)
+        check_ids(made["input_ids"], vocab_size)
+        return made
+
+    return batch
 
 
 def _rows(config: RunConfig) -> int:

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import TrainingArguments, default_data_collator, set_seed
+from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from atlas_memory.data import Segments
@@ -25,9 +25,9 @@ from atlas_memory.training.arguments import arguments_of
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, Samples, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.checkpoints import SAVING, checkpoint_to_resume, number, publish, writing
-from atlas_memory.training.checks import check_device, check_folder, only_run, warn_of_memory
+from atlas_memory.training.checks import check_device, check_folder, only_run, usable, warn_of_memory
 from atlas_memory.training.config import ConfigError, RunConfig
-from atlas_memory.training.examples import Examples, Text, batches
+from atlas_memory.training.examples import Examples, Text, batches, collate
 from atlas_memory.training.finished import save_again, save_model
 from atlas_memory.training.finite import check_finite, finite, not_finite
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, cut_logs, read_log
@@ -105,6 +105,7 @@ def _locked(
     architecture = model_config(config, text.tokenizer) if begins else saved_config(cast(Path, checkpoint))
     check_next(config, text.tokenizer, architecture)
     sharded.check_model(config, architecture)
+    text.check_ids(architecture.vocab_size)
     examples = text.examples(config)
     warn_of_memory(config, architecture, console)
     model = first_model(config, architecture) if begins else AtlasForCausalLM(architecture)
@@ -122,7 +123,8 @@ def _locked(
     )
 
     if not resume:
-        folder.mkdir(parents=True, exist_ok=True)
+        with usable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         held.enter_context(only_run(folder))
     if process() == 0:
         config.save(folder / "run.yaml")
@@ -146,7 +148,7 @@ def _run(
     done = 0 if checkpoint is None else number(checkpoint)
     history = {int(entry["step"]): entry for entry in read_log(folder)} if done else {}
     elapsed = history[done]["elapsed"] if done in history else 0.0
-    clock = Clock(config.train.last_step, config.train.max_minutes, elapsed)
+    clock = Clock(config.train.last_step, config.train.max_minutes, elapsed, config.train.save_minutes)
     last = history.get(done, {})
     if checkpoint is not None and clock.share(done) >= 1:
         saved = save_again(folder, checkpoint, text, last.get("held_out_bits_per_byte"))
@@ -165,9 +167,10 @@ def _run(
             cut_logs(folder, done)
 
     run = config.train
-    reader = HeldOut(model, text.tokenizer, text.held_out, config.data.longest, run.evaluate_every, run.fsdp)
+    interrupt = StopOnInterrupt()
+    reader = HeldOut(model, text.tokenizer, text.held_out, config.data.longest, run.evaluate_every, interrupt, run.fsdp)
     log = JsonLog(folder / LOG, clock, reader)
-    writer = Samples(folder / SAMPLES, reader, run.sample_tokens, run.prompt, console)
+    writer = Samples(folder / SAMPLES, reader, run.sample_tokens, run.prompt, console, interrupt)
     tokens_per_step = run.batch_size * batches(config) * config.data.seq_len
     watch = MemoryWatch(
         folder / MEMORY,
@@ -177,12 +180,12 @@ def _run(
         run.watch_every,
         tokens_per_step,
         console,
+        interrupt,
         run.alarm_webhook,
         run.fsdp,
         on_alarm,
     )
     bar = ProgressBar(clock, log, console, tokens_per_step)
-    interrupt = StopOnInterrupt()
     trainer = _Trainer(
         config,
         clock,
@@ -218,9 +221,8 @@ class _Trainer(sharded.ShardedTrainer):
         if run.data.order == "stream" and isinstance(examples, Segments):
             rows, passes = self.run.batch_size, self.run.gradient_accumulation_steps
             self.carried = CarriedStates(model, rows, passes, examples.lanes, process(), processes())
-        # Examples are of one length: nothing is padded, and the tokenizer needs no token for it.
-        collate = default_data_collator
-        super().__init__(model, self.run.fsdp, train_dataset=examples, data_collator=collate, **kwargs)
+        batch = collate(cast(Any, model).config.vocab_size)
+        super().__init__(model, self.run.fsdp, train_dataset=examples, data_collator=batch, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         super().log({**logs, **self.told()} if "loss" in logs else logs, *args, **kwargs)
@@ -253,7 +255,7 @@ class _Trainer(sharded.ShardedTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
         if largest(not finite(self.network))[0]:
-            raise not_finite("weights are no finite numbers", step, self.folder)
+            raise not_finite("the weights are not finite numbers", step, self.folder)
         try:
             with writing(self.folder / f"checkpoint-{step}"):
                 super()._save_checkpoint(model, trial)
@@ -277,6 +279,13 @@ class _Trainer(sharded.ShardedTrainer):
                 f"the weights in {resume_from_checkpoint!r} are not finite numbers: delete it, and --resume goes on "
                 "from the checkpoint before"
             )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:  # whose rate was that of the run before, which may have been shorter
+            scheduler = cast(LRScheduler, self.lr_scheduler)
+            scheduler.last_epoch -= 1
+            scheduler.step()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
