@@ -21,10 +21,11 @@ def finite(model: Any) -> bool:
 
 def check_finite(step: int, folder: Path, loss: float, norm: float) -> None:
     """ValueError in all processes, which all must call, unless the loss of each and the gradient's norm are finite."""
-    for what, value in (("the loss", loss), ("the norm of the gradient", norm)):
-        nan, infinite = largest(math.isnan(value), math.isinf(value))
-        if nan or infinite:
-            raise not_finite(f"{what} is {'nan' if nan else 'inf'}", step, folder)
+    wrong = largest(math.isnan(loss), math.isinf(loss), math.isnan(norm), math.isinf(norm))
+    told = ("the loss is nan", "the loss is inf", "the norm of the gradient is nan", "the norm of the gradient is inf")
+    for what, found in zip(told, wrong, strict=True):
+        if found:
+            raise not_finite(what, step, folder)
 
 
 def not_finite(what: str, step: int, folder: Path) -> ValueError:
