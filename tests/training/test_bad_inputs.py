@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from atlas_memory.cli import main
 from atlas_memory.data import byte_tokenizer
+from atlas_memory.training.examples import collate
 from tests.training.small import SMALL
 
 
@@ -78,3 +80,33 @@ def test_lengths_of_crops(wrong, capsys) -> None:
 
 def test_one_giant_line_is_text(wrong) -> None:
     assert main(["train", *SMALL, f"data.path={wrong}/line.txt", f"output_dir={wrong}/run", "train.steps=1"]) == 0
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_the_text_is_read(wrong, capsys) -> None:
+    for folder in (wrong / "file" / "run", Path("/proc/run")):
+        assert main(["train", *SMALL, f"data.path={wrong}/none.txt", f"output_dir={folder}"]) == 2
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert f"output_dir={str(folder)!r} cannot be written to (" in said and said.endswith("choose another")
+
+
+def test_programs_that_are_not_installed_leave_no_folder(wrong, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
+    arguments = [*SMALL, f"data.path={wrong}/line.txt", f"output_dir={wrong}/run"]
+    assert main(["train", *arguments, "train.report_to=wandb"]) == 2
+    assert "train.report_to=['wandb']: " in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (wrong / "run").exists()
+
+
+def test_tokens_beyond_the_vocabulary(wrong, capsys) -> None:
+    (wrong / "text.txt").write_text("some words and more " * 200)
+    assert main(["data", "prepare", f"{wrong}/text.txt", "--out", f"{wrong}/prepared"]) == 0
+    tokens = wrong / "prepared" / "tokens.bin"
+    data = bytearray(tokens.read_bytes())
+    data[100:102] = (60000).to_bytes(2, "little")
+    tokens.write_bytes(data)
+    assert main(["train", *SMALL, f"data.path={wrong}/prepared", f"output_dir={wrong}/run"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "the text has the token 60,000, and the model's vocabulary has 258" in said
+    assert not (wrong / "run").exists()
+    with pytest.raises(ValueError, match="the text has the token 7, and the model's vocabulary has 7"):  # in a batch
+        collate(7)([{"input_ids": torch.tensor([1, 7])}])

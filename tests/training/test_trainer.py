@@ -116,6 +116,9 @@ def test_a_cut_off_checkpoint_is_skipped(whole, copy, caplog, name: str) -> None
 def test_a_run_without_checkpoints_starts_again(whole, copy) -> None:
     shutil.rmtree(copy / "checkpoint-3")
     (copy / "checkpoint-6" / "optimizer.pt").unlink()
+    with pytest.raises(ConfigError, match=r"no checkpoint to go on from \(checkpoint-6: optimizer.pt is missing\)"):
+        resume(copy)
+    shutil.rmtree(copy / "checkpoint-6")
     resume(copy)
     assert losses(copy) == losses(whole)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import threading
@@ -20,17 +19,23 @@ from atlas_memory.data import Document
 from atlas_memory.data.tokens import encode
 from atlas_memory.evaluation.perplexity import bits_per_byte
 from atlas_memory.evaluation.sampling import sample
+from atlas_memory.training.checkpoints import writing
+from atlas_memory.training.finite import not_finite
+from atlas_memory.training.logs import line
 from atlas_memory.training.processes import largest, process, processes
-from atlas_memory.training.runs import writing
 
 
 class Clock(TrainerCallback):
     """How much of the run is done, by steps or by minutes, whichever is further; stops the run when all
-    is."""
+    is, and saves a checkpoint when the last one is `save_minutes` old."""
 
-    def __init__(self, steps: int, max_minutes: float | None, elapsed: float = 0.0) -> None:
+    def __init__(
+        self, steps: int, max_minutes: float | None, elapsed: float = 0.0, save_minutes: float | None = None
+    ) -> None:
         self.steps = steps
         self.limit = math.inf if max_minutes is None else 60 * max_minutes
+        self._save_after = math.inf if save_minutes is None else 60 * save_minutes
+        self._saved = elapsed
         self._before, self._start = elapsed, None
         self._shared = elapsed
 
@@ -55,11 +60,17 @@ class Clock(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._start = time.monotonic()
+        state.save_steps = int(args.save_steps)  # and not what it was when the run began
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._share_time()
+        if self.elapsed - self._saved >= self._save_after:
+            control.should_save = True
         if self.share(state.global_step) >= 1:
             control.should_training_stop = control.should_save = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._saved = self.elapsed
 
 
 class StopOnInterrupt(TrainerCallback):
@@ -67,6 +78,8 @@ class StopOnInterrupt(TrainerCallback):
 
     def __init__(self) -> None:
         self.interrupted = False
+        self.stopping = False
+        """Whether the step that has just ended is the last one for that."""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopOnInterrupt:
@@ -85,19 +98,46 @@ class StopOnInterrupt(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.interrupted = bool(largest(self.interrupted)[0])
-        if self.interrupted:
+        self.stopping = self.interrupted
+        if self.stopping:
             control.should_training_stop = control.should_save = True
 
 
-class HeldOut(TrainerCallback):
+class AtStepEnd(TrainerCallback):
+    """A look at the model when a step has ended; when the run is told to stop, its checkpoint is written first."""
+
+    def __init__(self, interrupt: StopOnInterrupt) -> None:
+        self._interrupt = interrupt
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self._interrupt.stopping:
+            self.look(args, state, control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._interrupt.stopping:
+            self.look(args, state, control)
+
+    def look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        raise NotImplementedError
+
+
+class HeldOut(AtStepEnd):
     """Reads held-out text every so many steps, and at the end: bits per byte of `streams` streams, always the same,
     eight times as long as a training example. The first process reads; all of them, if the model is `sharded`."""
 
     streams = 8
 
     def __init__(
-        self, model: Any, tokenizer: Any, documents: Sequence[Document], seq_len: int, every: int, sharded: bool = False
+        self,
+        model: Any,
+        tokenizer: Any,
+        documents: Sequence[Document],
+        seq_len: int,
+        every: int,
+        interrupt: StopOnInterrupt,
+        sharded: bool = False,
     ) -> None:
+        super().__init__(interrupt)
         self.model, self.tokenizer, self.length, self.every = model, tokenizer, 8 * seq_len, every
         self.sharded = sharded
         # The beginnings of the longest ones are enough for the streams, and soon tokenised.
@@ -109,16 +149,20 @@ class HeldOut(TrainerCallback):
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.bits = None
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if not self.every or (process() > 0 and not self.sharded):
+    def look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        step, last = state.global_step, control.should_training_stop or state.global_step == args.max_steps
+        if not self.every or not (last or step % self.every == 0):
             return
-        if state.global_step % self.every == 0 or control.should_training_stop or state.global_step == args.max_steps:
+        if process() == 0 or self.sharded:
             self.bits = bits_per_byte(
                 self.model, self.tokenizer, self.documents, self.length, streams=self.streams
             ).overall
+        (wrong,) = largest(self.bits is not None and not math.isfinite(self.bits))
+        if wrong:
+            raise not_finite("held-out text is read with a loss that is nan or inf", step, Path(str(args.output_dir)))
 
 
-class Samples(TrainerCallback):
+class Samples(AtStepEnd):
     """Writes `tokens` tokens with the model whenever held-out text was read: a line of `samples.jsonl` with step,
     prompt and text, and its beginning on the console.
 
@@ -127,7 +171,16 @@ class Samples(TrainerCallback):
 
     given = 32
 
-    def __init__(self, path: Path, held_out: HeldOut, tokens: int, prompt: str | None, console: Console) -> None:
+    def __init__(
+        self,
+        path: Path,
+        held_out: HeldOut,
+        tokens: int,
+        prompt: str | None,
+        console: Console,
+        interrupt: StopOnInterrupt,
+    ) -> None:
+        super().__init__(interrupt)
         self.path, self.held_out, self.tokens, self.console = path, held_out, tokens, console
         tokenizer = held_out.tokenizer
         if prompt is None and tokens:
@@ -137,7 +190,7 @@ class Samples(TrainerCallback):
             prompt = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
         self.prompt = prompt or ""
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         if not self.tokens or self.held_out.bits is None:
             return
         model = self.held_out.model
@@ -148,7 +201,7 @@ class Samples(TrainerCallback):
             return
         written = text.removeprefix(self.prompt)
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": state.global_step, "prompt": self.prompt, "text": written}) + "\n")
+            file.write(line({"step": state.global_step, "prompt": self.prompt, "text": written}))
         shown = " ".join(written.split())
         shown = shown if len(shown) <= 100 else f"{shown[:100]} ..."
         self.console.print(
@@ -174,11 +227,6 @@ class JsonLog(TrainerCallback):
     ) -> None:
         if not logs or "loss" not in logs:  # the summary at the end
             return
-        if not math.isfinite(logs["loss"]):
-            raise ValueError(
-                f"the loss is {logs['loss']} at step {state.global_step}: lower train.learning_rate, "
-                "or look for damaged text; earlier checkpoints are kept"
-            )
         self.last = {
             "step": state.global_step,
             "loss": logs["loss"],
@@ -188,10 +236,17 @@ class JsonLog(TrainerCallback):
         }
         if self.held_out.bits is not None:
             self.last["held_out_bits_per_byte"] = self.held_out.bits
-        if process() > 0:
-            return
-        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self.last) + "\n")
+        self._write()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.held_out.bits is not None and "held_out_bits_per_byte" not in self.last:  # read after the checkpoint
+            self.last["held_out_bits_per_byte"] = self.held_out.bits
+            self._write()
+
+    def _write(self) -> None:
+        if process() == 0:
+            with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+                file.write(line(self.last))
 
 
 class ProgressBar(TrainerCallback):

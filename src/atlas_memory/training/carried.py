@@ -102,9 +102,6 @@ class CarriedStates:
         """Write the states of this process's rows, as far as they have been read."""
         tensors, about = self._packed()
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob(FILES):  # of more processes than now, which were killed while they wrote
-            if self._process == 0 and int(path.stem.partition("-")[2]) >= self._processes:
-                path.unlink()
         save_file(tensors, folder / FILES.replace("*", str(self._process)), metadata=about)
 
     def load(self, folder: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from filelock import FileLock, Timeout
@@ -13,13 +15,24 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from atlas_memory.models import AtlasConfig
 from atlas_memory.training.config import ConfigError, RunConfig, load_config
+from atlas_memory.training.examples import ABOUT
 from atlas_memory.training.plan import available, of_model, without_weights
 from atlas_memory.training.processes import process, processes
 
 LARGE = 20_000_000  # parameters from which on memory is looked at before training
 # What may differ between a run and its resumption: everything else would make it another run.
 _MAY_CHANGE = frozenset(
-    {"steps", "max_minutes", "save_every", "keep_checkpoints", "threads", "device", "evaluate_every", "report_to"}
+    {
+        "steps",
+        "max_minutes",
+        "save_every",
+        "save_minutes",
+        "keep_checkpoints",
+        "threads",
+        "device",
+        "evaluate_every",
+        "report_to",
+    }
     | {"sample_tokens", "prompt", "watch_every", "alarm_webhook"}
     | {"batch_size", "gradient_accumulation_steps"}  # whose product must stay: Text.check_same
 )
@@ -35,8 +48,9 @@ def check_device(config: RunConfig) -> None:
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device='cuda', but PyTorch sees no CUDA device: use auto or cpu")
     try:
-        get_reporting_integration_callbacks(config.train.report_to)
-    except (ValueError, ImportError) as error:
+        for program in get_reporting_integration_callbacks(config.train.report_to):
+            program()  # which asks whether it is installed
+    except (ValueError, ImportError, RuntimeError) as error:
         raise ConfigError(f"train.report_to={config.train.report_to}: {error}") from error
     if config.train.bf16 and not has_bf16(config):
         raise ConfigError("train.bf16=True needs a CUDA device that computes in bfloat16: leave it out")
@@ -58,8 +72,11 @@ def warn_of_memory(config: RunConfig, architecture: AtlasConfig, console: Consol
 
 def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
     """ConfigError unless the folder is new or empty, or holds the run of `config` where that is to be resumed."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir={str(folder)!r} is a file")
+    if os.path.exists(folder) and not folder.is_dir():
+        raise ConfigError(f"output_dir={str(folder)!r} is a file: choose another")
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    with usable(folder), TemporaryDirectory(prefix=".atlas-", dir=there):
+        pass
     if not resume:
         if folder.is_dir() and any(folder.iterdir()):
             raise ConfigError(
@@ -72,11 +89,24 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
     for section in ("model", "data", "train"):
         for key in sorted(before[section].keys() | now[section].keys()):
             old, new = before[section].get(key), now[section].get(key)
-            if old != new and not (section == "train" and key in _MAY_CHANGE):
+            may = section == "train" and key in _MAY_CHANGE
+            moved = (section, key) == ("data", "path") and (folder / ABOUT).is_file()  # Text.check_same compares
+            if old != new and not (may or moved):
                 raise ConfigError(
                     f"{section}.{key} is {new!r}, but the run to resume has {old!r}: "
                     "set it back, or train into another output_dir"
                 )
+
+
+@contextmanager
+def usable(folder: Path) -> Iterator[None]:
+    """Around the making of a run's folder: ConfigError if it cannot be done."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={str(folder)!r} cannot be written to ({error.strerror}): choose another"
+        ) from error
 
 
 @contextmanager

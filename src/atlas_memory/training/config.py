@@ -7,10 +7,10 @@ import difflib
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from atlas_memory.data.sources import is_dataset_name
 
@@ -126,11 +126,12 @@ class TrainSection(_Section):
     prompt: str | None = None  # what they follow; None: the beginning of the held-out text
     watch_every: int = Field(default=100, ge=0)  # steps between looks at the memories; 0: none
     alarm_webhook: str | None = Field(default=None, pattern="^https?://")  # told when a memory is of no use
-    save_every: int = Field(default=200, ge=1)
+    save_every: int = Field(default=200, ge=1)  # steps between checkpoints
+    save_minutes: float | None = Field(default=10.0, gt=0)  # and at most so long between them; None: by steps alone
     keep_checkpoints: int = Field(default=2, ge=1)
     gradient_checkpointing: bool = False
     fsdp: bool = False  # shard weights and optimiser among the processes of torchrun
-    report_to: list[str] = []
+    report_to: Annotated[list[str], BeforeValidator(lambda names: [names] if isinstance(names, str) else names)] = []
     seed: int = Field(default=0, ge=0)
     threads: int | None = Field(default=None, ge=1)  # None: PyTorch's default
     device: Literal["auto", "cpu", "cuda"] = "auto"

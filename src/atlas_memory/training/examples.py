@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from transformers import default_data_collator
 
 from atlas_memory.data import Corpus, Document, RandomCrops, Segments, Source, Tokens, load_tokenizer
 from atlas_memory.data.counting import counting
@@ -95,6 +97,10 @@ class Text:
             partial.write_text(json.dumps(self._mark() | {"rows": _rows(config)}) + "\n", encoding="utf-8")
             partial.replace(folder / ABOUT)
 
+    def check_ids(self, vocab_size: int) -> None:
+        """ConfigError if a token is beyond a model's vocabulary, as far as `_marked` looks."""
+        check_ids(self._marked(), vocab_size)
+
     def check_same(self, folder: Path, config: RunConfig) -> None:
         """ConfigError if the run in `folder` began with another text, or another number of rows a step."""
         path = folder / ABOUT
@@ -134,10 +140,13 @@ class Text:
 
     def _mark_of_samples(self) -> dict[str, Any]:
         """What runs of earlier versions noted: a digest of a million tokens from everywhere, or of all if fewer."""
-        ids, starts = self.tokens.ids, self.tokens.starts
-        places = np.linspace(0, len(ids) - 1, min(len(ids), 2**20)).astype(np.int64)
-        digest = hashlib.sha256(ids[places].astype("<i8").tobytes() + starts.astype("<i8").tobytes()).hexdigest()
+        starts = self.tokens.starts
+        digest = hashlib.sha256(self._marked().astype("<i8").tobytes() + starts.astype("<i8").tobytes()).hexdigest()
         return self._counts() | {"digest": digest}
+
+    def _marked(self) -> np.ndarray:
+        count = len(self.tokens.ids)
+        return self.tokens.ids[np.linspace(0, count - 1, min(count, 2**20)).astype(np.int64)]
 
     def _counts(self) -> dict[str, Any]:
         return {"tokens": len(self.tokens.ids), "documents": len(self.tokens.starts)}
@@ -162,6 +171,27 @@ def _read_and_tokenise(
     with counting(console, what, characters if len(corpus.train) > 1 else None) as show:
         tokens = Tokens.of(tokenizer, corpus.train, lambda done: show(done, ""))
     return str(corpus), tokenizer, tokens, corpus.held_out
+
+
+def check_ids(ids: Any, vocab_size: int) -> None:
+    """ConfigError if a token is beyond a model's vocabulary, of which an embedding's own error says little."""
+    if (found := int(ids.max())) >= vocab_size:
+        raise ConfigError(
+            f"the text has the token {found:,}, and the model's vocabulary has {vocab_size:,}: a prepared folder whose "
+            "tokens are not those of its tokenizer is damaged: prepare it again"
+        )
+
+
+def collate(vocab_size: int) -> Callable[[list[Any]], dict[str, Any]]:
+    """What makes a batch of examples. They are of one length: nothing is padded, and the tokenizer needs no token for
+    it."""
+
+    def batch(examples: list[Any]) -> dict[str, Any]:
+        made = default_data_collator(examples)
+        check_ids(made["input_ids"], vocab_size)
+        return made
+
+    return batch
 
 
 def _rows(config: RunConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -122,6 +123,19 @@ def read_log(folder: Path, name: str = LOG) -> list[dict[str, Any]]:
     return Log(folder / name, USABLE[name]).read()
 
 
+def line(entry: dict[str, Any]) -> str:
+    """A line of a log: JSON, which knows no NaN; what is not a finite number is null."""
+    return json.dumps(_known(entry), allow_nan=False) + "\n"
+
+
+def _known(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _known(item) for key, item in value.items()}
+    return [_known(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def cut_logs(folder: Path, step: int) -> None:
     """Drop the lines after `step` from all logs: a run resumed at `step` does those steps again, or others."""
     for name in (LOG, SAMPLES, MEMORY):
@@ -129,5 +143,5 @@ def cut_logs(folder: Path, step: int) -> None:
         kept = [entry for entry in Log(path).read() if entry["step"] <= step]
         if path.is_file():
             replacement = path.with_suffix(".tmp")
-            replacement.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+            replacement.write_text("".join(map(line, kept)), encoding="utf-8")
             replacement.replace(path)

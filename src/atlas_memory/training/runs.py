@@ -1,33 +1,26 @@
 """A run's folder: making its model, loading it back, finding its checkpoints, reading its log.
 
 run.yaml  config.json  model.safetensors  tokenizer.json ...   the run and its last model
-checkpoint-N/                                                  what `--resume` continues from; see also sharded.py
+checkpoint-N/                                                  what `--resume` continues from: checkpoints.py
 log.jsonl, samples.jsonl                                       a line a step; a line for every text that was written
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.training import sharded
-from atlas_memory.training.carried import damage
+from atlas_memory.training.checkpoints import WEIGHTS, newest_checkpoint, newest_step, number, shapes
 from atlas_memory.training.config import ConfigError, RunConfig, load_config, nearest
-
-logger = logging.getLogger(__name__)
-WEIGHTS = "model.safetensors"
+from atlas_memory.training.finite import finite
 
 
 def model_config(config: RunConfig, tokenizer: Any, first: AtlasConfig | None = None) -> AtlasConfig:
@@ -90,7 +83,12 @@ def first_model(config: RunConfig, architecture: AtlasConfig) -> Any:
             check_fit(folder, AtlasForCausalLM(architecture), "the options of this run")
     except ValueError as error:
         raise ConfigError(f"model.init_from: {error}") from error
-    return _read(folder, architecture)
+    model = read_weights(folder, architecture)
+    if not finite(model):
+        raise ConfigError(
+            f"model.init_from: the weights in {str(folder)!r} are not finite numbers: take an older checkpoint"
+        )
+    return model
 
 
 def _first(init_from: str) -> tuple[Path, AtlasConfig]:
@@ -152,77 +150,23 @@ def _newest_model(folder: Path) -> Path:
     """The folder itself, or its newest intact checkpoint where that is newer or all there is; ValueError if neither."""
     if not folder.is_dir():
         raise ValueError(f"no run at {str(folder)!r}: the folder does not exist")
+    whole = (folder / WEIGHTS).is_file() or sharded.is_in(folder)
+    if whole and newest_step(folder) <= saved_step(folder):
+        return folder
     checkpoint = newest_checkpoint(folder)
-    if (folder / WEIGHTS).is_file() and (checkpoint is None or _step(checkpoint) <= _step(folder)):
+    if whole and (checkpoint is None or number(checkpoint) <= saved_step(folder)):
         return folder
     if checkpoint is None:
         raise ValueError(f"no run at {str(folder)!r}: it holds neither {WEIGHTS} nor an intact checkpoint")
     return checkpoint
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The intact `checkpoint-N` with the largest N; broken ones are named in a warning and left alone."""
-    found = [p for p in folder.glob("checkpoint-*") if p.name.partition("-")[2].isdigit()]
-    for path in sorted(found, key=lambda p: int(p.name.partition("-")[2]), reverse=True):
-        reason = broken(path)
-        if reason is None:
-            return path
-        logger.warning("skipping %s: %s", path, reason)
-    return None
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Around the writing of a file or a checkpoint of a run: OSError of one line if it could not be done."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # PyTorch and safetensors have their own for a full disk
-        full = shutil.disk_usage(path.parent).free < 2**20
-        reason = "the disk is full" if full else getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise OSError(
-            f"{path} could not be written: {reason}; make room, and the run goes on from its last checkpoint with: "
-            f"atlas train --resume output_dir={path.parent}"
-        ) from error
-
-
-def _step(folder: Path) -> float:
+def saved_step(folder: Path) -> float:
     """The step at which a model was saved; a folder that does not say (no run of ours) counts as finished."""
     try:
         return float(json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError):
         return math.inf
-
-
-def broken(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be continued from, or None."""
-    try:
-        _shapes(checkpoint)
-        states = list(checkpoint.glob("rng_state*.pth")) or [checkpoint / "rng_state.pth"]  # one of every process
-        optimizer = () if sharded.is_in(checkpoint) else (checkpoint / "optimizer.pt",)
-        for path in (*optimizer, checkpoint / "scheduler.pt", *states):
-            with path.open("rb") as file:
-                torch.PyTorchFileReader(file)  # reads the directory at the end of the file, not the tensors
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (ValueError, RuntimeError, OSError) as error:
-        return f"a file is damaged ({str(error).splitlines()[0]})"
-    return damage(checkpoint)
-
-
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in a folder; FileNotFoundError or ValueError if they are not whole."""
-    if sharded.is_in(folder):
-        return sharded.shapes(folder)
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise FileNotFoundError(2, "no such file", str(path))
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    except SafetensorError as error:
-        raise ValueError(f"{str(path)!r} is damaged or cut short ({error})") from error
 
 
 def saved_config(folder: Path) -> AtlasConfig:
@@ -240,10 +184,10 @@ def _load_model(folder: Path) -> Any:
     config = saved_config(folder)
     with torch.device("meta"):
         check_fit(folder, AtlasForCausalLM(config), "its config.json")
-    return _read(folder, config)
+    return read_weights(folder, config)
 
 
-def _read(folder: Path, config: AtlasConfig) -> Any:
+def read_weights(folder: Path, config: AtlasConfig) -> Any:
     """A model of this configuration with the weights in a folder, which fit it."""
     if not sharded.is_in(folder):
         return AtlasForCausalLM.from_pretrained(folder, config=config)
@@ -254,7 +198,7 @@ def _read(folder: Path, config: AtlasConfig) -> Any:
 
 def check_fit(folder: Path, model: Any, name_of_model: str) -> None:
     """ValueError unless the weights in `folder` have the names and shapes of `model`'s."""
-    _compare(_shapes(folder), model, f"the weights in {str(folder)!r}", name_of_model)
+    _compare(shapes(folder), model, f"the weights in {str(folder)!r}", name_of_model)
 
 
 def _shapes_of(model: Any) -> dict[str, tuple[int, ...]]:

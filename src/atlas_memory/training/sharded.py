@@ -6,7 +6,6 @@ checkpoint-N/shards/   weights and optimiser, by torch.distributed.checkpoint: a
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from transformers import Trainer, TrainingArguments
 
 from atlas_memory.models import AtlasConfig
 from atlas_memory.training.config import ConfigError, RunConfig
-from atlas_memory.training.processes import process, processes
+from atlas_memory.training.processes import processes
 
 SHARDS = "shards"
 SCHEDULER = "scheduler.pt"
@@ -91,8 +90,6 @@ def whole_weights(model: Any) -> dict[str, Any]:
 
 def save(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Write a sharded model and its optimiser, each process its part; all processes must call."""
-    if process() == 0:  # of a process that was killed here before; others write only after this one has planned
-        shutil.rmtree(checkpoint / SHARDS, ignore_errors=True)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=checkpoint / SHARDS)
 

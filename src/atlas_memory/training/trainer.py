@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,35 +15,28 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import TrainingArguments, default_data_collator, set_seed
+from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from atlas_memory.data import Segments
 from atlas_memory.models import PRESETS, AtlasForCausalLM
 from atlas_memory.training import sharded
+from atlas_memory.training.arguments import arguments_of
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, Samples, StopOnInterrupt
-from atlas_memory.training.card import write_card
 from atlas_memory.training.carried import CarriedStates
-from atlas_memory.training.checks import check_device, check_folder, has_bf16, only_run, warn_of_memory
+from atlas_memory.training.checkpoints import SAVING, checkpoint_to_resume, number, publish, writing
+from atlas_memory.training.checks import check_device, check_folder, only_run, usable, warn_of_memory
 from atlas_memory.training.config import ConfigError, RunConfig
-from atlas_memory.training.examples import Examples, Text, batches
+from atlas_memory.training.examples import Examples, Text, batches, collate
+from atlas_memory.training.finished import save_again, save_model
+from atlas_memory.training.finite import check_finite, finite, not_finite
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, cut_logs, read_log
 from atlas_memory.training.muon import MuonAndAdamW, muon_groups
 from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
-from atlas_memory.training.processes import process, processes
+from atlas_memory.training.processes import largest, process, processes
 from atlas_memory.training.rates import split_by_rate
-from atlas_memory.training.runs import (
-    WEIGHTS,
-    broken,
-    check_fit,
-    check_next,
-    first_model,
-    model_config,
-    newest_checkpoint,
-    saved_config,
-    writing,
-)
+from atlas_memory.training.runs import check_fit, check_next, first_model, model_config, saved_config
 from atlas_memory.training.watching import MemoryWatch, OnAlarm
 
 
@@ -84,6 +78,17 @@ def _train(config: RunConfig, resume: bool, console: Console | None, on_alarm: O
     check_device(config)
     sharded.check(config)
     config.check()
+    with ExitStack() as held:
+        if resume:
+            held.enter_context(only_run(folder))
+        return _locked(config, folder, resume, console, on_alarm, held)
+
+
+def _locked(
+    config: RunConfig, folder: Path, resume: bool, console: Console, on_alarm: OnAlarm | None, held: ExitStack
+) -> Outcome:
+    """`_train`, with the lock of the folder in `held` if it was there."""
+    arguments = arguments_of(config, folder)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     set_seed(config.train.seed)
@@ -91,14 +96,19 @@ def _train(config: RunConfig, resume: bool, console: Console | None, on_alarm: O
     text = Text.load(config)
     if resume:
         text.check_same(folder, config)
+    checkpoint = None
+    if resume:
+        _ = arguments.device  # with which processes find each other
+        checkpoint = checkpoint_to_resume(folder)
     # A run that goes on needs the model that it began with no more.
-    checkpoint = newest_checkpoint(folder) if resume and config.model.init_from is not None else None
-    architecture = model_config(config, text.tokenizer) if checkpoint is None else saved_config(checkpoint)
+    begins = checkpoint is None or config.model.init_from is None
+    architecture = model_config(config, text.tokenizer) if begins else saved_config(cast(Path, checkpoint))
     check_next(config, text.tokenizer, architecture)
     sharded.check_model(config, architecture)
+    text.check_ids(architecture.vocab_size)
     examples = text.examples(config)
     warn_of_memory(config, architecture, console)
-    model = first_model(config, architecture) if checkpoint is None else AtlasForCausalLM(architecture)
+    model = first_model(config, architecture) if begins else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if config.data.order == "stream" and any(getattr(layer, "grows", False) for layer in model.modules()):
@@ -112,34 +122,43 @@ def _train(config: RunConfig, resume: bool, console: Console | None, on_alarm: O
         highlight=False,
     )
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with only_run(folder):
-        if process() == 0:
-            config.save(folder / "run.yaml")
-            text.save(folder, config)
-        return _run(config, folder, model, text, examples, resume, console, on_alarm)
+    if not resume:
+        with usable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        held.enter_context(only_run(folder))
+    if process() == 0:
+        config.save(folder / "run.yaml")
+        text.save(folder, config)
+        shutil.rmtree(folder / SAVING, ignore_errors=True)  # of a process that was killed
+    return _run(config, arguments, model, text, examples, resume, checkpoint, console, on_alarm)
 
 
 def _run(
     config: RunConfig,
-    folder: Path,
+    arguments: TrainingArguments,
     model: Any,
     text: Text,
     examples: Examples,
     resume: bool,
+    checkpoint: Path | None,
     console: Console,
     on_alarm: OnAlarm | None,
 ) -> Outcome:
-    checkpoint = newest_checkpoint(folder) if resume else None
-    done = 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
+    folder = Path(config.output_dir)
+    done = 0 if checkpoint is None else number(checkpoint)
     history = {int(entry["step"]): entry for entry in read_log(folder)} if done else {}
     elapsed = history[done]["elapsed"] if done in history else 0.0
-    clock = Clock(config.train.last_step, config.train.max_minutes, elapsed)
-    if done and clock.share(done) >= 1:
+    clock = Clock(config.train.last_step, config.train.max_minutes, elapsed, config.train.save_minutes)
+    last = history.get(done, {})
+    if checkpoint is not None and clock.share(done) >= 1:
+        saved = save_again(folder, checkpoint, text, last.get("held_out_bits_per_byte"))
+        what = f"the model has been saved from {checkpoint.name}" if saved else "nothing to do"
         console.print(
-            f"nothing to do: {folder} is finished (step {done}); raise train.steps or train.max_minutes", markup=False
+            f"{what}: {folder} is finished (step {done}); raise train.steps or train.max_minutes to go on",
+            markup=False,
+            soft_wrap=True,
         )
-        return Outcome(folder, done, history.get(done, {}).get("loss", math.nan), elapsed, False)
+        return Outcome(folder, done, last.get("loss", math.nan), elapsed, False)
     if checkpoint is not None:
         check_fit(checkpoint, model, config.model.preset)
     if resume:
@@ -148,9 +167,10 @@ def _run(
             cut_logs(folder, done)
 
     run = config.train
-    reader = HeldOut(model, text.tokenizer, text.held_out, config.data.longest, run.evaluate_every, run.fsdp)
+    interrupt = StopOnInterrupt()
+    reader = HeldOut(model, text.tokenizer, text.held_out, config.data.longest, run.evaluate_every, interrupt, run.fsdp)
     log = JsonLog(folder / LOG, clock, reader)
-    writer = Samples(folder / SAMPLES, reader, run.sample_tokens, run.prompt, console)
+    writer = Samples(folder / SAMPLES, reader, run.sample_tokens, run.prompt, console, interrupt)
     tokens_per_step = run.batch_size * batches(config) * config.data.seq_len
     watch = MemoryWatch(
         folder / MEMORY,
@@ -160,18 +180,18 @@ def _run(
         run.watch_every,
         tokens_per_step,
         console,
+        interrupt,
         run.alarm_webhook,
         run.fsdp,
         on_alarm,
     )
     bar = ProgressBar(clock, log, console, tokens_per_step)
-    interrupt = StopOnInterrupt()
     trainer = _Trainer(
         config,
         clock,
         model,
         examples,
-        args=_arguments(config, folder),
+        args=arguments,
         processing_class=text.tokenizer,
         callbacks=[clock, interrupt, reader, writer, watch, log, bar],
     )
@@ -183,38 +203,26 @@ def _run(
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         bar.close()
-    _save(trainer, model, folder, text, reader.bits)
+    weights = sharded.whole_weights(model) if trainer.fsdp else None
+    save_model(folder, model, trainer.state, text, reader.bits, weights)
     stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
-
-
-def _save(trainer: _Trainer, model: Any, folder: Path, text: Text, bits: float | None) -> None:
-    """Leave the model at the end of a run in its folder; all processes must call, and return when it is there."""
-    weights = sharded.whole_weights(model) if trainer.fsdp else None
-    if process() == 0:
-        with writing(folder / WEIGHTS):
-            model.save_pretrained(folder, state_dict=weights)
-            trainer.save_state()  # tells load_run how old the saved model is
-            text.tokenizer.save_pretrained(folder)
-            write_card(folder, model, text.about, trainer.state.global_step, bits)
-    if processes() > 1:
-        torch.distributed.barrier()
 
 
 class _Trainer(sharded.ShardedTrainer):
     """The Trainer with our order of examples, our parameter groups and a schedule that knows the clock."""
 
     def __init__(self, run: RunConfig, clock: Clock, model: nn.Module, examples: Examples, **kwargs: Any) -> None:
-        self.run, self.clock, self.examples = run.train, clock, examples
+        self.run, self.clock, self.examples, self.folder = run.train, clock, examples, Path(run.output_dir)
         self.peak = run.train.learning_rate or PRESETS[run.model.preset].learning_rate
         self.carried = None
+        self.losses: list[torch.Tensor] = []  # of the passes of the step
         self.told: Callable[[], dict[str, float]] = dict  # what callbacks have found out of the step that ends
         if run.data.order == "stream" and isinstance(examples, Segments):
             rows, passes = self.run.batch_size, self.run.gradient_accumulation_steps
             self.carried = CarriedStates(model, rows, passes, examples.lanes, process(), processes())
-        # Examples are of one length: nothing is padded, and the tokenizer needs no token for it.
-        collate = default_data_collator
-        super().__init__(model, self.run.fsdp, train_dataset=examples, data_collator=collate, **kwargs)
+        batch = collate(cast(Any, model).config.vocab_size)
+        super().__init__(model, self.run.fsdp, train_dataset=examples, data_collator=batch, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         super().log({**logs, **self.told()} if "loss" in logs else logs, *args, **kwargs)
@@ -231,14 +239,30 @@ class _Trainer(sharded.ShardedTrainer):
                 inputs["past_key_values"] = self.carried.next()
         return super().compute_loss(model, inputs, *args, **kwargs)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.losses.append(super().training_step(*args, **kwargs))
+        return self.losses[-1]
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:  # before the optimiser takes the gradient
+        norm = super()._get_grad_norm(*args, **kwargs)
+        loss, self.losses = float(sum(self.losses)), []
+        check_finite(self.state.global_step + 1, self.folder, loss, float(norm))
+        return norm
+
+    def _get_output_dir(self, trial: Any) -> str:  # of checkpoints
+        return str(self.folder / SAVING)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        checkpoint = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
+        step = self.state.global_step
+        if largest(not finite(self.network))[0]:
+            raise not_finite("the weights are not finite numbers", step, self.folder)
         try:
-            with writing(checkpoint):
+            with writing(self.folder / f"checkpoint-{step}"):
                 super()._save_checkpoint(model, trial)
+                publish(self.folder, step, self.run.keep_checkpoints)
         except OSError:
-            if process() == 0 and broken(checkpoint):  # a part of one is of no use, and in the way
-                shutil.rmtree(checkpoint, ignore_errors=True)
+            if process() == 0:  # a part of one is of no use
+                shutil.rmtree(self.folder / SAVING, ignore_errors=True)
             raise
 
     def _save_rng_state(self, output_dir: str) -> None:  # of every process, before older checkpoints are deleted
@@ -247,6 +271,21 @@ class _Trainer(sharded.ShardedTrainer):
             self.carried.save(Path(output_dir))
         if processes() > 1:
             torch.distributed.barrier()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if largest(not finite(self.network))[0]:
+            raise ConfigError(
+                f"the weights in {resume_from_checkpoint!r} are not finite numbers: delete it, and --resume goes on "
+                "from the checkpoint before"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:  # whose rate was that of the run before, which may have been shorter
+            scheduler = cast(LRScheduler, self.lr_scheduler)
+            scheduler.last_epoch -= 1
+            scheduler.step()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
@@ -282,32 +321,3 @@ class _Trainer(sharded.ShardedTrainer):
         self.lr_scheduler = scheduler
         self._created_lr_scheduler = True
         return scheduler
-
-
-def _arguments(config: RunConfig, folder: Path) -> TrainingArguments:
-    run = config.train
-    cuda = run.device != "cpu" and torch.cuda.is_available()
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=run.last_step,
-        per_device_train_batch_size=run.batch_size,
-        gradient_accumulation_steps=run.gradient_accumulation_steps,
-        max_grad_norm=run.grad_clip,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_steps=run.save_every,
-        save_total_limit=run.keep_checkpoints,
-        seed=run.seed,
-        use_cpu=not cuda,  # and so never MPS, which lacks float64
-        ddp_backend=("nccl" if cuda else "gloo") if processes() > 1 else None,
-        ddp_find_unused_parameters=False,  # a layer leaves none without a gradient
-        bf16=has_bf16(config) if run.bf16 is None else run.bf16,
-        dataloader_pin_memory=cuda,
-        use_cache=True,  # what the saved configuration says; no state is kept in training
-        remove_unused_columns=False,
-        report_to=run.report_to or "none",
-    )
-    if arguments.n_gpu > 1:  # several GPUs mean several processes here, never nn.DataParallel
-        arguments._n_gpu = 1
-    return arguments

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from atlas_memory.data import Document
 from atlas_memory.data.tokens import encode
@@ -21,15 +21,17 @@ from atlas_memory.models import AtlasForCausalLM
 from atlas_memory.observation import Alarm, alarms, effective_remembrance, summarise, trace
 from atlas_memory.observation.watching import memories
 from atlas_memory.training import sharded
+from atlas_memory.training.callbacks import AtStepEnd, StopOnInterrupt
+from atlas_memory.training.checkpoints import writing
 from atlas_memory.training.logs import MEMORY, read_log
+from atlas_memory.training.logs import line as log_line
 from atlas_memory.training.processes import process
-from atlas_memory.training.runs import writing
 
 OnAlarm = Callable[[int, Alarm], None]
 """What is told of an alarm: the step after which it was raised, and what is wrong."""
 
 
-class MemoryWatch(TrainerCallback):
+class MemoryWatch(AtStepEnd):
     """Looks at every memory of a model every so many steps: a line of ``memory.jsonl`` with what ``summarise`` says of
     a ``trace`` over the beginnings of held-out texts, always the same, and with the effective remembrance beyond
     ``back`` tokens. What is wrong in two looks in a row is an alarm: a line on the console, a POST to ``webhook`` and a
@@ -55,12 +57,14 @@ class MemoryWatch(TrainerCallback):
         every: int,
         tokens_per_step: int,
         console: Console,
+        interrupt: StopOnInterrupt,
         webhook: str | None = None,
         sharded: bool = False,
         on_alarm: OnAlarm | None = None,
     ) -> None:
         self.path, self.model, self.console, self.webhook, self.sharded = path, model, console, webhook, sharded
         self.on_alarm = on_alarm
+        super().__init__(interrupt)
         length = max(64, min(self.length, tokens_per_step // 2))
         texts = [encode(tokenizer, d.text[: 16 * length])[:length] for d in documents]
         longest = max(map(len, texts), default=0)
@@ -81,7 +85,7 @@ class MemoryWatch(TrainerCallback):
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.figures = {}
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         if not self.every or state.global_step % self.every:
             return
         begun = time.perf_counter()
@@ -98,7 +102,7 @@ class MemoryWatch(TrainerCallback):
         line["alarms"] = [alarm for alarm in line["suspected"] if _key(alarm) in self._suspected]
         line = {"step": state.global_step, "seconds": round(time.perf_counter() - begun, 3), **line}
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(log_line(line))
         for alarm in line["alarms"]:
             if _key(alarm) not in self._raised:
                 self._raise(state.global_step, alarm)

@@ -1,0 +1,199 @@
+"""Checkpoints of a run, which are there whole or not at all: how one is written, verified, found and let go of.
+
+checkpoint-N/files.json   size and SHA-256 of every other file of the checkpoint, written last
+.saving/                  where one is written before it gets its name; what a kill left here goes with the next resume
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from atlas_memory.training import sharded
+from atlas_memory.training.carried import damage
+from atlas_memory.training.config import ConfigError
+from atlas_memory.training.processes import largest, process, processes
+
+logger = logging.getLogger(__name__)
+WEIGHTS = "model.safetensors"
+DIGESTS = "files.json"
+SAVING = ".saving"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around the writing of a file or a checkpoint of a run: OSError of one line if it could not be done."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # PyTorch and safetensors have their own for a full disk
+        full = shutil.disk_usage(path.parent).free < 2**20
+        reason = "the disk is full" if full else getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise OSError(
+            f"{path} could not be written: {reason}; make room, and the run goes on from its last checkpoint with: "
+            f"atlas train --resume output_dir={path.parent}"
+        ) from error
+
+
+def publish(folder: Path, step: int, keep: int) -> None:
+    """Give the checkpoint in `.saving` its name, with the digests of its files, and let go of all but the newest
+    `keep`; all processes must call, when each has written its files."""
+    name = f"checkpoint-{step}"
+    written = folder / SAVING / name
+    mine = [path for path in _files(written) if _writer(path) == process()]
+    found = [dict(zip(map(str, (p.relative_to(written) for p in mine)), _digests(mine), strict=True))]
+    if processes() > 1:
+        found *= processes()
+        torch.distributed.all_gather_object(found, found[0])
+    if process() > 0:
+        return
+    about = {path: digest for part in found for path, digest in part.items()}
+    (written / DIGESTS).write_text(json.dumps(about, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+    shutil.rmtree(folder / name, ignore_errors=True)  # a damaged one, before which the run has gone on
+    written.rename(folder / name)
+    # Those of later steps are damaged ones too.
+    others = sorted(_all(folder), key=lambda path: (number(path) <= step, number(path)))
+    for path in others[: max(0, len(others) - keep)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != DIGESTS)
+
+
+def _writer(path: Path) -> int:
+    """The process that wrote a file, which has it at hand: the first number in `rng_state_1.pth`, `__1_0.distcp`."""
+    found = re.search(r"[_-](\d+)[_.]", path.name)
+    return int(found[1]) % processes() if found else 0
+
+
+def _digests(paths: list[Path]) -> list[tuple[int, str]]:
+    """Sizes and SHA-256, of several files at a time."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(_digest, paths))
+
+
+def _digest(path: Path) -> tuple[int, str]:
+    about = path.stat()
+    return about.st_size, _sha256(path, about.st_ino, about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)  # a checkpoint is asked for several times
+def _sha256(path: Path, *_: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def number(checkpoint: Path) -> int:
+    """The step of a `checkpoint-N`."""
+    return int(checkpoint.name.partition("-")[2])
+
+
+def _all(folder: Path) -> list[Path]:
+    """All of a run's `checkpoint-N`, newest first."""
+    found = [p for p in folder.glob("checkpoint-*") if p.name.partition("-")[2].isdigit()]
+    return sorted(found, key=number, reverse=True)
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint, intact or not; -1 where there is none."""
+    return max(map(number, _all(folder)), default=-1)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The intact `checkpoint-N` with the largest N; broken ones are named in a warning and left alone."""
+    for path in _all(folder):
+        reason = broken(path)
+        if reason is None:
+            return path
+        logger.warning("skipping %s: %s", path, reason)
+    return None
+
+
+def checkpoint_to_resume(folder: Path) -> Path | None:
+    """The checkpoint from which a run goes on, as the first process finds it; None: from the beginning, where there is
+    none at all. ConfigError if all are damaged. All processes must ask."""
+    found = newest_checkpoint(folder) if process() == 0 else None
+    step, there = largest(-1 if found is None else number(found), newest_step(folder))
+    if step < 0 <= there:
+        reasons = "; ".join(f"{path.name}: {broken(path)}" for path in _all(folder))
+        raise ConfigError(
+            f"output_dir={str(folder)!r} has no checkpoint to go on from ({reasons}): put an intact copy of one back, "
+            "or delete them, and --resume begins again at step 0"
+        )
+    return None if step < 0 else folder / f"checkpoint-{int(step)}"
+
+
+def broken(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be continued from, or None: a file is not what was written, or, of a checkpoint of which
+    nobody noted that, cannot be read, or the weights are no numbers."""
+    try:
+        if (checkpoint / DIGESTS).is_file():
+            return _changed(checkpoint)
+        shapes(checkpoint)
+        states = list(checkpoint.glob("rng_state*.pth")) or [checkpoint / "rng_state.pth"]  # one of every process
+        optimizer = () if sharded.is_in(checkpoint) else (checkpoint / "optimizer.pt",)
+        for path in (*optimizer, checkpoint / "scheduler.pt", *states):
+            with path.open("rb") as file:
+                torch.PyTorchFileReader(file)  # reads the directory at the end of the file, not the tensors
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, RuntimeError, OSError) as error:
+        return f"a file is damaged ({str(error).splitlines()[0]})"
+    return _no_numbers(checkpoint) or damage(checkpoint)
+
+
+def _changed(checkpoint: Path) -> str | None:
+    """Which file of a checkpoint is not what was written, or None."""
+    try:
+        known = {name: (int(size), str(digest)) for name, (size, digest) in _read_json(checkpoint / DIGESTS).items()}
+    except (ValueError, TypeError, AttributeError):
+        return f"{DIGESTS} is damaged"
+    for name, (size, _) in known.items():
+        if not (checkpoint / name).is_file():
+            return f"{name} is missing"
+        if (there := (checkpoint / name).stat().st_size) != size:
+            return f"{name} has {there:,} of {size:,} bytes"
+    found = _digests([checkpoint / name for name in known])
+    changed = (name for name, digest in zip(known, found, strict=True) if digest != known[name])
+    return next((f"{name} is damaged: its bytes are not those that were written" for name in changed), None)
+
+
+def _read_json(path: Path) -> dict[str, tuple[int, str]]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _no_numbers(checkpoint: Path) -> str | None:
+    """Whether weights are NaN or infinite, which older versions of the library saved; shards are looked at as they are
+    loaded."""
+    if sharded.is_in(checkpoint):
+        return None
+    with safe_open(checkpoint / WEIGHTS, framework="pt") as file:
+        wrong = (name for name in file.keys() if not file.get_tensor(name).isfinite().all())  # noqa: SIM118
+        return next((f"{WEIGHTS} is not finite: {name}" for name in wrong), None)
+
+
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights in a folder; FileNotFoundError or ValueError if they are not whole."""
+    if sharded.is_in(folder):
+        return sharded.shapes(folder)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise FileNotFoundError(2, "no such file", str(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    except SafetensorError as error:
+        raise ValueError(f"{str(path)!r} is damaged or cut short ({error})") from error

@@ -1,0 +1,61 @@
+"""The model at the end of a run: saved into the run's folder, or from the last checkpoint where a kill came between."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerState
+
+from atlas_memory.training.card import write_card
+from atlas_memory.training.checkpoints import DIGESTS, SAVING, WEIGHTS, shapes, writing
+from atlas_memory.training.examples import Text
+from atlas_memory.training.processes import process, processes
+from atlas_memory.training.runs import read_weights, saved_config, saved_step
+
+STATE = "trainer_state.json"
+
+
+def save_model(
+    folder: Path, model: Any, state: TrainerState, text: Text, bits: float | None, weights: dict[str, Any] | None = None
+) -> None:
+    """Leave a model (`weights`: its own, if it is sharded), its tokenizer and its card in a run's folder, each file
+    whole or as it was. All processes must call, and return when it is there."""
+    if process() == 0:
+        made = folder / SAVING / "model"
+        with writing(folder / WEIGHTS):
+            model.save_pretrained(made, state_dict=weights)
+            text.tokenizer.save_pretrained(made)
+            state.save_to_json(str(made / STATE))
+            # How old the saved model is, as load_run asks, comes after the model.
+            for path in sorted(made.iterdir(), key=lambda path: (path.name == STATE, path.name == WEIGHTS)):
+                if (folder / path.name).is_dir():
+                    shutil.rmtree(folder / path.name)
+                path.replace(folder / path.name)
+            write_card(folder, model, text.about, state.global_step, bits)
+            shutil.rmtree(folder / SAVING)
+    if processes() > 1:
+        torch.distributed.barrier()
+
+
+def save_again(folder: Path, checkpoint: Path, text: Text, bits: float | None) -> bool:
+    """Save the model of a finished run from its last checkpoint, unless it is there; whether that was needed. All
+    processes must call."""
+    state = TrainerState.load_from_json(str(checkpoint / STATE))
+    if _is_saved(folder, checkpoint, state.global_step):
+        return False
+    model = read_weights(checkpoint, saved_config(checkpoint)) if process() == 0 else None
+    save_model(folder, model, state, text, bits)
+    return True
+
+
+def _is_saved(folder: Path, checkpoint: Path, step: int) -> bool:
+    names = {path.name for path in checkpoint.glob("*.json")} - {DIGESTS} | {"README.md"}
+    if saved_step(folder) != step or not all((folder / name).is_file() for name in names):
+        return False
+    try:
+        return bool(shapes(folder))
+    except (OSError, ValueError):
+        return False

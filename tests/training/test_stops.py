@@ -1,0 +1,146 @@
+"""Runs that end before their last step: by what are no numbers, by a signal, by the clock; and those made longer."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from atlas_memory.cli import main
+from atlas_memory.training import callbacks, trainer
+from atlas_memory.training.checkpoints import newest_checkpoint
+from atlas_memory.training.logs import line, read_log
+from atlas_memory.training.trainer import train
+from tests.training.small import overrides, settings
+from tests.training.test_orders import same, start
+
+QUIET = ("train.evaluate_every=0", "train.watch_every=0")
+
+
+def no_nan(folder: Path) -> list[dict[str, Any]]:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return [json.loads(entry, parse_constant=refuse) for entry in lines]
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path) -> None:
+    """And the checkpoint before is there to begin another run with."""
+    more = ("train.learning_rate=1e30", "train.save_every=1", "train.keep_checkpoints=1", *QUIET)
+    says = r"is (nan|inf) at step 2: lower train.learning_rate in a run with another output_dir \(model.init_from="
+    with pytest.raises(ValueError, match=says) as caught:
+        train(settings(tmp_path, *more))
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    assert f"model.init_from={checkpoint} begins with" in str(caught.value)
+    assert newest_checkpoint(tmp_path / "run") == checkpoint
+    assert [entry["step"] for entry in no_nan(tmp_path / "run")] == [1]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"the weights are not finite numbers at step 1: lower train.learning_rate"):
+        train(settings(tmp_path, "train.learning_rate=1e38", "train.steps=1", "train.warmup_steps=0", *QUIET))
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def test_a_sharded_run_stops_in_all_its_processes(tmp_path) -> None:
+    more = ("train.fsdp=true", "model.rule=titans", "train.learning_rate=1e30", "train.save_every=1", *QUIET)
+    parts = start(settings(tmp_path, *more))
+    for process in parts:
+        process.join(120)
+    assert [process.exitcode for process in parts] == [1, 1]
+    assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
+
+
+def test_held_out_text_that_cannot_be_read_is_said_before_a_sample_is_drawn(tmp_path, monkeypatch, capsys) -> None:
+    def spoil(self: Any, *args: Any) -> None:
+        torch.nn.init.constant_(self.model.lm_head.weight, torch.nan)
+        look(self, *args)
+
+    look = callbacks.HeldOut.look
+    monkeypatch.setattr(callbacks.HeldOut, "look", spoil)
+    assert main(["train", *overrides(tmp_path, "train.evaluate_every=1", "train.sample_tokens=5")]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "held-out text is read with a loss that is nan or inf at step 1: lower train.learning_rate" in said
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_line_of_a_log_is_json() -> None:
+    entry = {"step": 1, "grad_norm": float("nan"), "lags": [float("inf"), 2.0], "text": "NaN"}
+    assert json.loads(line(entry), parse_constant=pytest.fail) == {
+        "step": 1,
+        "grad_norm": None,
+        "lags": [None, 2.0],
+        "text": "NaN",
+    }
+
+
+class Press(TrainerCallback):
+    """SIGTERM while step 2 is read; what has been written when its checkpoint is there."""
+
+    def __init__(self) -> None:
+        self.then: list[str] = []
+
+    def on_step_begin(self, args, state, control, **_) -> None:
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_save(self, args, state, control, **_) -> None:
+        self.then = sorted(path.name for path in Path(args.output_dir).iterdir() if path.suffix != ".lock")
+
+
+def test_sigterm_saves_before_anything_is_read_or_drawn(tmp_path, monkeypatch) -> None:
+    original, press = trainer._Trainer.__init__, Press()
+
+    def pressed(self: Any, *args: Any, callbacks: list[TrainerCallback], **kwargs: Any) -> None:
+        original(self, *args, callbacks=[press, *callbacks], **kwargs)
+
+    more = ("train.evaluate_every=2", "train.watch_every=2", "train.sample_tokens=3")
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer._Trainer, "__init__", pressed)
+        assert train(settings(tmp_path, *more)).interrupted
+    assert "checkpoint-2" in press.then and "log.jsonl" in press.then
+    assert not {"samples.jsonl", "memory.jsonl"} & set(press.then)
+    run = tmp_path / "run"
+    train(settings(tmp_path, *more), resume=True)
+    train(settings(tmp_path, *more, f"output_dir={tmp_path / 'whole'}"))
+    for name in ("log.jsonl", "memory.jsonl", "samples.jsonl"):
+        one, two = (read_log(folder, name) for folder in (run, tmp_path / "whole"))
+        assert [{**entry, "elapsed": 0, "seconds": 0} for entry in one] == [
+            {**entry, "elapsed": 0, "seconds": 0} for entry in two
+        ]
+    assert same(run, tmp_path / "whole")
+
+
+def test_minutes_between_checkpoints(tmp_path) -> None:
+    train(settings(tmp_path, *QUIET, "train.save_every=1000", "train.save_minutes=1e-9", "train.keep_checkpoints=9"))
+    found = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert found == [f"checkpoint-{step}" for step in range(1, 7)]
+
+
+def test_a_run_that_is_made_longer_has_the_longer_ones_rate_at_once(tmp_path) -> None:
+    train(settings(tmp_path, *QUIET))
+    train(settings(tmp_path, *QUIET, "train.steps=9"), resume=True)
+    train(settings(tmp_path, *QUIET, "train.steps=9", f"output_dir={tmp_path / 'nine'}"))
+    rates = [[entry["learning_rate"] for entry in read_log(tmp_path / name)] for name in ("run", "nine")]
+    assert rates[0][6:] == rates[1][6:] and rates[0][6] > 0
+
+
+def test_a_text_that_was_moved_is_the_same_text(tmp_path) -> None:
+    train(settings(tmp_path, *QUIET, f"output_dir={tmp_path / 'whole'}"))
+    train(settings(tmp_path, *QUIET))
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    (tmp_path / "corpus").rename(tmp_path / "moved")
+    train(settings(tmp_path, *QUIET, f"data.path={tmp_path / 'moved'}"), resume=True)
+    assert same(tmp_path / "run", tmp_path / "whole")
+    assert f"path: {tmp_path / 'moved'}" in (tmp_path / "run" / "run.yaml").read_text()
+    shutil.rmtree(tmp_path / "corpus")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "1.txt").write_text("another text " * 100)
+    with pytest.raises(ValueError, match="the text has changed since the run in"):
+        train(settings(tmp_path, *QUIET, f"data.path={tmp_path / 'other'}", "train.steps=8"), resume=True)
