@@ -80,6 +80,7 @@ class Source:
     first_skipped: list[str] = field(default_factory=list)
     read: int = 0
     _seen: set[bytes] = field(default_factory=set)
+    _tags: bool = False  # whether a page was met, of which people were told
 
     def __str__(self) -> str:
         if self.path is None:
@@ -181,8 +182,13 @@ class Source:
         try:
             for i, text in enumerate(_parts(path, self.largest)):
                 self.read += len(text)
-                if i == 0 and path.suffix in (".html", ".htm"):
-                    logger.warning("%s is read as it is, with its tags: prepare its text if that is not wanted", path)
+                if path.suffix in (".html", ".htm") and not self._tags:
+                    self._tags = True
+                    logger.warning(
+                        "%s is read as it is, with its tags, and so are others like it: take their text out before if "
+                        "that is not wanted",
+                        path,
+                    )
                 if i == 0 and not self._is_new(text, name):  # a copy of another file, or of nothing
                     if alone:
                         raise ValueError(f"data.path={str(path)!r} is empty, or a copy of another")

@@ -93,7 +93,7 @@ def _locked(
         torch.set_num_threads(config.train.threads)
     set_seed(config.train.seed)
 
-    text = Text.load(config)
+    text = Text.load(config, console)
     if resume:
         text.check_same(folder, config)
     checkpoint = None
