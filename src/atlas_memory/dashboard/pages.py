@@ -16,6 +16,7 @@ from atlas_memory.dashboard.runs import Watched
 from atlas_memory.dashboard.tables import table
 from atlas_memory.dashboard.texts import texts_page
 
+_UNITS = {True: "bits per byte", False: "nats per token"}
 LIVE = 60.0  # seconds after its last line for which a run counts as under way
 
 
@@ -57,7 +58,8 @@ def _alarms_and_curves() -> None:
             lines = "line" if run.damaged == 1 else "lines"
             st.warning(f"**{run.name}**: {run.damaged} damaged {lines} of its logs left out")
     table([_row(run) for run in runs])
-    unit = "bits per byte" if all(run.bytes for run in runs) else "nats per token, bits per byte of bytes"
+    of_bytes = {run.bytes for run in runs}
+    unit = "bits per byte, of words nats per token" if len(of_bytes) > 1 else _UNITS[all(of_bytes)]
     shown = {
         "loss": (f"training loss ({unit})", _each("steps", "loss", scale=True)),
         "held out": ("held out (bits per byte)", _each("steps", "held_out_bits_per_byte")),
