@@ -11,6 +11,7 @@ import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from atlas_memory.forms.compiling import compiled_for_rule
 from atlas_memory.training import load_run, trainer
 from atlas_memory.training.callbacks import Clock
 from atlas_memory.training.config import ConfigError
@@ -75,6 +76,29 @@ def test_gradient_checkpointing_changes_no_loss(whole, tmp_path) -> None:
     train(settings(tmp_path, "train.gradient_checkpointing=true"))
     for one, two in zip(losses(whole), losses(tmp_path / "run"), strict=True):
         assert one == pytest.approx(two, rel=1e-5)
+
+
+def test_compiled_chunks_change_no_loss(whole, tmp_path, monkeypatch) -> None:
+    compiled, asked = torch.compile, []  # the compiler's own code takes ten times as long
+
+    def compile(function, **_):
+        asked.append(function)
+        return compiled(function, backend="aot_eager", dynamic=False)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    compiled_for_rule.cache_clear()
+    train(settings(tmp_path, "train.compiled=true"))
+    compiled_for_rule.cache_clear()
+    assert asked
+    for one, two in zip(losses(whole), losses(tmp_path / "run"), strict=True):
+        assert one == pytest.approx(two, rel=1e-5)
+
+
+def test_a_model_without_memories_has_nothing_to_compile(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="compiled=true compiles memories"):
+        train(
+            settings(tmp_path, "train.compiled=true", "model.block=swa", "model.rule=atlas", "model.attention_window=4")
+        )
 
 
 def test_an_interrupted_run_resumes_to_the_same_end(whole, tmp_path, monkeypatch) -> None:

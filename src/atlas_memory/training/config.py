@@ -130,6 +130,7 @@ class TrainSection(_Section):
     save_minutes: float | None = Field(default=10.0, gt=0)  # and at most so long between them; None: by steps alone
     keep_checkpoints: int = Field(default=2, ge=1)
     gradient_checkpointing: bool = False
+    compiled: bool = False  # what happens in a memory's chunk, when training begins
     fsdp: bool = False  # shard weights and optimiser among the processes of torchrun
     report_to: Annotated[list[str], BeforeValidator(lambda names: [names] if isinstance(names, str) else names)] = []
     seed: int = Field(default=0, ge=0)

@@ -19,6 +19,7 @@ from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from atlas_memory.data import Segments
+from atlas_memory.layers.omega import set_execution
 from atlas_memory.models import PRESETS, AtlasForCausalLM
 from atlas_memory.training import sharded
 from atlas_memory.training.arguments import arguments_of
@@ -111,6 +112,8 @@ def _locked(
     model = first_model(config, architecture) if begins else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    if config.train.compiled:
+        _compile(model)
     if config.data.order == "stream" and any(getattr(layer, "grows", False) for layer in model.modules()):
         raise ConfigError(
             "data.order='stream' keeps what rows remember, and the state of this model grows with what it reads: "
@@ -131,6 +134,13 @@ def _locked(
         text.save(folder, config)
         shutil.rmtree(folder / SAVING, ignore_errors=True)  # of a process that was killed
     return _run(config, arguments, model, text, examples, resume, checkpoint, console, on_alarm)
+
+
+def _compile(model: AtlasForCausalLM) -> None:
+    try:
+        set_execution(model, compiled=True)
+    except ValueError as error:
+        raise ConfigError(f"train.compiled=true compiles memories, and {error}: leave it out") from error
 
 
 def _run(
