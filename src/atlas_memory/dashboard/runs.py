@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any
 
 from atlas_memory.models import PRESETS  # without torch
+from atlas_memory.report.words import raised
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, USABLE, Log
 from atlas_memory.training.settings import flat_settings, in_bytes
 
@@ -81,12 +82,8 @@ class Watched:
 
     @property
     def alarms(self) -> list[tuple[int, str]]:
-        """Each alarm of its memories: the step of the look that raised it first, and what it says."""
-        found: dict[tuple[str, str], tuple[int, str]] = {}
-        for look in self.looks:
-            for alarm in look.get("alarms", ()):
-                found.setdefault((alarm["kind"], alarm["memory"]), (look["step"], alarm["text"]))
-        return list(found.values())
+        """Each alarm of its memories: the step of the look that raised it first, and what its last look says."""
+        return [(alarm["step"], alarm["text"]) for alarm in raised(self.looks)]
 
 
 def find_runs(places: Sequence[str | Path]) -> list[Path]:

@@ -156,8 +156,7 @@ class Source:
         elif is_dataset_name(place):
             found = self._rows(place, place)
         else:
-            made = "" if root.suffix else f"; prepared text is made by: atlas data prepare TEXT --out {place}"
-            raise ValueError(f"data.path={place!r} does not exist{made}")
+            raise ValueError(f"data.path={place!r} does not exist{_how_to_make(root)}")
         for document in found:
             yield Document(prefix + document.name, document.text, document.continues)
 
@@ -182,13 +181,7 @@ class Source:
         try:
             for i, text in enumerate(_parts(path, self.largest)):
                 self.read += len(text)
-                if path.suffix in (".html", ".htm") and not self._tags:
-                    self._tags = True
-                    logger.warning(
-                        "%s is read as it is, with its tags, and so are others like it: take their text out before if "
-                        "that is not wanted",
-                        path,
-                    )
+                self._say_if_it_has_tags(path)
                 if i == 0 and not self._is_new(text, name):  # a copy of another file, or of nothing
                     if alone:
                         raise ValueError(f"data.path={str(path)!r} is empty, or a copy of another")
@@ -246,6 +239,15 @@ class Source:
             where = "cannot be read" if ending or here else "does not exist here nor as a dataset by name"
             raise ValueError(f"data.path={place!r} {where} ({_line(error)})") from error
 
+    def _say_if_it_has_tags(self, path: Path) -> None:
+        if path.suffix in (".html", ".htm") and not self._tags:
+            self._tags = True
+            logger.warning(
+                "%s is read as it is, with its tags, and so are others like it: take their text out before if that is "
+                "not wanted",
+                path,
+            )
+
     def _skip(self, name: str) -> None:
         self.skipped += 1
         if len(self.first_skipped) < _NAMED:
@@ -277,6 +279,11 @@ def _is_saved_dataset(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (
         (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
     )
+
+
+def _how_to_make(root: Path) -> str:
+    """The command that would have made a folder that is not there; nothing of a file."""
+    return "" if root.suffix else f"; prepared text is made by: atlas data prepare TEXT --out {root}"
 
 
 def _size(path: Path) -> int:

@@ -117,13 +117,15 @@ class NeuralMemory(Stateful):
     def reset_parameters(self) -> None:
         """Let the projections begin together, so that a fresh layer recalls what it reads.
 
-        Keys begin as queries do, projection and convolution, ``key_lag`` tokens later: a token that comes back asks for
-        what was written when it was there before. Without a lag W_k begins at (W_q + W_k) / sqrt 2: a query that equals
-        the key of its own token would be answered with that token's value, and nothing older would be felt. What is
-        read is projected back as values were projected: W_o = W_v^T. The gate at the output begins at SiLU(
-        ``START_GATE``) on average: around zero every token would read with other signs. The other weights stay as they
-        are. From random projections a layer learns all this in many hundreds of steps (docs/learning.md). Ours; no
-        paper says how the projections begin.
+        Keys begin as queries do, projection and convolution, ``key_lag`` tokens later: a token that comes back asks
+        for what was written when it was there before. The oldest taps, which the shift pushes out, come back as those
+        of the current token, small and not zero: a document's first token, which has none before it, would otherwise
+        have the key 0, where the gradient of x / |x| has no bound. Without a lag W_k begins at (W_q + W_k) / sqrt 2: a
+        query that equals the key of its own token would be answered with that token's value, and nothing older would
+        be felt. What is read is projected back as values were projected: W_o = W_v^T. The gate at the output begins at
+        SiLU( ``START_GATE``) on average: around zero every token would read with other signs. The other weights stay
+        as they are. From random projections a layer learns all this in many hundreds of steps (docs/learning.md).
+        Ours; no paper says how the projections begin.
         """
         with torch.no_grad():
             (w_q, w_k, w_v), (taps_q, taps_k, _) = (

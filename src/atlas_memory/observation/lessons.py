@@ -40,7 +40,8 @@ class Lesson:
 
     def answers(self, *queries: Tensor) -> tuple[Tensor, ...]:
         """M_t(q_t): what the memory answers to each of some queries, ``[batch, heads, time, dim]``, right after the
-        write of each token, whenever the layer itself reads. One reading answers all, with as many times the rows."""
+        write of each token, whenever the layer itself reads; an answer of the same shape for each. One reading answers
+        all, with as many times the rows."""
         rule = self.rule.vary(window={"read": "after"})
 
         def again(t: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ class MemoryWatch(AtStepEnd):
         path: of ``memory.jsonl``; what it has is gone on from.
         every: steps between looks; 0: none.
         tokens_per_step: of training; a look reads half as many, and at most ``rows`` x ``length``.
+        interrupt: tells when the run is about to stop, so that its checkpoint is written before the look.
         webhook: an address that is told of alarms, as JSON with ``step``, ``run``, ``kind``, ``memory`` and ``text``.
     """
 
