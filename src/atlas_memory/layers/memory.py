@@ -123,7 +123,7 @@ class NeuralMemory(Stateful):
         have the key 0, where the gradient of x / |x| has no bound. Without a lag W_k begins at (W_q + W_k) / sqrt 2: a
         query that equals the key of its own token would be answered with that token's value, and nothing older would
         be felt. What is read is projected back as values were projected: W_o = W_v^T. The gate at the output begins at
-        SiLU( ``START_GATE``) on average: around zero every token would read with other signs. The other weights stay
+        SiLU(``START_GATE``) on average: around zero every token would read with other signs. The other weights stay
         as they are. From random projections a layer learns all this in many hundreds of steps (docs/learning.md).
         Ours; no paper says how the projections begin.
         """
