@@ -18,6 +18,7 @@ from atlas_memory.layers.gates import GateProjection
 from atlas_memory.training import load_config, train
 from atlas_memory.training.logs import read_log
 
+from .orders import WIDTH
 from .study import Study
 
 STEPS = 200
@@ -64,7 +65,7 @@ def raised(
 ) -> dict[str, float]:
     """See ``ALARMS``."""
     model, _, how = case.partition(": ")
-    given = ["model.preset=tiny", f"model.hidden_size={8 * dim}", *HEALTHY[model], "data.seq_len=128"]
+    given = ["model.preset=tiny", f"model.num_attention_heads={WIDTH // dim}", *HEALTHY[model], "data.seq_len=128"]
     given += ["train.batch_size=16", f"train.steps={2 if quick else steps}", f"train.watch_every={1 if quick else 100}"]
     given += [f"train.seed={seed}", "train.evaluate_every=0", "train.save_every=100000", "train.device=cpu"]
     given += [] if text is None else [f"data.path={text}"]
@@ -90,7 +91,7 @@ ALARMS = Study(
     "and the longest half-life of a head in tokens. Spoilt: eta pinned at 0, alpha at 1/2, or the memory's output "
     "scaled to 0.",
     cases=(*HEALTHY, *(f"{model}: {how}" for model in OF for how in SPOILT)),
-    widths=(16,),
+    widths=(64,),
     measure=raised,
     columns=("candidate", "alarms", "share", "branch", "moved by writing", "half-life", "seconds", "seeds", "revision"),
 )

@@ -18,7 +18,6 @@ from atlas_memory import set_execution
 from atlas_memory.data import Corpus, RandomCrops, Tokens, byte_tokenizer
 from atlas_memory.memory import RULES
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
-from atlas_memory.models.presets import PRESETS
 
 from .study import Study
 
@@ -26,14 +25,23 @@ BATCH, LENGTH, HELD_OUT = 16, 128, 1024
 PLACES = ((0, 128), (128, 512), (512, 1024))
 STEPS = 2500
 """Of 16 x 128 bytes: 5.1 million."""
+WIDTH, PARAMETERS = 128, 513_000
+"""Of every model; the second is what preset ``tiny`` has with its own rule."""
 
 
 def model(case: str, dim: int, **options: Any) -> AtlasForCausalLM:
     """Preset ``tiny`` with heads of ``dim``: the rule of that name, or a block without memory; ``options``: of
     ``AtlasConfig``."""
-    heads = PRESETS["tiny"].config["num_attention_heads"]
     kind = {"rule": case} if case in RULES else {"block": case}
-    return AtlasForCausalLM(AtlasConfig.preset("tiny", hidden_size=dim * heads, **kind, **options))
+    return AtlasForCausalLM(AtlasConfig.preset("tiny", num_attention_heads=WIDTH // dim, **kind, **options))
+
+
+def as_large(case: str, dim: int) -> AtlasForCausalLM:
+    """``model`` with MLPs as wide as makes it nearest to ``PARAMETERS``, so that what a memory holds in M_0 is paid
+    for."""
+    with torch.device("meta"):
+        narrow, wider = (model(case, dim, intermediate_size=width).num_parameters() for width in (8, 16))
+    return model(case, dim, intermediate_size=8 + max(0, round(8 * (PARAMETERS - narrow) / (wider - narrow))))
 
 
 def losses(net: AtlasForCausalLM, ids: Tensor) -> Tensor:
@@ -87,7 +95,7 @@ def bits(
     """See ``LANGUAGE``."""
     corpus, tokenizer = Corpus.load(text), byte_tokenizer()
     torch.manual_seed(seed)
-    net = model(case, dim)
+    net = as_large(case, dim)
     if compiled and case in RULES:
         set_execution(net, compiled=True)
     started = time.process_time()
@@ -100,12 +108,12 @@ def bits(
 
 LANGUAGE = Study(
     name="language",
-    shows="A byte model of preset tiny, trained by AdamW at 3e-3 on 16 random crops of 128 bytes a step, 2,500 steps "
-    "unless `--steps` says otherwise, of the standard library's source or of `--text`: bits a byte of the last 50 "
-    "steps, and of 128 stretches of 1,024 held-out bytes, each read in one piece, by place; and seconds of one core "
-    "for training.",
+    shows="A byte model of preset tiny, its MLPs as wide as makes 513,000 parameters with every rule, trained by AdamW "
+    "at 3e-3 on 16 random crops of 128 bytes a step, 2,500 steps unless `--steps` says otherwise, of the standard "
+    "library's source or of `--text`: bits a byte of the last 50 steps, and of 128 stretches of 1,024 held-out bytes, "
+    "each read in one piece, by place; and seconds of one core for training.",
     cases=("attention", "swa", *RULES),
-    widths=(16,),
+    widths=(64,),
     measure=bits,
     columns=(
         "candidate",

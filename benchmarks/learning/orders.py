@@ -24,7 +24,7 @@ from atlas_memory.training.runs import Run
 
 from .study import Study
 
-LENGTH, HELD_OUT, STREAMS, STEPS = 128, 8192, 24, 900
+WIDTH, LENGTH, HELD_OUT, STREAMS, STEPS = 128, 128, 8192, 24, 900
 TWICE = ((128, 0), (512, 0), (4096, 0), (512, 2048))
 """Characters of a passage that is read again, and of other text between."""
 WORDS = 4096  # tokens of the BPE that stands for data.tokenizer=words
@@ -70,7 +70,7 @@ def bits(case: str, dim: int, seed: int, quick: bool, text: str | None = None, s
 def trained(options: Sequence[str], dim: int, seed: int, quick: bool, text: str | None, steps: int) -> dict[str, float]:
     """What a model of bytes learns of a text in so many steps of 16 rows of 128 bytes, if ``options`` of `atlas train`
     do not say otherwise; one of words, with ``data.tokenizer=words``, reads tokens of a BPE of the same text."""
-    given = ["model.preset=tiny", f"model.hidden_size={8 * dim}", f"data.seq_len={LENGTH}"]
+    given = ["model.preset=tiny", f"model.num_attention_heads={WIDTH // dim}", f"data.seq_len={LENGTH}"]
     given += ["train.batch_size=16", f"train.steps={2 if quick else steps}", "train.warmup_steps=20"]
     given += [f"train.seed={seed}", "train.evaluate_every=0", "train.save_every=100000", "train.device=cpu"]
     given += [*options, *([] if text is None else [f"data.path={text}"])]
@@ -156,7 +156,7 @@ ORDERS_STUDY = Study(
     "against the same streams read with a memory of the last 64 to 128 bytes; and what a passage of so many bytes "
     "costs less when the one before was the same than when it was another, and when 2,048 bytes lie between.",
     cases=(*(f"{rule}: {order}" for rule in RULES for order in ORDERS), *BLOCKS),
-    widths=(16,),
+    widths=(64,),
     measure=bits,
     columns=COLUMNS,
 )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from .orders import BLOCKS, COLUMNS, STEPS, trained
 from .study import Study
 
-# Options of `atlas train` in the place of the first row's: titans on bytes in preset tiny, eight heads of 16, rows that
-# carry what they remember, 16 lanes.
+# Options of `atlas train` in the place of the first row's: titans on bytes in preset tiny, rows that carry what they
+# remember, 16 lanes.
 CHANGES = {
     "titans": (),
-    "heads of 32": ("model.num_attention_heads=4",),
-    "heads of 64": ("model.num_attention_heads=2",),
     "memory of 4 widths": ("model.rule_options.network.expansion=4",),
     "fading to zero": ("model.rule_options.retention.to_start=false",),
     "degree 2": ("model.rule_options.features={kind: Polynomial, degree: 2}",),
@@ -41,25 +39,17 @@ CHANGES = {
     ),
     "gates at a tenth": ("train.gate_rate=0.1",),
     "muon and gates at a tenth": ("train.optimizer=muon", "train.gate_rate=0.1"),
-    "gated-deltanet with heads of 32": ("model.rule=gated-deltanet", "model.num_attention_heads=4"),
-    "gated-deltanet with heads of 64": ("model.rule=gated-deltanet", "model.num_attention_heads=2"),
     "gated-deltanet with muon at 0.003": ("model.rule=gated-deltanet", "train.optimizer=muon"),
 }
-# The same of words: every rule with 8, 4, 2 and 1 heads, of 16, 32, 64 and 128.
+# The same of words.
 WORDS: dict[str, tuple[str, ...]] = {
-    f"words: {rule} {heads} head{'s' * (heads > 1)}": (f"model.rule={rule}", f"model.num_attention_heads={heads}")
-    for rule in ("titans", "gated-deltanet", "deltanet", "omeganet")
-    for heads in (8, 4, 2, 1)
+    f"words: {rule}": (f"model.rule={rule}",) for rule in ("titans", "gated-deltanet", "deltanet", "omeganet")
 }
+WORDS |= {f"words: gated-deltanet carry {n}": (*WORDS["words: gated-deltanet"], f"data.carry={n}") for n in (4, 16)}
 WORDS |= {
-    f"words: gated-deltanet 2 heads carry {n}": (*WORDS["words: gated-deltanet 2 heads"], f"data.carry={n}")
-    for n in (4, 16)
+    "words: sliding window": BLOCKS["swa: stream 16 lanes"],
+    "words: Transformer crops of 1024": BLOCKS["attention: crops of 1024"],
 }
-for name, options in (
-    ("sliding window", BLOCKS["swa: stream 16 lanes"]),
-    ("Transformer crops of 1024", BLOCKS["attention: crops of 1024"]),
-):
-    WORDS |= {f"words: {name}": options, f"words: {name} 2 heads": (*options, "model.num_attention_heads=2")}
 CHANGES |= {name: ("data.tokenizer=words", *options) for name, options in WORDS.items()}
 
 
@@ -76,7 +66,7 @@ RECIPE = Study(
     shows="The model of study orders with `titans` and 16 lanes, of bytes or words, with one thing changed: what is "
     "learned in 900 steps (or `--steps`) of 2,048 tokens, and what tokens older than 128 save.",
     cases=tuple(CHANGES),
-    widths=(16,),
+    widths=(64,),
     measure=worth,
     columns=COLUMNS,
 )

@@ -159,6 +159,19 @@ def test_preset_overrides_and_unknown_names() -> None:
         AtlasConfig.preset("tiny", with_=3)
 
 
+def test_memories_on_lifted_keys_have_more_and_narrower_heads() -> None:
+    def heads(preset: str, **options: Any) -> int:
+        return AtlasConfig.preset(preset, **options).num_attention_heads
+
+    assert [heads(name) for name in ("nano", "tiny", "mini")] == [1, 2, 4]
+    assert [heads(name, rule="atlas") for name in ("nano", "tiny", "mini")] == [2, 4, 8]
+    assert [heads("tiny", rule=rule) for rule in ("titans", "hope", "atlas-identity", "swdt", "ttt-mlp")] == [2] * 5
+    assert heads("tiny", rule="titans", rule_options={"features": {"kind": "Polynomial"}}) == 4
+    assert heads("tiny", rule="omeganet", num_attention_heads=2) == 2
+    assert heads("tiny", block="attention") == 2
+    assert heads("170m", rule="atlas") == heads("170m") == 16
+
+
 def test_the_rule_of_every_memory_is_the_configurations() -> None:
     config = AtlasConfig(
         hidden_size=16,

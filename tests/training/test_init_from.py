@@ -93,3 +93,16 @@ def test_empty_and_damaged_folders(tmp_path) -> None:
         train(settings(tmp_path, f"model.init_from={tmp_path / 'other'}"))
     with pytest.raises(ConfigError, match=r"model.init_from='': "):
         settings(tmp_path, 'model.init_from=""')
+
+
+def test_a_damaged_checkpoint_is_not_begun_with(tmp_path) -> None:
+    train(settings(tmp_path, "train.save_every=2"))
+    checkpoint = max((tmp_path / "run").glob("checkpoint-*"))
+    weights = checkpoint / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"model.init_from: the checkpoint '.*' is damaged \(model.safetensors is "):
+        train(settings(tmp_path / "next", f"model.init_from={checkpoint}"))
+    with pytest.raises(ValueError, match="is damaged"):
+        load_run(checkpoint)

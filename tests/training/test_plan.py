@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from atlas_memory.cli import main
 from atlas_memory.models import AtlasForCausalLM
 from atlas_memory.training import checks, load_config
-from atlas_memory.training.plan import plan
+from atlas_memory.training.plan import available, plan
 from atlas_memory.training.runs import load_run
 from atlas_memory.training.trainer import train
 
@@ -107,3 +107,14 @@ def test_a_run_that_will_not_fit_says_so(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(checks, "available", lambda config: 1000)
     assert main(["train", *overrides(tmp_path)]) == 0
     assert "warning: about 0 GB are needed and there are 0: lower train.batch_size" in capsys.readouterr().err
+
+
+def test_a_containers_limit_counts_as_memory(tmp_path, monkeypatch) -> None:
+    config = load_config(None, ["train.device=cpu"])
+    physical = available(config)
+    for text, expected in (("1000\n", 1000), ("max\n", physical), (f"{2 * physical}\n", physical)):
+        (tmp_path / "memory.max").write_text(text)
+        monkeypatch.setattr(
+            "atlas_memory.training.plan.CONTAINER_LIMITS", (tmp_path / "memory.max", tmp_path / "not there")
+        )
+        assert available(config) == expected

@@ -101,10 +101,14 @@ def _blocks() -> Table:
 def _sizes() -> Table:
     from atlas_memory.models.presets import PRESETS
 
-    sizes = Table("preset", "layers", "width", "heads", "peak rate", "about", title="Presets", box=SIMPLE)
+    sizes = Table("preset", "layers", "width", "heads", "lifted", "peak rate", "about", title="Presets", box=SIMPLE)
+    sizes.caption = "lifted: heads of a memory on lifted keys, as in atlas and omeganet"
     for key, preset in PRESETS.items():
-        shape = (preset.config[field] for field in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-        sizes.add_row(key, *map(str, shape), f"{preset.learning_rate:g}", preset.about)
+        layers, width, heads = (
+            preset.config[field] for field in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        )
+        lifted = preset.lifted_heads or heads
+        sizes.add_row(key, *map(str, (layers, width, heads, lifted)), f"{preset.learning_rate:g}", preset.about)
     return sizes
 
 

@@ -247,7 +247,8 @@ class AtlasConfig(PreTrainedConfig):
         `rule_options` are added to the preset's, option by option. With another `rule`, the preset's options apply as
         far as that rule has such fields and `rule_options` put no other kind in place, its window as far as that rule
         looks back, and its chunk unless the rule's is longer; with a `block` without memory, the preset's options of a
-        memory do not apply; block "hope" takes the rule "hope"; with a `hierarchy`, its `chunk_size` does not.
+        memory do not apply; block "hope" takes the rule "hope"; with a `hierarchy`, its `chunk_size` does not. A rule
+        on lifted keys takes the preset's `lifted_heads`.
 
         Raises:
             ValueError: No such preset, or a bad override.
@@ -280,7 +281,15 @@ class AtlasConfig(PreTrainedConfig):
             if given is None or well_formed:
                 merged = options | {part: options.get(part, {}) | changes for part, changes in chosen.items()}
                 values["rule_options"] = merged or None
-        return cls(**values)
+        config, heads = cls(**values), PRESETS[name].lifted_heads
+        if heads is None or "num_attention_heads" in overrides or not config._lifts_keys():
+            return config
+        return cls(**values | {"num_attention_heads": heads})
+
+    def _lifts_keys(self) -> bool:
+        """Whether a key has many more features than entries: degree 1 adds a single one."""
+        width = self.hidden_size // self.num_attention_heads
+        return self.memory_rule().features.size(width) > width + 1
 
     def _check_unknown(self, kwargs: dict[str, Any]) -> None:
         """Refuse unknown arguments, which transformers would keep as attributes that nothing reads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ SEEN = 128
 size needs as much for any others, and longer rows take longer."""
 OPTIMISER = {"adamw": 8, "muon": 8, "m3": 16}
 """Bytes of state a parameter, at most."""
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Where Linux says how many bytes a container may have, by version of its control groups."""
 LOGITS = 12
 """Bytes an entry: float32 logits, their softmax and their gradient. Under autocast it is 16."""
 
@@ -151,4 +154,6 @@ def available(config: RunConfig) -> int:
     """Bytes of memory of the device that a run takes, all in all."""
     if config.train.device != "cpu" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [file.read_text().strip() for file in CONTAINER_LIMITS if file.is_file()]
+    return min([there, *(int(limit) for limit in limits if limit.isdigit())])  # "max": no limit

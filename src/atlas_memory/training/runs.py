@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.training import sharded
-from atlas_memory.training.checkpoints import WEIGHTS, newest_checkpoint, newest_step, number, shapes
+from atlas_memory.training.checkpoints import DIGESTS, WEIGHTS, broken, newest_checkpoint, newest_step, number, shapes
 from atlas_memory.training.config import ConfigError, RunConfig, load_config, nearest
 from atlas_memory.training.finite import finite
 
@@ -150,6 +150,8 @@ def _newest_model(folder: Path) -> Path:
     """The folder itself, or its newest intact checkpoint where that is newer or all there is; ValueError if neither."""
     if not folder.is_dir():
         raise ValueError(f"no run at {str(folder)!r}: the folder does not exist")
+    if (folder / DIGESTS).is_file() and (reason := broken(folder)):
+        raise ValueError(f"the checkpoint {str(folder)!r} is damaged ({reason}): take another one")
     whole = (folder / WEIGHTS).is_file() or sharded.is_in(folder)
     if whole and newest_step(folder) <= saved_step(folder):
         return folder
