@@ -42,6 +42,11 @@ def _share(key: str) -> Callable[[Row], str]:
     return lambda row: f"{row[key]:.2f}"
 
 
+def _right(key: str) -> Callable[[Row], str]:
+    """The mean over the seeds and, where there are several, the worst of them in brackets."""
+    return lambda row: _share(key)(row) + (f" ({min(s[key] for s in row['seeds']):.2f})" if row["seeds"][1:] else "")
+
+
 def _value(key: str) -> Callable[[Row], str]:
     return lambda row: f"{row[key]:.2g}"
 
@@ -95,12 +100,12 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "growth": _value("growth"),
     **{f"gradient {n:,}" if n > 999 else f"gradient {n}": _value(f"gradient {n}") for n in (256, 1024, 4096)},
     **{
-        f"recall {n:,}" if n > 999 else f"recall {n}": _share(f"recall {n}")
+        f"recall {n:,}" if n > 999 else f"recall {n}": _right(f"recall {n}")
         for n in (128, 512, 1024, 2048, 4096, 16384)
     },
-    **{f"{n} pairs": _share(f"pairs {n}") for n in (16, 32, 64, 128)},
+    **{f"{n} pairs": _right(f"pairs {n}") for n in (16, 32, 64, 128)},
     **{f"{n} pairs held": _share(f"held {n}") for n in (16, 32, 64, 128)},
-    **{f"right, {step} steps": _share(f"copied {step}") for step in (50, 100, 200, 300)},
+    **{f"right, {step} steps": _right(f"copied {step}") for step in (50, 100, 200, 300)},
     "parameters": lambda row: f"{row['parameters']:,.0f}",
     "training": _bits("training"),
     **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "0-64", "512-1,024", *LATE)},
