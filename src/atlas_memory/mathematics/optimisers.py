@@ -116,7 +116,7 @@ class Muon(InnerOptimiser):
     precise: bool = True
     bounded: bool = True
     live: bool = True
-    limit: float = 0.25
+    limit: float = 1.0
     shows: bool = False
 
     has_momentum = True
