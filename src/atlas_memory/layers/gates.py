@@ -7,8 +7,8 @@ measurement (docs/learning.md):
 * theta: ``START_THETA``, whatever ``every`` is: theta acts once a step;
 * eta: in (0, 1), starting at ``START_ETA``, a share of a full write. Where steps are bare (``bounded=False``), it
   starts at that over the squared length of a lifted unit key. Bare steps of Muon have the length eta, whatever the
-  gradient: there eta is at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most about 1,
-  and it starts at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser);
+  gradient: there eta is at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most
+  about 1, and it starts at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser);
 * delta: a softplus, starting where the bias says;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 
