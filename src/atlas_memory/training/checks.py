@@ -75,8 +75,8 @@ def warn_of_memory(config: RunConfig, architecture: AtlasConfig, console: Consol
 
 
 def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
-    """ConfigError unless the folder is new, empty or of a run that was never trained, or holds the run of `config` where
-    that is to be resumed."""
+    """ConfigError unless the folder is new, empty or of a run that failed in its first step; or, where a run is to be
+    resumed, holds that of `config`."""
     if os.path.exists(folder) and not folder.is_dir():
         raise ConfigError(f"output_dir={str(folder)!r} is a file: choose another")
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
