@@ -228,6 +228,17 @@ def test_a_retention(retention, message):
         replace(RULES["titans"], retention=retention)
 
 
+def test_what_is_inherited_is_no_field(monkeypatch):
+    monkeypatch.setitem(KINDS, "optimiser", (*KINDS["optimiser"], Plain))
+    rule = RULES["titans"].vary(optimiser={"kind": "Plain"})
+    with pytest.raises(
+        ValueError, match="Plain has no field 'bounded'; it has no fields: Plain inherits bounded; declare"
+    ):
+        rule.vary(optimiser={"bounded": False})
+    with pytest.raises(ValueError, match=r"Momentum has no field 'every'; its fields are bounded, live$"):
+        RULES["titans"].vary(optimiser={"every": 4})
+
+
 def test_only_what_does_not_read_entries_goes_with_endless_features():
     """There a memory has a column a key, and the sign of a column's numbers is not that of the matrix's entries."""
     for known in (

@@ -60,7 +60,12 @@ def _check_kind_of_value(name: str, value: Any, present: Any) -> None:
 
 @dataclass(frozen=True)
 class Rule:
-    """How keys are lifted, what learns, what it minimises, what it keeps, how it steps, and over which window."""
+    """How keys are lifted, what learns, what it minimises, what it keeps, how it steps, and over which window.
+
+    Raises:
+        ValueError: a part that is no instance of a dataclass, parts that do not go together, or a bias, an optimiser or
+            a retention of your own that the forms cannot go on with (contracts.py).
+    """
 
     features: FeatureMap = field(default_factory=Polynomial)
     network: Network = field(default_factory=MLP)
@@ -147,7 +152,8 @@ class Rule:
             for option, value in options.items():
                 if option not in allowed:
                     has = f"its fields are {', '.join(allowed)}" if allowed else "it has no fields"
-                    has += "; declare it as a field of the class" if hasattr(part, str(option)) else ""
+                    if type(part) not in OURS[name] and hasattr(part, str(option)):
+                        has += f": {type(part).__name__} inherits {option}; declare it in the class, with its type"
                     raise ValueError(f"{name} {type(part).__name__} has no field {option!r}; {has}")
                 _check_kind_of_value(f"{name} {type(part).__name__} {option}", value, getattr(part, option))
             changed[name] = replace(part, **options)
