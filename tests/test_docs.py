@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from atlas_memory.forms.cost import multiply_adds, state_bytes
-from atlas_memory.memory import RULES
+from atlas_memory.layers.blocks import BLOCKS
+from atlas_memory.memory import KINDS, RULES
 from atlas_memory.training.config import RunConfig, keys
 
 ROOT = Path(__file__).parents[1]
@@ -27,13 +28,14 @@ def named(page: Path) -> str:
 def test_examples_run(page: Path, tmp_path, monkeypatch) -> None:
     """All examples of a page in one namespace, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    rows = dict(RULES)
+    registered = [(table, dict(table)) for table in (RULES, BLOCKS, KINDS)]
     torch.manual_seed(0)
     try:
         exec(compile("\n".join(blocks(page)), str(page), "exec"), {"__name__": "page"})
     finally:
-        RULES.clear()
-        RULES.update(rows)
+        for table, before in registered:
+            table.clear()
+            table.update(before)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from atlas_memory import RULES, AtlasConfig, AtlasForCausalLM, NeuralMemory
+from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import Muon, Rule
 
 VOCAB, TIME, BATCH = 16, 16, 32
@@ -28,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "attention": {"block": "attention"},
     "continuum": {"block": "attention", "continuum_periods": [1, 4]},
 }
+MODELS |= {block: {"block": block} for block in BLOCKS if block not in {m.get("block", "lmm") for m in MODELS.values()}}
 
 
 def narrow(rule: str) -> dict[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ from .mathematics.retention import (
     Softmax,
 )
 from .mathematics.rules import KINDS, RULES, Params, Rule, resolve_rule
-from .mathematics.state import MemoryState, initial_state
+from .mathematics.state import MemoryState, State, initial_state
 from .mathematics.step import InnerOptimiser
 from .mathematics.windows import Window
 
@@ -71,6 +71,7 @@ __all__ = [
     "Sigmoid",
     "Softmax",
     "Spaces",
+    "State",
     "Window",
     "chunkwise",
     "compile_options",

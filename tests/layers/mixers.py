@@ -37,11 +37,17 @@ MIXERS: dict[str, tuple[str, str, int]] = {
     "swa": ("swa", "", 0),
     "attention": ("attention", "", 0),
 }
+# A block that no row names, such as one that a contributor registers, is tested as it is made.
+OWN = {block: (block, "titans" if kind.memory else "", 0) for block, kind in BLOCKS.items()}
+OWN = {name: row for name, row in OWN.items() if name not in {block for block, _, _ in MIXERS.values()}}
+MIXERS |= OWN
 
 
 def grows(name: str) -> bool:
     """Whether the state grows with the tokens read: full attention's, and the exact exponential kernel's."""
     _, rule, _ = MIXERS[name]
+    if name in OWN and any(getattr(module, "grows", False) for module in build(name).modules()):
+        return True
     return name == "attention" or (rule != "" and isinstance(RULES[rule].features, Exponential))
 
 

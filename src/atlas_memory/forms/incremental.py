@@ -145,8 +145,8 @@ def _lesson(rule: Rule, params: Params, k: Tensor, v: Tensor, gate: CompleteGate
         if rule.live:
             error = error + response[..., None] * _moved(rule, params, at_frozen, state)
         if rule.optimiser.bounded:
-            whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
-            sizes = tuple((whole * x).sum(-1) for x in rule.sizes(frozen, at_frozen, response, params))
+            full = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
+            sizes = tuple((full * x).sum(-1) for x in rule.sizes(frozen, at_frozen, response, params))
     return _Lesson(k, v, at_frozen, network.back(frozen, at_frozen, gamma[..., None] * error), sizes, gamma)
 
 

@@ -1,7 +1,8 @@
 """Residual blocks: a mixer over time, then a SwiGLU MLP over channels.
 
-A mixer is a module with `y, state = mixer(x, state, mask)`, x and y `[batch, time, dim]`, whose state has
-`map(fn)`, every tensor of it with the batch first. `BLOCKS` names the mixers: a new one is a class and one line there.
+A mixer is a `Stateful` module with `y, state = mixer(x, state, mask)`, x and y `[batch, time, dim]`. Its state is a
+`State`, a frozen dataclass of tensors with the batch first in each. `BLOCKS` names the mixers: a new one is a class and
+one line there.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,10 +64,12 @@ class Mixer:
     """How to make a mixer, `make(dim, heads, **options)`, and which options it takes.
 
     Attributes:
-        make: The mixer's class or function.
-        memory: Has a memory: takes `persistent_tokens`, `eps` and the arguments of `NeuralMemory`.
-        window: Takes `attention_window`.
-        lag: Its keys may begin behind its values (`key_lag`).
+        make: The mixer's class, or a function that makes one.
+        memory: Whether it has a memory, and takes `persistent_tokens`, `eps` and the arguments of `NeuralMemory`.
+        window: Whether it takes `attention_window`.
+        lag: Whether the keys of its memory may begin some tokens behind its values. If so, and there is a memory, it is
+            given `key_lag=1` where a configuration leaves `key_lag` out, as a language model needs; `NeuralMemory`
+            alone begins with 0. Without a memory it says nothing.
     """
 
     make: Callable[..., nn.Module]
@@ -84,6 +87,41 @@ BLOCKS: dict[str, Mixer] = {
     "swa": Mixer(sliding_window, memory=False, lag=False),
     "attention": Mixer(FullAttention, memory=False, window=False, lag=False),
 }
+
+
+def check_blocks() -> None:
+    """Raise ValueError unless every entry of `BLOCKS` is a `Mixer`."""
+    for name, kind in BLOCKS.items():
+        if not isinstance(kind, Mixer):
+            raise ValueError(
+                f"BLOCKS[{name!r}] must be a Mixer, got {kind!r}: BLOCKS[{name!r}] = Mixer(...), which says "
+                "what options it takes"
+            )
+
+
+def made(name: str, dim: int, heads: int, **options: Any) -> Stateful:
+    """The mixer of that name for tokens of width `dim`, as `BLOCKS` makes it.
+
+    Raises:
+        ValueError: It refuses the options, or what is made is no mixer.
+    """
+    kind = BLOCKS[name]
+    try:
+        mixer = kind.make(dim, heads, **options)
+    except TypeError as error:
+        raise ValueError(
+            f"it could not be made with the options {', '.join(options) or '(none)'}: {error}. Its Mixer says which "
+            f"options it takes: memory={kind.memory}, window={kind.window}"
+        ) from error
+    what = type(mixer).__name__
+    if not isinstance(mixer, Stateful):
+        raise ValueError(
+            f"{what} must derive from Stateful (atlas_memory.layers.stateful), which has the initial_state that "
+            "carried states begin with, and return a State beside y"
+        )
+    if getattr(mixer, "dim", None) != dim:
+        raise ValueError(f"{what} must set self.dim to the width that it is made for, {dim}")
+    return mixer
 
 
 class MemoryBlock(nn.Module):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mathematics.state import State
+from .stateful import Stateful
 
 
 @dataclass(frozen=True)
@@ -165,13 +166,34 @@ def _alike(length: Tensor) -> list[Tensor]:
     return groups
 
 
+def _read(layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, options: dict[str, Any]) -> tuple[Tensor, Any]:
+    """`layer(x, state, mask, **options)`.
+
+    Raises:
+        ValueError: the layer returns something else than y, shaped as x, and a state; one that is not `Stateful` may
+            return anything as its state.
+    """
+    found, name = layer(x, state, mask, **options), type(layer).__name__
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ValueError(f"{name} must return (y, state) for each call, got a {type(found).__name__}")
+    y, after = found
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        got = list(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
+        raise ValueError(f"{name} must return y [batch, time, dim] as x is, {list(x.shape)}; got {got}")
+    if isinstance(layer, Stateful) and not isinstance(after, State):
+        raise ValueError(
+            f"{name} must return a State beside y, got a {type(after).__name__}: make it a frozen dataclass of "
+            "tensors, the batch first in each, that derives from State (atlas_memory.memory)"
+        )
+    return y, after
+
+
 def read_documents(
     layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, starts: Tensor | Documents | None, **options: Any
 ) -> tuple[Tensor, Any]:
     """`layer(x, state, mask, **options)` with every document a sequence of its own; starts as in `Documents.of`."""
     documents = Documents.of(starts, x, layer)
     if documents is None:
-        y, after = layer(x, state, mask, **options)
-        return y, after
-    read = [layer(g.split(x), g.begin(layer, x, state), g.mask(mask), **options) for g in documents.groups]
+        return _read(layer, x, state, mask, options)
+    read = [_read(layer, g.split(x), g.begin(layer, x, state), g.mask(mask), options) for g in documents.groups]
     return documents.join([y for y, _ in read]), documents.end([after for _, after in read])

@@ -4,12 +4,11 @@ Each is a sigmoid of an affine map of x, one a head (and, for gamma, one a place
 measurement (docs/learning.md):
 
 * alpha: heads forget at different rates, with half-lives spread evenly in logarithm over ``HALF_LIVES`` tokens;
-* theta: ``START_THETA``; where a step is taken every r tokens its r-th root, so that from one step to the next as much
-  is left;
-* eta: in (0, 1), starting at ``START_ETA``, a share of a full write; where steps are bare (``bounded=False``), at that
-  over the squared length of a lifted unit key. For the printed Muon (``bounded=False``) at most
-  ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most about 1, starting at a quarter
-  of that;
+* theta: ``START_THETA``, whatever ``every`` is: theta acts once a step;
+* eta: in (0, 1), starting at ``START_ETA``, a share of a full write. Where steps are bare (``bounded=False``), it
+  starts at that over the squared length of a lifted unit key. Bare steps of Muon have the length eta, whatever the
+  gradient: there eta is at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most
+  about 1, and it starts at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser);
 * delta: a softplus, starting where the bias says;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 
@@ -39,10 +38,10 @@ class GateProjection(nn.Module):
         heads: memory heads.
         rule: decides which gates there are, and the largest step.
         rank: make eta and alpha channel-wise, through a map dim -> rank -> dim each (Miras section 5.4: 32 or 64).
-            None: one a head. Muon takes none.
+            None: one a head. An optimiser that mixes the rows of a matrix, such as Muon, takes none.
 
     Raises:
-        ValueError: a rank below 1, or one for Muon.
+        ValueError: a rank below 1, or one for such an optimiser.
     """
 
     def __init__(self, dim: int, heads: int, rule: Rule, rank: int | None = None) -> None:
@@ -50,16 +49,14 @@ class GateProjection(nn.Module):
         self.heads, self.dim = heads, dim
         if rank is not None and rank < 1:
             raise ValueError(f"gate_rank must be >= 1, got {rank}")
-        if rank is not None and rule.optimiser.whole:
+        if rank is not None and rule.optimiser.mixes_rows:
             raise ValueError(
-                f"gate_rank={rank} makes gates channel-wise, but Muon steps whole matrices: drop it, or take another "
-                "optimiser"
+                f"gate_rank={rank} makes gates channel-wise, but {type(rule.optimiser).__name__} mixes the rows of a "
+                "matrix in its steps: drop it, or take another optimiser"
             )
         self.window = rule.window.size
         self.max_eta = rule.optimiser.largest_step(rule.every, rule.window.chunk)
-        self.start_eta = (
-            START_ETA if rule.optimiser.bounded else 0.25 if rule.optimiser.whole else self._bare(rule, dim)
-        )
+        self.start_eta = START_ETA if rule.optimiser.bounded else rule.optimiser.bare_eta or self._bare(rule, dim)
         channels = ["eta"] + ["alpha"] * rule.retention.gated
         self.start_delta = rule.bias.start_delta(dim // heads)
         others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta
@@ -74,7 +71,7 @@ class GateProjection(nn.Module):
         self.reset_parameters()
 
     def _bare(self, rule: Rule, dim: int) -> float:
-        """Of a bare step, which writes |phi(k)|^2 times eta under a key."""
+        """Where eta starts for a bare step that writes |phi(k)|^2 times eta under a key."""
         with torch.device("cpu"):
             key = torch.full((dim // self.heads,), (dim // self.heads) ** -0.5)
             return START_ETA / max(1.0, float(rule.features.squared_norm(key)))

@@ -18,15 +18,19 @@ FORMAT = "atlas-memory state, 1"
 
 
 class Stateful(nn.Module):
-    """A layer ``y, state = layer(x, state)``."""
+    """A layer ``y, state = layer(x, state)``, whose state is a ``State``: a frozen dataclass of tensors, the batch
+    first in each. It must read x of no tokens, ``[batch, 0, dim]``, of which ``initial_state`` is made."""
 
     dim: int
+    """Width of x; a layer sets it."""
     grows = False
     """Whether the state is longer the more has been read."""
 
     def empty(self, batch: int) -> tuple[Any, ...]:
-        """Inputs of no tokens for ``batch`` sequences, in the dtype and on the device of the layer's parameters."""
-        return (next(self.parameters()).new_zeros(batch, 0, self.dim),)
+        """Inputs of no tokens for ``batch`` sequences, in the dtype and on the device of the layer's parameters; in
+        the default ones where it has none."""
+        like = next(self.parameters(), torch.zeros(()))  # a layer may have none
+        return (like.new_zeros(batch, 0, self.dim),)
 
     def check_x(self, x: Tensor, weight: Tensor) -> None:
         """Raise ValueError unless x is ``[batch, time, dim]`` and can be multiplied by ``weight``."""

@@ -1,11 +1,9 @@
 """Attentional bias: the inner loss l(M; k, v) that the memory minimises while it reads (Miras's name for it).
 
-A bias is a function of the prediction M(phi(k)) and the value v alone. It gives its value (what the definition
-differentiates), its derivative with respect to the prediction (what the fast forms back-propagate), and a curvature: a
-bound on the Hessian with respect to the prediction, or where that does not exist on |derivative| / |error|, which is
-what bounds a step (step.py). The derivative of one that ``is_linear`` does not depend on the prediction. Biases
-with ``has_delta`` read one more number a token, the gate delta, which reaches them as one more entry of the value:
-``v`` is then ``[..., dim + 1]``.
+A bias is a function of the prediction M(phi(k)) and the value v alone. ``Bias`` says which three methods it has. They
+and their gradients must be finite where the error is zero: padding has no error, and one number there that is not
+finite would spoil a whole chunk. So |e| is smoothed (``SMOOTH``) in the biases here. All of this is tried when a rule
+is made (contracts.py).
 """
 
 from __future__ import annotations
@@ -23,10 +21,30 @@ FAR = 1e9
 
 
 class Bias:
-    """What attentional biases share: they read no gate of their own, and their errors depend on what is answered."""
+    """What attentional biases share; one of your own is a frozen dataclass with the first three methods.
+
+    ``...`` are the dimensions in front, such as ``[batch, heads, time]``; the dtype is float32 or float64, and is kept.
+    """
 
     has_delta = False
+    """Whether a gate delta is read, one more number a token: the last entry of ``v``, then ``[..., dim + 1]``."""
     is_linear = False
+    """Whether the derivative does not depend on the prediction. Then nothing that a chunk has written changes its
+    errors."""
+
+    def value(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """The loss of each token, summed over its coordinates: ``[..., dim], [..., dim] -> [...]``. The definition
+        takes its gradient by autograd."""
+        raise NotImplementedError(f"{type(self).__name__} has no method value(prediction, v)")
+
+    def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """The derivative of ``value`` by the prediction, ``[..., dim]``, which the fast forms send back."""
+        raise NotImplementedError(f"{type(self).__name__} has no method derivative(prediction, v)")
+
+    def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
+        """A bound on the second derivative by the prediction (the largest eigenvalue), one number a token, ``[...]``;
+        or where that has no bound, one on |derivative| / |error|. It bounds the step (step.py)."""
+        raise NotImplementedError(f"{type(self).__name__} has no method curvature(prediction, v)")
 
     def start_delta(self, dim: int) -> float:
         """Where the gate delta starts, for heads of ``dim``."""

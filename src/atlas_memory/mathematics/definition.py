@@ -4,11 +4,12 @@ With c the window, b the chunk, M_t the memory after token t and M_f the memory 
 
     l_t(M) = sum_{i = t-c+1..t} gamma_i^(t) bias(M(phi(k_i)), v_i)                  (ATLAS Eq. 9)
     g_t    = grad l_t at M_f, errors at what the last matrix answers now            (ATLAS Eqs. 15-16; step.py)
-    S_t    = theta_t S_{t-1} + a_t g_t                                              (ATLAS Eqs. 33 and 57)
-    M_t    = alpha_t M_{t-1} - e_t O(S_t)                                           (ATLAS Eqs. 32 and 58)
+    S_t    = theta_t S_{t-1} + a_t g_t                                              (ATLAS Eqs. 33 and 58)
+    M_t    = alpha_t M_{t-1} - e_t O(S_t)                                           (ATLAS Eqs. 32 and 57)
     y_t    = M_t(phi(q_t))                                                          (or as Window.read says)
 
-with a_t, e_t and O as optimisers.py lists them, and M_0 for what alpha takes away where the retention says so. How
+with a_t, e_t and O as optimisers.py lists them, and M_0 for what alpha takes away where the retention says so. That a_t
+and e_t are bounded, and errors live, is the library's: ``bounded=False`` and ``live=False`` are what is printed. How
 S_t becomes a step is said by the optimiser's ``step``, how the old memory and the step make the new one by the
 retention's ``keep``. Read it as one sequence and one head: the dimensions ``[batch, heads]`` that come before those of
 a token or a matrix are carried along. ``recurrent`` (recurrent.py) takes any batch here.
@@ -62,16 +63,16 @@ def definition(
         response = rule.response(at_frozen, v[..., window, :], params)  # r_t of step.py: how fast an error grows
         g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # Eqs. 9 and 16
         sizes = rule.sizes(frozen, at_frozen, response, params)
-        whole = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # a small gamma is no long step
+        full = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # gamma_t must not lengthen steps
         alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
         for i, m in enumerate(memory):
-            size = (whole * sizes[i]).sum(-1) if optimiser.bounded else None
+            size = (full * sizes[i]).sum(-1) if optimiser.bounded else None
             rates = optimiser.rates(gate.theta, gate.eta, size, rule.every, b)
             rates = rates if follows else rates._replace(theta=torch.ones_like(gate.theta))
             at = At(*rates, alpha, gamma[..., -1], model.under(i, at_frozen, now))
-            sums, step = optimiser.step(m.sums, m.weights, g[i], at)  # Eqs. 33 and 57; where every = 1, Eq. 40
+            sums, step = optimiser.step(m.sums, m.weights, g[i], at)  # Eqs. 33 and 58; where every = 1, Eq. 40
             step = step if due else torch.zeros_like(step)
-            kept = rule.retention.keep(model.old(i, m), step, alpha, first, last)  # Eqs. 32 and 58
+            kept = rule.retention.keep(model.old(i, m), step, alpha, first, last)  # Eqs. 32 and 57
             after.append(optimiser.shown(sums, kept.weights, due))
             settled, sums = (kept.settled, optimiser.turn(sums)) if last else (m.frozen, sums)
             memory = [*memory[:i], Matrix(kept.weights, settled, sums, kept.dual), *memory[i + 1 :]]

@@ -16,7 +16,8 @@ class Gates:
 
     Attributes:
         eta: step size >= 0, ``[batch, heads, time]``; or channel-wise, ``[batch, heads, time, dim]``: diag(eta) from
-            the left, each channel serving rows / dim adjoining rows of a matrix (Miras section 5.4). Not for Muon.
+            the left, each channel serving rows / dim adjoining rows of a matrix (Miras section 5.4). Not for Muon,
+            whose steps mix rows.
         alpha: retention in [0, 1], shaped as eta may be; multiplies the old memory. None: 1.
         theta: momentum decay in [0, 1], ``[batch, heads, time]``. None: 0. Read by momentum and Muon.
         gamma: window gates in [0, 1], ``[batch, heads, time, c]``; entry j of token t weighs token t - j. None: 1.

@@ -6,13 +6,16 @@ All are instances of one recurrence, per matrix, with g_t the gradient of the wi
 
     gradient descent   theta = 0, a = 1,   e = s,    O = identity            (ATLAS Eq. 10, 19; DeltaNet)
     momentum           theta,     a = s,   e = 1,    O = identity            (ATLAS Eqs. 12-13; Titans Eqs. 13-14)
-    Muon               theta,     a = s,   e = 1,    O = Newton-Schulz of [S, L I]  (ATLAS Eqs. 57-58; see there)
-    delta              theta = 0, a = 1,   e = s,    O = identity, and -e_t W_{t-1} f_t f_t^T besides  (see there)
+    Muon               theta,     a = s,   e = 1,    O = Newton-Schulz of [S, L I]  (ATLAS Eqs. 57-58; see ``Muon``)
+    delta              theta = 0, a = 1,   e = s,    O = identity, and a step of -e_t W_{t-1} f_t f_t^T besides
+                                                     (see ``DeltaGradientDescent``)
 
-S accumulates plus the gradient and W subtracts: ATLAS's Table 1 prints an ascent. Letters: eta is the step size and
-theta the momentum decay, as in ATLAS; Titans swaps the two.
+What is written is added to S and subtracted from W; ATLAS's Table 1 prints signs that would climb. eta is the step size
+and theta the decay of the momentum, as in ATLAS; Titans has the two letters the other way round.
 
-Where gradients are taken, and how s bounds a step: step.py.
+Two things are the library's and no paper's: the step size s_t is bounded by what the step changes, and the errors in
+g_t are taken at what the last matrix answers now. ``bounded=False`` is the printed s_t = eta_t, and ``live=False`` the
+printed gradient at the frozen memory. step.py says how both are done.
 """
 
 from __future__ import annotations
@@ -44,12 +47,13 @@ class DeltaGradientDescent(InnerOptimiser):
     """W_t = W_{t-1} (alpha_t I - s_t f_t f_t^T) - s_t g_t, with f_t the matrix's input and g_t its gradient: what stood
     under the key is taken out before the new is written (Nested Learning, Eqs. 57 and 88).
 
-    The first factor acts on the memory as it is now, not on the frozen one: with the dot-product bias, where
-    g_t = -v_t k_t^T, this is the delta rule to the letter at any chunk size. ``after_decay`` takes out of what alpha
-    left, W_{t-1} alpha_t (I - s_t f_t f_t^T): Gated DeltaNet's order. For windows of one token.
+    The first factor acts on the memory as it is now, not on the frozen one. With the dot-product bias, where
+    g_t = -v_t k_t^T, this is therefore the delta rule to the letter at any chunk size. With ``after_decay`` the part
+    that is taken out is one of what alpha has left, W_{t-1} alpha_t (I - s_t f_t f_t^T), as in Gated DeltaNet. Only for
+    windows of one token.
 
-    ``bounded``: lambda has |f_t|^2 besides, for what is taken out; otherwise s = eta, which unit keys keep stable up to
-    eta = 2 where g does not depend on the memory.
+    Where steps are ``bounded``, |f_t|^2 is added to lambda (step.py) for what is taken out. Otherwise s = eta; with
+    unit keys that is stable up to eta = 2, as long as g does not depend on the memory.
     """
 
     bounded: bool = True
@@ -79,36 +83,45 @@ class Momentum(InnerOptimiser):
         return (s,), s
 
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
-        """As for all; bounded, with 1 - theta besides."""
+        """theta, a = s and e = 1; where steps are bounded, s is multiplied by 1 - theta."""
         step = over(eta, None if size is None else size / (1.0 - theta).clamp_min(1e-6))
         return Rates(theta, step, torch.ones_like(eta))
 
 
 @dataclass(frozen=True)
 class Muon(InnerOptimiser):
-    """S_t = theta_t S_{t-1} + g_t;  W_t = alpha_t W_{t-1} - eta_t NS_steps(S_t), a matrix at a time, is what ATLAS
-    prints in Eqs. 32-33, and ``bounded=False`` here. Its step has length eta whatever is left to learn: where that is
-    little its direction is chaos, outer gradients grow with every step, and nothing but eta can keep a token from being
-    written.
+    """Momentum whose steps are orthogonalised, a matrix at a time.
 
-    ``bounded``, the default, has eta inside, as the paper's Eqs. 57-58 have, within the bounded step s (step.py), and a
-    floor under the singular values of S: [S, L I] is orthogonalised in place of S,
+    ATLAS prints S_t = theta_t S_{t-1} + g_t (Eq. 33) and W_t = alpha_t W_{t-1} - eta_t NS_steps(S_t) (Eq. 32). That is
+    ``Muon(bounded=False)`` here. Its step has the length eta however little is left to learn. Where that is little, the
+    direction of the step is chaos: outer gradients grow with every step, and nothing but eta can keep a token from
+    being written.
+
+    ``bounded``, the default, has eta inside S, as the paper's second form has it (S_t in Eq. 58, W_t in Eq. 57). Two
+    things are added to that form by the library. eta becomes the bounded step size s_t (step.py), and S gets a floor
+    under its singular values, since [S, L I] is orthogonalised in place of S:
 
         S_t = theta_t S_{t-1} + s_t g_t,     W_t = alpha_t W_{t-1} - (S_t S_t^T / L^2 + I)^(-1/2) S_t,
 
-    with L the ``limit`` times the root of a matrix's rows: the length of a vector of entries of size 1. A singular
-    value of S that is small against L is written as it is, as by momentum; one that is large comes to L. (Where the
-    largest is tens of L, five steps do not converge, and small ones are written smaller.)
+    L is ``limit`` times the square root of the number of rows of the matrix, which is ``limit`` times the length of a
+    column with entries of size 1. A singular value of S that is small against L is written as it is, as by momentum;
+    one that is large comes to L. (Where the largest is tens of L, five steps do not converge, and small ones are
+    written smaller than they are.)
 
-    ``every = r``, a divisor of the chunk, applies the step only at tokens r - 1, 2r - 1, ... of the sequence.
-    ``every = 1`` is the paper's Eq. 40, Newton-Schulz after every token; None is once a chunk, at its end, what LaCT
-    does. ``shows``: what waits for its step answers meanwhile, as if it were written as it is: what is read is
-    W_t - S_t, and W_t after a step.
+    With ``every = r``, a divisor of the chunk, the step is taken only at tokens r - 1, 2r - 1, ... of the sequence.
+    ``every = 1`` is the paper's Eq. 40, Newton-Schulz after every token. None takes one step a chunk, at its end, as
+    LaCT does. With ``shows``, what waits in S for its step answers meanwhile, as if it were written without being
+    orthogonalised: W_t - S_t is read, and W_t just after a step.
 
-    ``precise``, for ``bounded=False``, works float32 inputs in float64 within a call. The printed Newton-Schulz
-    multiplies small directions of S by up to 3.4445^5 = 485, rounding errors among them, so in float32 two exact forms
-    differ by 1e-5 to 1e-3 of their output: noise that training does not feel (``precise=False`` is up to three times
-    faster on a CPU), but reproduction does. Bounded steps make nothing larger, and need no more than float32.
+    ``precise`` is for ``bounded=False``: float32 inputs are then computed in float64 within a call. The printed
+    Newton-Schulz multiplies small directions of S by up to 3.4445^5 = 485, and rounding errors with them. In float32
+    two exact forms therefore differ by 1e-5 to 1e-3 of their output. Training does not feel that, and ``precise=False``
+    is up to three times as fast on a CPU; but two runs could not be compared to the last digits. Bounded steps make
+    nothing larger, and need no more than float32.
+
+    Raises:
+        ValueError: ``steps`` or ``every`` below 1 or not whole, a ``limit`` that is not above 0, or ``shows`` where
+            steps are not bounded.
     """
 
     steps: int = 5
@@ -120,8 +133,8 @@ class Muon(InnerOptimiser):
     shows: bool = False
 
     has_momentum = True
-    waits = True
-    whole = True
+    mixes_rows = True
+    bare_eta = 0.25
 
     def __post_init__(self) -> None:
         for name in ("steps", "every"):
@@ -144,7 +157,7 @@ class Muon(InnerOptimiser):
         return self.live and self.bounded
 
     def sums(self, live: bool) -> int:
-        """S; and where errors are live what the chunk's gradients would have changed by plain steps."""
+        """S, and where errors are live also D, what the chunk's gradients would have changed by plain steps."""
         return 2 if live else 1
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
@@ -169,7 +182,7 @@ class Muon(InnerOptimiser):
         return (sums[0], *map(torch.zeros_like, sums[1:]))
 
     def shown(self, sums: Sums, weights: Tensor, stepped: Tensor | bool) -> Tensor:
-        """W_t, or with ``shows`` W_t - S_t, but where a step has been taken."""
+        """W_t; or with ``shows`` W_t - S_t, except just after a step."""
         return pick(stepped, weights, weights - sums[0]) if self.shows else weights
 
     def written(self, sums: Sums, weights: Tensor, frozen: Tensor) -> Tensor:
@@ -177,11 +190,12 @@ class Muon(InnerOptimiser):
         return -sums[-1]
 
     def largest_step(self, every: int, chunk: int) -> float:
-        """Bare steps have the length eta each: those of a chunk then add up to at most about 1."""
+        """1. Where steps are not bounded, each is as long as eta, and those of a chunk may add up to 1."""
         return 1.0 if self.bounded else min(1.0, every / chunk)
 
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
-        """As for the others. Bounded, eta weighs what goes into S; else it is the length of what comes out."""
+        """Bounded: theta, a = s (1 - theta) and e = 1, so that eta weighs what goes into S. Otherwise a = 1, and e is
+        eta, which is the length of what comes out."""
         if size is None:
             return Rates(theta, torch.ones_like(eta), eta)
         plain = over(eta, size) if self.sees else over(eta, size) / chunk

@@ -124,7 +124,7 @@ def check_inputs(
         )
     gates.check(q, rule.window.size)
     channels = gates.eta.dim() == 4 or (gates.alpha is not None and gates.alpha.dim() == 4)
-    if channels and rule.optimiser.whole:
+    if channels and rule.optimiser.mixes_rows:
         raise ValueError(
             f"{type(rule.optimiser).__name__} takes one eta and alpha a token and head; give gates of shape "
             "[batch, heads, time]"

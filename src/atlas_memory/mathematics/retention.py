@@ -79,7 +79,7 @@ class AnyRetention:
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
         """W_0 and A_0 of a matrix, from its learned M_0; None: there is no A."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} derives from neither LinearRetention nor NonLinearRetention")
 
     def home(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """What W and A fade to, given M_0; None for zero."""
@@ -150,7 +150,7 @@ class NonLinearRetention(AnyRetention):
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """The exact W from A, the chunk's first memory and the learned M_0; ``[..., rows, columns]`` each."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method settle(a, frozen, initial)")
 
     def restart(self, a: Tensor, settled: Tensor) -> Tensor:
         """The accumulator with which the next chunk begins. By default it goes on."""

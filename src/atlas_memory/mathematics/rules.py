@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
+from .contracts import TRIED, check_part, takes_any_columns
 from .features import Exponential, FeatureMap, Identity, Polynomial
 from .networks import MLP, GatedMLP, Linear, Network, Trace
 from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
@@ -41,7 +42,11 @@ KINDS: dict[str, tuple[type, ...]] = {
     "optimiser": (GradientDescent, DeltaGradientDescent, Momentum, Muon),
     "window": (Window,),
 }
-"""What each part of a rule may be."""
+"""What each part of a rule may be, by the name of its class in ``Rule.vary`` and in configurations; a class of your own
+is added by ``KINDS["optimiser"] += (Mine,)``."""
+
+OURS = dict(KINDS)
+"""The library's own kinds. Others are tried when a rule is made with them (contracts.py)."""
 
 
 def _check_kind_of_value(name: str, value: Any, present: Any) -> None:
@@ -55,7 +60,12 @@ def _check_kind_of_value(name: str, value: Any, present: Any) -> None:
 
 @dataclass(frozen=True)
 class Rule:
-    """How keys are lifted, what learns, what it minimises, what it keeps, how it steps, and over which window."""
+    """How keys are lifted, what learns, what it minimises, what it keeps, how it steps, and over which window.
+
+    Raises:
+        ValueError: a part that is no instance of a dataclass, parts that do not go together, or a bias, an optimiser or
+            a retention of your own that the forms cannot go on with (contracts.py).
+    """
 
     features: FeatureMap = field(default_factory=Polynomial)
     network: Network = field(default_factory=MLP)
@@ -66,13 +76,18 @@ class Rule:
 
     def __post_init__(self) -> None:
         self._check_parts()
+        for axis in TRIED:
+            if type(part := getattr(self, axis)) not in OURS[axis]:
+                check_part(axis, part)
         self._check_steps()
         optimiser, retention = self.optimiser, self.retention
         settles = retention.settles
-        if self.features.endless and (optimiser.whole or settles):
+        if self.features.endless and (settles or not takes_any_columns(optimiser)):
             raise ValueError(
                 "Exponential features have no matrix to orthogonalise or to settle: with them take GradientDescent, "
-                "DeltaGradientDescent or Momentum, and Decay or Keep; or take Polynomial features"
+                "DeltaGradientDescent or Momentum, and Decay or Keep; or take Polynomial features. "
+                f"{type(optimiser).__name__} or {type(retention).__name__} reads the entries of a matrix, and of one "
+                "with infinitely many columns only its products with the keys are known"
             )
         if optimiser.erases and (self.window.size > 1 or settles):
             raise ValueError(
@@ -128,12 +143,17 @@ class Rule:
             if (kind := options.pop("kind", None)) is not None:
                 kinds = {type_.__name__: type_ for type_ in KINDS[name]}
                 if not isinstance(kind, str) or kind not in kinds:
-                    raise ValueError(f"{name} has no kind {kind!r}; its kinds are {', '.join(kinds)}")
+                    raise ValueError(
+                        f"{name} has no kind {kind!r}; its kinds are {', '.join(kinds)}. Register a class of your own "
+                        f"first: KINDS[{name!r}] += ({kind},)"
+                    )
                 part = part if type(part) is kinds[kind] else kinds[kind]()
             allowed = [f.name for f in fields(part)]
             for option, value in options.items():
                 if option not in allowed:
                     has = f"its fields are {', '.join(allowed)}" if allowed else "it has no fields"
+                    if type(part) not in OURS[name] and hasattr(part, str(option)):
+                        has += f": {type(part).__name__} inherits {option}; declare it in the class, with its type"
                     raise ValueError(f"{name} {type(part).__name__} has no field {option!r}; {has}")
                 _check_kind_of_value(f"{name} {type(part).__name__} {option}", value, getattr(part, option))
             changed[name] = replace(part, **options)
@@ -308,7 +328,10 @@ def resolve_rule(rule: str | Rule, window: int | None = None, chunk_size: int | 
     """
     if isinstance(rule, str):
         if rule not in RULES:
-            raise ValueError(f"unknown rule {rule!r}; known rules: {', '.join(RULES)}")
+            raise ValueError(
+                f"unknown rule {rule!r}; known rules: {', '.join(RULES)}. Register one of your own first: "
+                f"RULES[{rule!r}] = Rule(...)"
+            )
         rule = RULES[rule]
     if not isinstance(rule, Rule):
         raise ValueError(f"rule must be a name in RULES or a Rule, got {rule!r}")

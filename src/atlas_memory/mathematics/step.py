@@ -1,38 +1,48 @@
 """The inner step: where its gradients are taken, how long it may be, and what every inner optimiser must say.
 
 **Where gradients are taken.** ATLAS (Eqs. 15-16) takes the b gradients of a chunk at the memory frozen at its start, so
-that they cannot see one another's writes; Titans prints the gradient at M_{t-1}. ``live``, the default, lies between:
-the body of a memory is linear in its last matrix, and each error is taken at what that matrix predicts as it stands,
-W_{t-1}, and sent back through the frozen memory. With f the last matrix's input at the frozen memory,
+that they cannot see one another's writes. Titans prints the gradient at M_{t-1}, the memory just before the token.
+``live``, the default and the library's own, lies between. The body of a memory, which is what its last matrix puts out,
+is linear in that matrix. Each error is therefore taken at what the last matrix answers as it stands, W_{t-1}, and sent
+back through the frozen memory. With f_t the input of the last matrix at the frozen memory,
 
     error_t = d bias / d body at M_f  +  r_t (W_{t-1} - W_f) f_t,
 
-where r_t bounds how fast the error grows with the body: for L2 without a layer norm it is 2, exactly; for the other
-biases and under a layer norm the bound of their curvature; 0 for the dot product, whose error is the value. The errors
-of a chunk then solve one triangular system (forms/live.py), as those of the delta rule do. ``live=False`` is the frozen
-gradient. With chunk = 1 the two are one for every bias.
+where r_t says how fast the error grows with the body. For L2 without a layer norm r_t is 2, exactly. For the other
+biases, and under a layer norm, it is a bound, made of the curvature of the bias. For the dot product, whose error is
+the value whatever is answered, it is 0. The errors of a chunk then solve one triangular system (forms/live.py), as
+those of the delta rule do. ``live=False`` is the printed, frozen gradient. With chunk = 1 the two are the same for
+every bias.
 
-The steps of Muon are no sums of writes. Under it the errors see what the chunk's gradients would have changed by plain
-steps, D_t = alpha_t D_{t-1} + s_t g_t from zero at the chunk's start: -D_{t-1} f_t in place of (W_{t-1} - W_f) f_t. For
-one key that is what Muon's steps come to, whenever they are taken.
+The steps of Muon are not sums of writes. Under Muon the errors therefore see what the same gradients would have changed
+by plain steps: -D_{t-1} f_t takes the place of (W_{t-1} - W_f) f_t, with D_t = alpha_t D_{t-1} + s_t g_t, which is zero
+at the chunk's start. For a single key that is what Muon's steps come to, whenever they are taken.
 
-**Bounded steps.** A step is measured by what it changes. With lambda_l,t a bound on how far a unit step of matrix l
-moves the error at the token's own key, r_t (|J_l|^2 + FLOOR) (|f_l|^2 + FLOOR), matrix l makes the step
+**Bounded steps**, the default and the library's own too, are measured by what they change. Let f_l be the input of
+matrix l, and J_l the derivative of the body by what matrix l puts out. When matrix l moves by its own gradient, times a
+small number s, the error at the key of that token moves by at most about s lambda_l,t times itself, with
+
+    lambda_l,t = r_t (|J_l|^2 + FLOOR) (|f_l|^2 + FLOOR).
+
+Matrix l therefore makes a step of the size
 
     s_l,t = share_l eta_t / (lambda_l,t + sum over older window tokens of gamma_i^(t) lambda_l,i),
 
-so that the effect of a write goes to zero with eta, and eta = 1 moves the answer most of the way. The shares are 0.9
-for the last matrix and 0.1 for those before together. Equal keys then cannot diverge, at any chunk: the last matrix's
-writes see one another, and so its errors shrink by 1 - 0.9 eta at each; their sum is at most 1 / (0.9 eta) errors, of
-which the other matrices, which do not see theirs, make at most 0.1 eta / (0.9 eta) = 1/9. (To first order in the
-earlier matrices, for L2 without a layer norm and without what the delta step takes out; what is left elsewhere was
-measured, docs/choices.md.) Momentum and Muon have (1 - theta) besides, which makes the sum over time one step; Muon
-1 / b where errors see nothing of the chunk (``live=False``). ``bounded=False`` is the printed s = eta.
+so that the effect of a write goes to zero with eta, and eta = 1 moves the answer most of the way. The share is 0.9 for
+the last matrix, and 0.1 for all those before it together. With these shares, tokens of equal key and value cannot make
+the memory diverge, however long the chunk. The last matrix sees its own writes, and so the error shrinks by the factor
+1 - 0.9 eta at each token. All errors together are at most 1 / (0.9 eta) times the first one. The matrices before the
+last do not see what they have written; each error makes them move the answer by at most 0.1 eta of itself, which is
+0.1 eta / (0.9 eta) = 1/9 of the first error in all. (This holds to first order in the earlier matrices, for L2 without
+a layer norm, and without what the delta step takes out. Elsewhere it was measured: docs/choices.md.)
 
-**Steps that are not taken at every token.** ``every = r``, a divisor of the chunk, takes one after every r tokens, and
-what is written waits in S. theta is the momentum from one step to the next: it acts once a step, at the token that
-follows one, and is 1 at the others, so that all that waits is written alike. alpha acts at every token. r = 1 is what
-is printed.
+Momentum and Muon multiply s by 1 - theta, so that all steps that one gradient makes over time add up to one. Muon
+divides it by b where errors see nothing of the chunk (``live=False``). ``bounded=False`` is the printed s = eta.
+
+**Steps that are not taken at every token.** With ``every = r``, a divisor of the chunk, a step is taken after every r
+tokens, and what is written waits in S until then. theta is the momentum from one step to the next: it acts once a step,
+at the token that follows one, and is 1 at the others, so that all that waits has the same weight. alpha acts at every
+token. r = 1 is what is printed.
 """
 
 from __future__ import annotations
@@ -46,31 +56,33 @@ from torch import Tensor
 from .orthogonal import orthogonalise, saturate
 
 FLOOR = 0.05
-"""What is added to the squared lengths that bound a step: where an input, or what a matrix can do to the body, is
-shorter than about a fifth, it is not written at full strength; else a memory that has faded would be written with giant
-steps."""
+"""What is added to both squared lengths in lambda. An input that is shorter than about a fifth is then not written at
+full strength, and neither is a matrix that can hardly move the body. Without it, a memory that has faded would be
+written with giant steps."""
 
 
 class Rates(NamedTuple):
-    """theta ``[batch, heads, time]``; a (write) and e (apply) of the recurrence in optimisers.py, for one matrix;
-    shaped so too, or where eta is channel-wise, ``[batch, heads, time, dim]``."""
+    """What weighs the sum, the gradient and the step in the recurrence of optimisers.py, for one matrix: theta, a_t
+    (``write``) and e_t (``apply``). theta is ``[batch, heads, time]``, and so are the others, or
+    ``[batch, heads, time, dim]`` where eta is channel-wise. For a single token there is no ``time``."""
 
     theta: Tensor
     write: Tensor
     apply: Tensor
     plain: Tensor | None = None
-    """The step s_t of gradient descent, where the errors of the chunk see what that would have changed (``Muon``)."""
+    """The step size s_t of plain gradient descent, for an optimiser whose errors see what plain steps would have
+    changed (``Muon``)."""
 
 
 class At(NamedTuple):
-    """Token t, as one matrix of the memory meets it; leading dimensions, if there are any, are carried along.
+    """Token t, as one matrix of the memory meets it. ``...`` are dimensions in front, such as batch and heads.
 
     Attributes:
-        theta, write, apply, plain: of ``Rates``, ``[...]`` or a channel ``[..., dim]``.
+        theta, write, apply, plain: as in ``Rates``: theta ``[...]``, the others ``[...]`` or a channel ``[..., dim]``.
         alpha: the retention gate, shaped as eta.
         gamma: the window gate of the token itself, ``[...]``.
-        under: W -> W f_t f_t^T, what a matrix holds under the token's input.
-        orthogonalise, saturate: of S, and a number of steps; see orthogonal.py.
+        under: the function W -> W f_t f_t^T: what a matrix holds under the token's input f_t.
+        orthogonalise, saturate: functions of S and of a number of steps; see orthogonal.py.
     """
 
     theta: Tensor
@@ -88,14 +100,22 @@ Sums = tuple[Tensor, ...]
 
 
 class InnerOptimiser:
-    """What inner optimisers share. A new one is a frozen dataclass and needs ``step``, ``has_momentum`` where it reads
-    theta or keeps sums, and ``rates`` where the step s, which bounds what a gradient writes, belongs elsewhere than in
-    front of the step that is made. It is read token by token, unless forms/counterparts.py has a fast form of it."""
+    """What inner optimisers share.
+
+    A new one is a frozen dataclass with a ``step``. It sets ``has_momentum`` where that step reads theta or keeps a
+    sum, and it has ``rates`` of its own where the step size s_t belongs in front of the gradient and not in front of
+    the step that is made. The definition and the decoder call these methods and nothing else. ``chunkwise`` calls them
+    token by token, unless forms/counterparts.py has a fast form of the class. When a rule is made with one, it is
+    tried on a few numbers, and refused by its name if it does not fit (contracts.py).
+
+    ``bounded``, ``live`` and ``every`` can be fields of the dataclass. Only where a class declares them as fields, with
+    their types, can a rule change them (``Rule.vary``).
+    """
 
     bounded: bool = True
-    """Whether the step is measured by what it changes; else it is eta."""
+    """Whether the step size is measured by what a step changes; otherwise it is eta."""
     live: bool = True
-    """Whether errors see what the chunk has written."""
+    """Whether the errors of a chunk see what the chunk has written before."""
     has_momentum = False
     """Whether there is a running sum S, and a gate theta by which it fades."""
     every: int | None = 1
@@ -103,20 +123,26 @@ class InnerOptimiser:
     erases = False
     """Whether a step takes out what stood under the key, besides the gradient."""
     after_decay = False
-    """Whether it takes that out of what alpha left."""
+    """Whether what it takes out is a part of what alpha has left, and not of what stood before."""
     waits = False
-    """Whether what is written waits in S for the next step."""
+    """Whether errors see an estimate of what the chunk has changed, since part of it still waits in S for a step. It is
+    true where a class has a ``written`` of its own, and is not set by hand. The fast forms ask for it, and a retention
+    with a lag token, which knows no such estimate, refuses it."""
     turns = False
-    """Whether the sums are others after the last token of a chunk: where there is a ``turn``."""
+    """Whether the sums become others after the last token of a chunk. True where a class has a ``turn`` of its own."""
     shows = False
-    """Whether the memory answers with what waits, too (``shown``)."""
-    whole = False
-    """Whether a step mixes the entries of a matrix, or needs them all: then eta and alpha are one a head, and there are
-    no Exponential features, whose matrices have no entries."""
+    """Whether what waits in S for a step answers meanwhile (``shown``)."""
+    mixes_rows = False
+    """Whether a step mixes the rows of a matrix, as an orthogonalised one does. Gates of channels, which weigh single
+    rows, then have no meaning: eta and alpha are one a head."""
+    bare_eta: float | None = None
+    """With ``bounded=False``, where the gate eta begins, as a share of ``largest_step``. None: where the first write of
+    a unit key is nearly a full one, which is right for steps that grow with their gradient."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.turns = cls.turn is not InnerOptimiser.turn
+        cls.waits = cls.written is not InnerOptimiser.written
 
     @property
     def in_float64(self) -> bool:
@@ -133,12 +159,18 @@ class InnerOptimiser:
         return int(self.has_momentum)
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
-        """The sums after token t, and the step that the memory makes if one is due.
+        """The sums after token t, and the step that is subtracted from the memory if one is due at this token.
 
         Args:
-            sums: before the token, and weights: W_{t-1}; each ``[..., rows, columns]``, as is the gradient g.
+            sums: those before the token, in a tuple: one with ``has_momentum``, else none.
+            weights: W_{t-1}.
+            g: the gradient g_t. It has the shape ``[..., rows, columns]``, as each sum and W have.
+            at: the gates and rates of the token. ``rows(gate, matrix)`` of gates.py multiplies a matrix by one.
+
+        Returns:
+            A tuple of as many sums as were given, and the step; all ``[..., rows, columns]``.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method step(sums, weights, g, at)")
 
     def turn(self, sums: Sums) -> Sums:
         """The sums after the last token of a chunk."""
@@ -149,21 +181,28 @@ class InnerOptimiser:
         return weights - frozen
 
     def shown(self, sums: Sums, weights: Tensor, stepped: Tensor | bool) -> Tensor:
-        """The matrix that answers; ``stepped``: whether a step has just been taken, of all rows or each ``[batch]``."""
+        """The matrix that answers. ``stepped`` says whether a step has just been taken: a bool for the whole batch, or
+        one for each of its rows, ``[batch]``."""
         return weights
 
     def largest_step(self, every: int, chunk: int) -> float:
-        """What the gate eta should not exceed."""
+        """The largest value that a layer gives to the gate eta."""
         return 1.0
 
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
-        """theta (0 without momentum), a = 1 and e = s. ``size`` is the denominator of a bounded step over the matrix's
-        share, ``[batch, heads, time]``, None where steps are not bounded; a step is taken after ``every`` so many
-        tokens of a ``chunk``."""
+        """theta (0 without momentum), a = 1 and e = s.
+
+        Args:
+            theta, eta: the gates, ``[batch, heads, time]``; eta may be ``[batch, heads, time, dim]``.
+            size: what eta is divided by to make a bounded step, ``[batch, heads, time]``: the denominator in the
+                formula of s over the share. None where steps are not bounded; then s = eta.
+            every, chunk: a step is taken after every so many tokens of a chunk of so many.
+        """
         return Rates(theta if self.has_momentum else torch.zeros_like(theta), torch.ones_like(eta), over(eta, size))
 
 
 def over(eta: Tensor, size: Tensor | None) -> Tensor:
+    """eta / size, where eta may have channels; eta itself where steps are not bounded."""
     if size is None:
         return eta
     return eta / (size[..., None] if eta.dim() > size.dim() else size)

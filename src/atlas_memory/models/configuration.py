@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import Any, cast
 
 import torch
-from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from ..layers.blocks import BLOCKS
+from ..layers.blocks import BLOCKS, check_blocks, made
 from ..layers.hierarchy import Hierarchy
+from ..layers.stateful import Stateful
 from ..memory import RULES, Rule
 from .presets import PRESETS
 
@@ -119,8 +119,12 @@ class AtlasConfig(PreTrainedConfig):
         self._check_unknown(kwargs)
         self._check_sizes()
         self._check_numbers()
+        check_blocks()
         if not isinstance(self.block, str) or self.block not in BLOCKS:
-            raise ValueError(f"block={self.block!r} is unknown; choose one of {', '.join(BLOCKS)}")
+            raise ValueError(
+                f"block={self.block!r} is unknown; choose one of {', '.join(BLOCKS)}. Register a block of your own "
+                f"first: BLOCKS[{self.block!r}] = Mixer(...)"
+            )
         self._check_block()
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
@@ -188,11 +192,11 @@ class AtlasConfig(PreTrainedConfig):
         hierarchy = Hierarchy.of(self.hierarchy)
         self.hierarchy = asdict(hierarchy) | {"local_chunks": list(hierarchy.local_chunks)}  # as JSON has it
 
-    def mixer(self) -> nn.Module:
+    def mixer(self) -> Stateful:
         """A mixer of the model, as `BLOCKS` makes it.
 
         Raises:
-            ValueError: The options do not go together.
+            ValueError: The options do not go together, or what is made of them is no mixer.
         """
         kind = BLOCKS[self.block]
         options: dict[str, Any] = {"attention_window": self.attention_window} if kind.window else {}
@@ -206,7 +210,7 @@ class AtlasConfig(PreTrainedConfig):
                 "gate_rank": self.gate_rank,
                 "hierarchy": self.hierarchy,
             }
-        return kind.make(self.hidden_size, self.num_attention_heads, **options)
+        return made(self.block, self.hidden_size, self.num_attention_heads, **options)
 
     def memory_rule(self) -> Rule:
         """The rule of every memory: `rule` with `rule_options`, `window` and `chunk_size` applied.
@@ -217,7 +221,10 @@ class AtlasConfig(PreTrainedConfig):
         if not isinstance(self.rule, str) or self.rule not in RULES:
             if isinstance(self.rule, Rule):
                 raise ValueError("rule must be a name, got a Rule: name it, RULES['mine'] = ..., or give rule_options")
-            raise ValueError(f"rule={self.rule!r} is unknown; choose one of {', '.join(RULES)}")
+            raise ValueError(
+                f"rule={self.rule!r} is unknown; choose one of {', '.join(RULES)}. Register a rule of your own first: "
+                f"RULES[{self.rule!r}] = Rule(...)"
+            )
         options = self.rule_options or {}
         if not isinstance(options, dict) or not all(isinstance(part, dict) for part in options.values()):
             raise ValueError(

@@ -16,6 +16,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from atlas_memory.models import AtlasConfig
 from atlas_memory.training.config import ConfigError, RunConfig, load_config
 from atlas_memory.training.examples import ABOUT
+from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, read_log
 from atlas_memory.training.plan import available, of_model, without_weights
 from atlas_memory.training.processes import process, processes
 
@@ -36,6 +37,9 @@ _MAY_CHANGE = frozenset(
     | {"sample_tokens", "prompt", "watch_every", "alarm_webhook"}
     | {"batch_size", "gradient_accumulation_steps"}  # whose product must stay: Text.check_same
 )
+
+_OF_A_START = ("run.yaml", ABOUT, LOG, SAMPLES, MEMORY)
+"""What a run writes before its first step is finished."""
 
 
 def has_bf16(config: RunConfig) -> bool:
@@ -71,17 +75,15 @@ def warn_of_memory(config: RunConfig, architecture: AtlasConfig, console: Consol
 
 
 def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
-    """ConfigError unless the folder is new or empty, or holds the run of `config` where that is to be resumed."""
+    """ConfigError unless the folder is new, empty or of a run that failed in its first step; or, where a run is to be
+    resumed, holds that of `config`."""
     if os.path.exists(folder) and not folder.is_dir():
         raise ConfigError(f"output_dir={str(folder)!r} is a file: choose another")
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     with usable(folder), TemporaryDirectory(prefix=".atlas-", dir=there):
         pass
     if not resume:
-        if folder.is_dir() and any(folder.iterdir()):
-            raise ConfigError(
-                f"output_dir={str(folder)!r} is not empty: choose another, or continue the run in it with --resume"
-            )
+        refuse_what_is_there(folder)
         return
     if not (folder / "run.yaml").is_file():
         raise ConfigError(f"nothing to resume: {str(folder)!r} holds no run.yaml")
@@ -96,6 +98,34 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
                     f"{section}.{key} is {new!r}, but the run to resume has {old!r}: "
                     "set it back, or train into another output_dir"
                 )
+
+
+def refuse_what_is_there(folder: Path) -> None:
+    """ConfigError if the folder holds anything, but for a run that failed before it finished a step."""
+    if not folder.is_dir() or not any(path.name != ".lock" for path in folder.iterdir()) or _never_trained(folder):
+        return
+    if not (folder / "run.yaml").is_file():
+        raise ConfigError(f"output_dir={str(folder)!r} is not empty, and what it holds is no run: choose another")
+    raise ConfigError(
+        f"output_dir={str(folder)!r} is not empty: choose another, or continue the run in it with --resume"
+    )
+
+
+def _never_trained(folder: Path) -> bool:
+    """Whether a folder holds what a run leaves that fails in its first step, and nothing else."""
+    names = {path.name for path in folder.iterdir()}
+    return "run.yaml" in names and names <= {*_OF_A_START, ".lock"} and not read_log(folder)
+
+
+def clear_start(folder: Path) -> None:
+    """Make room for a new run, in a folder that is held: away with what a run left that failed in its first step.
+
+    Raises:
+        ConfigError: there is something else in it now.
+    """
+    refuse_what_is_there(folder)
+    for name in _OF_A_START:
+        (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -132,6 +132,8 @@ def load_run(folder: str | Path) -> Run:
     source = _newest_model(folder)
     try:
         model = _load_model(source)
+    except Refused:  # nothing is damaged, and a checkpoint would be refused too
+        raise
     except ValueError as error:
         checkpoint = newest_checkpoint(folder) if source == folder else None
         if checkpoint is None:
@@ -171,12 +173,26 @@ def saved_step(folder: Path) -> float:
         return math.inf
 
 
+class Refused(ValueError):
+    """A configuration that is whole, and that `AtlasConfig` refuses."""
+
+
 def saved_config(folder: Path) -> AtlasConfig:
-    """The configuration in a model's folder; ValueError if it is damaged or of another kind of model."""
+    """The configuration in a model's folder.
+
+    Raises:
+        Refused: it can be read, and no model can be made of it here: a block or rule is not registered, for one.
+        ValueError: it is missing or damaged, or of another kind of model.
+    """
+    path, known = folder / "config.json", False
     try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        known = isinstance(said, dict) and said.get("model_type") == AtlasConfig.model_type
         config = AtlasConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{str(folder / 'config.json')!r} is missing or damaged") from error
+        if known:
+            raise Refused(f"{str(path)!r} cannot be made into a model: {error}") from error
+        raise ValueError(f"{str(path)!r} is missing or damaged") from error
     if config.model_type != AtlasConfig.model_type:
         raise ValueError(f"{str(folder)!r} holds a {config.model_type!r} model, not an Atlas model")
     return config

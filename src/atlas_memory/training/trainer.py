@@ -26,7 +26,7 @@ from atlas_memory.training.arguments import arguments_of
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, Samples, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.checkpoints import SAVING, checkpoint_to_resume, number, publish, writing
-from atlas_memory.training.checks import check_device, check_folder, only_run, usable, warn_of_memory
+from atlas_memory.training.checks import check_device, check_folder, clear_start, only_run, usable, warn_of_memory
 from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.examples import Examples, Text, batches, collate
 from atlas_memory.training.finished import save_again, save_model
@@ -58,8 +58,9 @@ def train(
     """Train as `config` says and leave model, tokenizer, `run.yaml`, `log.jsonl` and checkpoints in
     `output_dir`.
 
-    A folder that holds anything is refused unless `resume`, which continues its newest intact checkpoint
-    (from the beginning if there is none). Everything that can be wrong is checked before a file is written:
+    A folder that holds anything is refused, except for what a run leaves that fails in its first step: that is begun
+    again. With `resume` the newest intact checkpoint in the folder is continued (the beginning if there is none).
+    Everything that can be wrong is checked before a file is written:
     ValueError. A run that `config.then` describes follows, and the outcome is the last one's. `on_alarm` is called
     with the step and the alarm when a memory has stopped to be of use; what it raises ends the run.
     """
@@ -129,6 +130,8 @@ def _locked(
         with usable(folder):
             folder.mkdir(parents=True, exist_ok=True)
         held.enter_context(only_run(folder))
+        if process() == 0:
+            clear_start(folder)
     if process() == 0:
         config.save(folder / "run.yaml")
         text.save(folder, config)

@@ -1,0 +1,224 @@
+"""What a bias, an inner optimiser and a retention must give the forms. Each value is tried on a few small numbers when
+the first rule is made with it, so that a choice of one's own is refused by its name, and not somewhere deep in a form.
+
+The library's own are tried by a test (tests/memory/test_contracts.py), so that importing them takes no longer.
+
+The sizes of what is tried are all different: a sum over the wrong dimension then does not fit by chance. All of it is
+computed in float64 on the CPU, in whatever mode the caller is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bias import Bias
+from .retention import AnyRetention, Kept, Old
+from .step import At, InnerOptimiser, Sums
+
+BATCH, HEADS, TIME, DIM = 2, 3, 5, 4
+ROWS, COLUMNS = 2 * DIM, 7
+MATRIX = (BATCH, HEADS, ROWS, COLUMNS)
+NOTHING = 2
+"""So many tokens of those that are tried have no error."""
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Outside of all modes that the caller may be in."""
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _numbers(*shape: int, frequency: float = 1.0) -> Tensor:
+    """Numbers in (-1, 1) that look drawn; the random generator is left alone."""
+    count = torch.arange(1.0, torch.Size(shape).numel() + 1.0, dtype=torch.float64)
+    return (frequency * count).sin().reshape(shape)
+
+
+def _call(part: object, method: str, given: str, *arguments: Any) -> Any:
+    """What a method gives; a ValueError that names it where it fails."""
+    try:
+        return getattr(part, method)(*arguments)
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else "no reason given"
+        name = type(part).__name__
+        raise ValueError(f"{name}.{method} failed for {given} with {type(error).__name__}: {said}") from error
+
+
+def _check_shape(part: object, what: str, found: Any, shape: Sequence[int], words: str) -> None:
+    if not isinstance(found, Tensor) or list(found.shape) != list(shape):
+        got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+        raise ValueError(f"{type(part).__name__}.{what} must be {words}, here {list(shape)}; got {got}")
+
+
+@lru_cache(maxsize=256)
+def _try_bias(bias: Bias) -> None:
+    """Shapes; finite numbers with finite gradients; and a derivative that is that of the value."""
+    name, shape = type(bias).__name__, (BATCH, HEADS, TIME)
+    with _apart():
+        prediction, v = 2.0 * _numbers(*shape, DIM), _numbers(*shape, DIM + bias.has_delta, frequency=0.7)
+        v[..., DIM:] = v[..., DIM:].abs() + 0.1  # the gate delta, where it is read
+        prediction[..., 0, :] = v[..., 0, :] = 0.0  # as padding is
+        v[..., 1, :DIM] = prediction[..., 1, :]
+        given, found, slopes = f"a prediction {[*shape, DIM]} and v {list(v.shape)}", {}, {}
+        with torch.enable_grad():
+            prediction.requires_grad_()
+            for method in ("value", "derivative", "curvature"):
+                out = _call(bias, method, given, prediction, v)
+                by_coordinate = method == "derivative"
+                words = "one number a coordinate, [..., dim]" if by_coordinate else "one number a token, [...]"
+                _check_shape(bias, f"{method}(prediction, v)", out, (*shape, DIM) if by_coordinate else shape, words)
+                found[method], slopes[method] = out.detach().reshape(*shape, -1), _slope(out, prediction)
+    for method, numbers in found.items():
+        finite = numbers.isfinite().all(-1) & slopes[method].isfinite().all(-1)
+        if not finite[..., :NOTHING].all():
+            raise ValueError(
+                f"{name}.{method} or its gradient is not finite where prediction and v are equal, as they are at "
+                "padding. Smooth |e|, for example as sqrt(e^2 + 1e-6), in value, derivative and curvature alike (as Lp "
+                "does)"
+            )
+        if not finite.all():
+            raise ValueError(f"{name}.{method} or its gradient is not finite for errors of length about 2")
+    gap = (found["derivative"] - slopes["value"]).abs()
+    if (gap > 1e-6 + 1e-4 * slopes["value"].abs()).any():
+        raise ValueError(
+            f"{name}.derivative is not the derivative of {name}.value by the prediction: they differ by up to "
+            f"{float(gap.max()):.3g}. Check factors and signs, and that value sums over the coordinates"
+        )
+    if (least := float(found["curvature"].min())) < 0.0:
+        raise ValueError(
+            f"{name}.curvature must be a bound on the second derivative, and so at least 0, got {least:.3g}"
+        )
+
+
+def _slope(out: Tensor, prediction: Tensor) -> Tensor:
+    """The gradient of the sum of ``out``; zero where it does not depend on the prediction."""
+    if not out.requires_grad:
+        return torch.zeros_like(prediction)
+    (slope,) = torch.autograd.grad(out.sum(), prediction, allow_unused=True)
+    return torch.zeros_like(prediction) if slope is None else slope
+
+
+def _sums(optimiser: InnerOptimiser) -> Sums:
+    count = optimiser.sums(optimiser.sees)
+    return tuple(_numbers(*MATRIX, frequency=0.3 + 0.2 * i) for i in range(count))
+
+
+def _at(optimiser: InnerOptimiser, channels: bool, under: Callable[[Tensor], Tensor]) -> At:
+    """A token, with gates of a head or of channels."""
+    theta, eta = (0.5 + 0.4 * _numbers(BATCH, HEADS, *(DIM,) * n) for n in (0, int(channels)))
+    chunk = optimiser.every or 4
+    size = 1.0 + theta if optimiser.bounded else None
+    rates = _call(optimiser, "rates", f"eta {list(eta.shape)}", theta, eta, size, chunk, chunk)
+    return At(rates.theta, rates.write, rates.apply, rates.plain, eta, theta, under)
+
+
+@lru_cache(maxsize=256)
+def _try_optimiser(optimiser: InnerOptimiser) -> None:
+    """The sums and the step, with gates of a head and, unless it takes none, of channels; and what errors see."""
+    with _apart():
+        sums, weights, g = _sums(optimiser), _numbers(*MATRIX), _numbers(*MATRIX, frequency=0.7)
+        for channels in (False,) if optimiser.mixes_rows else (False, True):
+            given = (
+                f"{len(sums)} sums (has_momentum={optimiser.has_momentum}), matrices {list(MATRIX)} and gates "
+                f"{[BATCH, HEADS, DIM] if channels else [BATCH, HEADS]} (rows(gate, matrix) multiplies them)"
+            )
+            made = _call(optimiser, "step", given, sums, weights, g, _at(optimiser, channels, lambda w: w))
+            _check_step(optimiser, made, len(sums))
+        if optimiser.sees:
+            seen = _call(optimiser, "written", f"{len(sums)} sums", sums, weights, g)
+            _check_shape(optimiser, "written(sums, weights, frozen)", seen, MATRIX, "a matrix, [..., rows, columns]")
+
+
+def _check_step(optimiser: InnerOptimiser, made: Any, count: int) -> None:
+    name = type(optimiser).__name__
+    pair = isinstance(made, tuple) and len(made) == 2
+    if not pair or not isinstance(made[0], tuple):
+        got = f"a {type(made[0]).__name__} and a {type(made[1]).__name__}" if pair else f"a {type(made).__name__}"
+        raise ValueError(f"{name}.step must return (sums, step) with a tuple of sums, such as ((s,), s), got {got}")
+    if len(made[0]) != count:
+        raise ValueError(
+            f"{name}.step was given {count} sums and returned {len(made[0])}: it must return as many as it was given, "
+            "one where has_momentum is True and none else"
+        )
+    for what, found in [("the step", made[1]), *(("every sum", s) for s in made[0])]:
+        _check_shape(optimiser, f"step: {what}", found, MATRIX, "shaped as g, [..., rows, columns]")
+
+
+@lru_cache(maxsize=256)
+def takes_any_columns(optimiser: InnerOptimiser) -> bool:
+    """Whether the step of W A, for any matrix A, is the step of W times A. Then it is the same in whatever basis the
+    columns are written down, and is known where the matrix itself is not: with infinitely many features a memory holds
+    a column for every key (``Exponential``), and not the entries of W."""
+    with _apart():
+        sums, weights, g = _sums(optimiser), _numbers(*MATRIX), _numbers(*MATRIX, frequency=0.7)
+        basis = _numbers(COLUMNS, 6, frequency=0.9)
+        f = basis[0]  # the features of the first key; W is known by its columns C, W = C B
+
+        def of_columns(w: Tensor) -> Tensor:
+            return torch.nn.functional.pad((w @ (basis @ f))[..., None], (0, COLUMNS - 1))
+
+        def of_entries(w: Tensor) -> Tensor:
+            return (w @ f)[..., None] * f
+
+        def step(by: Callable[[Tensor], Tensor], under: Callable[[Tensor], Tensor]) -> list[Tensor]:
+            at = _at(optimiser, False, under)
+            after, made = optimiser.step(tuple(map(by, sums)), by(weights), by(g), at)
+            return [*after, made]
+
+        known = step(lambda w: w, of_columns)
+        exact = step(lambda w: w @ basis, of_entries)
+        return all(torch.allclose(a @ basis, b, rtol=1e-6, atol=1e-9) for a, b in zip(known, exact, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _try_keep(retention: AnyRetention) -> None:
+    """The memory with which it begins, and what it keeps of one."""
+    name, shape = type(retention).__name__, (HEADS, ROWS, COLUMNS)
+    with _apart():
+        initial = _call(retention, "start", "noise and a variance of 1", _numbers(*shape), 1.0)
+        begun = _call(retention, "begin", f"M_0 {list(shape)}", initial)
+        home = _call(retention, "home", f"M_0 {list(shape)}", initial)
+        weights, dual = begun[0].repeat(BATCH, 1, 1, 1), None if begun[1] is None else begun[1].repeat(BATCH, 1, 1, 1)
+        _check_shape(retention, "settle(a, frozen, initial)", weights, MATRIX, "shaped as a, [..., rows, columns]")
+        old, alpha = Old(weights, weights, dual, initial, *home), 0.5 + 0.4 * _numbers(BATCH, HEADS)
+        kept = _call(retention, "keep", f"matrices {list(MATRIX)}", old, 0.1 * _numbers(*MATRIX), alpha, False, True)
+        if not isinstance(kept, Kept) or (kept.dual is None) == retention.settles:
+            raise ValueError(
+                f"{name}.keep must return Kept(weights, settled, dual), dual None unless `settles`, got {kept!r}"
+            )
+        for part, found in zip(kept._fields, kept, strict=True):
+            if found is not None:
+                _check_shape(retention, f"keep: {part}", found, MATRIX, "shaped as W, [..., rows, columns]")
+
+
+TRIED: dict[str, tuple[type, Callable[[Any], None]]] = {
+    "bias": (Bias, _try_bias),
+    "optimiser": (InnerOptimiser, _try_optimiser),
+    "retention": (AnyRetention, _try_keep),
+}
+"""The axes of which choices are tried: what they derive from, and how they are tried."""
+
+
+def check_part(axis: str, part: object) -> None:
+    """Try the choice on an axis of ``TRIED``, once a value.
+
+    Raises:
+        ValueError: one that does not derive from the axis's class, cannot be hashed, lacks a method, fails, or gives
+            what the forms cannot go on with.
+    """
+    base, try_it = TRIED[axis]
+    name = type(part).__name__
+    if not isinstance(part, base):
+        raise ValueError(f"{axis} {name} must derive from {base.__name__}, or from a class that does")
+    try:
+        hash(part)
+    except TypeError as error:
+        raise ValueError(f"{axis} {name} must be a frozen dataclass of numbers, names and tuples: {error}") from error
+    try_it(part)

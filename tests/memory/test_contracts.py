@@ -1,0 +1,272 @@
+"""A bias, an optimiser or a retention that the forms cannot go on with is refused by name when a rule is made."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from atlas_memory.mathematics.contracts import TRIED, check_part, takes_any_columns
+from atlas_memory.mathematics.gates import rows
+from atlas_memory.memory import (
+    KINDS,
+    L2,
+    RULES,
+    Bias,
+    DeltaGradientDescent,
+    Exponential,
+    GradientDescent,
+    InnerOptimiser,
+    Momentum,
+    Muon,
+    NonLinearRetention,
+    Rule,
+)
+
+OURS = {axis: {kind() for kind in KINDS[axis]} | {getattr(rule, axis) for rule in RULES.values()} for axis in TRIED}
+
+
+@pytest.mark.parametrize(
+    "axis,part", [(axis, part) for axis, parts in OURS.items() for part in sorted(parts, key=repr)]
+)
+def test_the_librarys_own_pass(axis, part):
+    check_part(axis, part)
+    if hasattr(part, "bounded"):
+        for bounded, live in ((False, True), (True, False), (False, False)):
+            check_part(axis, replace(part, bounded=bounded, live=live))
+
+
+@dataclass(frozen=True)
+class Square(Bias):
+    """What the broken ones below are made of."""
+
+    def value(self, prediction, v):
+        return (prediction - v).square().sum(-1)
+
+    def derivative(self, prediction, v):
+        return 2.0 * (prediction - v)
+
+    def curvature(self, prediction, v):
+        return torch.full_like(prediction[..., 0], 2.0)
+
+
+class OfCoordinates(Square):
+    def value(self, prediction, v):
+        return (prediction - v).square()
+
+
+class WithoutFactor(Square):
+    def derivative(self, prediction, v):
+        return prediction - v
+
+
+class CurvatureOfCoordinates(Square):
+    def curvature(self, prediction, v):
+        return torch.full_like(prediction, 2.0)
+
+
+class Bent(Square):
+    """|e|^1.5, whose |derivative| / |error| is infinite at zero."""
+
+    def value(self, prediction, v):
+        return (prediction - v).abs().pow(1.5).sum(-1)
+
+    def derivative(self, prediction, v):
+        e = prediction - v
+        return 1.5 * e.sign() * e.abs().sqrt()
+
+    def curvature(self, prediction, v):
+        return 1.5 * (prediction - v).abs().amax(-1).pow(-0.5)
+
+
+class BentBound(Square):
+    def curvature(self, prediction, v):
+        return (prediction - v).norm(dim=-1).pow(-0.5)
+
+
+class Falling(Square):
+    def curvature(self, prediction, v):
+        return torch.full_like(prediction[..., 0], -1.0)
+
+
+class DeltaForgotten(Square):
+    def value(self, prediction, v):
+        return (prediction - v[..., :-1]).square().sum(-1)
+
+
+@dataclass(frozen=True)
+class Nothing(Bias):
+    """No method at all."""
+
+
+@dataclass
+class Thawed(Bias):
+    """Not frozen, so that it has no hash."""
+
+
+@pytest.mark.parametrize(
+    "bias,message",
+    [
+        (OfCoordinates(), r"OfCoordinates.value\(prediction, v\) must be one number a token.*got shape \[2, 3, 5, 4\]"),
+        (WithoutFactor(), "WithoutFactor.derivative is not the derivative of WithoutFactor.value"),
+        (CurvatureOfCoordinates(), r"CurvatureOfCoordinates.curvature\(prediction, v\) must be one number a token"),
+        (Bent(), "Bent.derivative or its gradient is not finite where prediction and v are equal.*Smooth"),
+        (BentBound(), "BentBound.curvature or its gradient is not finite where prediction and v are equal"),
+        (Falling(), "Falling.curvature must be a bound on the second derivative, .* got -1"),
+        (DeltaForgotten(), r"DeltaForgotten.value failed for a prediction .*\[2, 3, 5, 4\]"),
+        (Nothing(), r"Nothing.value failed .* has no method value\(prediction, v\)"),
+        (Thawed(), "bias Thawed must be a frozen dataclass"),
+        (Momentum(), "bias Momentum must derive from Bias"),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_a_bias(bias, message):
+    with pytest.raises(ValueError, match=message):
+        Rule(bias=bias)
+
+
+@dataclass(frozen=True)
+class Plain(InnerOptimiser):
+    has_momentum = True
+
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + rows(at.write, g)
+        return (s,), rows(at.apply, s)
+
+
+class OneSum(Plain):
+    def step(self, sums, weights, g, at):
+        return sums[0], g
+
+
+class StepAlone(Plain):
+    def step(self, sums, weights, g, at):
+        return rows(at.apply, g)
+
+
+class SumsForgotten(Plain):
+    def step(self, sums, weights, g, at):
+        return (), g
+
+
+class MomentumForgotten(Plain):
+    has_momentum = False
+
+
+class Bare(Plain):
+    def step(self, sums, weights, g, at):
+        s = at.theta * sums[0] + g
+        return (s,), s
+
+
+class BareWrite(Plain):
+    """Works with one gate a head, and not with gates of channels."""
+
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + at.write[..., None, None] * g
+        return (s,), s
+
+
+class Summed(Plain):
+    def step(self, sums, weights, g, at):
+        return sums, g.sum(-1)
+
+
+class Sign(Plain):
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + g
+        return (s,), rows(at.apply, s.sign())
+
+
+@dataclass(frozen=True)
+class NoStep(InnerOptimiser):
+    """No method at all."""
+
+
+@pytest.mark.parametrize(
+    "optimiser,message",
+    [
+        (
+            OneSum(),
+            r"OneSum.step must return \(sums, step\) with a tuple of sums, such as \(\(s,\), s\), got a Tensor and",
+        ),
+        (StepAlone(), r"StepAlone.step must return \(sums, step\).* got a Tensor$"),
+        (SumsForgotten(), "SumsForgotten.step was given 1 sums and returned 0"),
+        (MomentumForgotten(), r"MomentumForgotten.step failed for 0 sums \(has_momentum=False\).*IndexError"),
+        (Bare(), r"Bare.step failed for .*rows\(gate, matrix\) multiplies"),
+        (BareWrite(), r"BareWrite.step failed for .*gates \[2, 3, 4\]"),
+        (Summed(), r"Summed.step: the step must be shaped as g, .*here \[2, 3, 8, 7\]; got shape \[2, 3, 8\]"),
+        (NoStep(), r"NoStep.step failed .*NoStep has no method step\(sums, weights, g, at\)"),
+        (L2(), "optimiser L2 must derive from InnerOptimiser"),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_an_optimiser(optimiser, message):
+    with pytest.raises(ValueError, match=message):
+        replace(RULES["titans"], optimiser=optimiser)
+
+
+@dataclass(frozen=True)
+class NoSettle(NonLinearRetention):
+    """No method at all."""
+
+
+class Narrow(NoSettle):
+    def settle(self, a, frozen, initial):
+        return a[..., 1:]
+
+
+@pytest.mark.parametrize(
+    "retention,message",
+    [
+        (NoSettle(), r"NoSettle.begin failed .*NoSettle has no method settle\(a, frozen, initial\)"),
+        (Narrow(), r"Narrow.settle\(a, frozen, initial\) must be shaped as a"),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_a_retention(retention, message):
+    with pytest.raises(ValueError, match=message):
+        replace(RULES["titans"], retention=retention)
+
+
+def test_what_is_inherited_is_no_field(monkeypatch):
+    monkeypatch.setitem(KINDS, "optimiser", (*KINDS["optimiser"], Plain))
+    rule = RULES["titans"].vary(optimiser={"kind": "Plain"})
+    with pytest.raises(
+        ValueError, match="Plain has no field 'bounded'; it has no fields: Plain inherits bounded; declare"
+    ):
+        rule.vary(optimiser={"bounded": False})
+    with pytest.raises(ValueError, match=r"Momentum has no field 'every'; its fields are bounded, live$"):
+        RULES["titans"].vary(optimiser={"every": 4})
+
+
+def test_only_what_does_not_read_entries_goes_with_endless_features():
+    """There a memory has a column a key, and the sign of a column's numbers is not that of the matrix's entries."""
+    for known in (
+        GradientDescent(),
+        Momentum(),
+        DeltaGradientDescent(),
+        DeltaGradientDescent(after_decay=True),
+        Plain(),
+    ):
+        assert takes_any_columns(known)
+    for other in (Muon(), Muon(bounded=False), Sign()):
+        assert not takes_any_columns(other)
+    with pytest.raises(ValueError, match=r"Exponential features have no matrix .* Sign or Decay reads the entries"):
+        replace(RULES["dot"], optimiser=Sign())
+    assert replace(RULES["dot"], optimiser=Plain()).features == Exponential()
+
+
+def test_it_is_tried_in_any_mode_and_draws_nothing():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        replace(RULES["titans"], bias=Square(), optimiser=Plain())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_waits_is_known_without_being_said():
+    class Estimated(Plain):
+        def written(self, sums, weights, frozen):
+            return -sums[-1]
+
+    assert Estimated.waits and Muon.waits and not Plain.waits and not Momentum.waits

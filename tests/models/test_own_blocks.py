@@ -1,0 +1,121 @@
+"""A block of one's own that does not fit is refused by name: when the model is made, or when it first answers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from atlas_memory import AtlasConfig, AtlasForCausalLM
+from atlas_memory.layers.blocks import BLOCKS, Mixer
+from atlas_memory.layers.stateful import Stateful
+from atlas_memory.memory import State
+from atlas_memory.models.cache import AtlasCache
+from atlas_memory.training.carried import CarriedStates
+
+
+@dataclass(frozen=True, repr=False)
+class Last(State):
+    x: torch.Tensor
+
+
+class Before(Stateful):
+    """Every token is answered with the one before it. It has no parameters."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        before = torch.cat([x.new_zeros(len(x), 1, self.dim) if state is None else state.x, x], 1)
+        return before[:, :-1], Last(before[:, -1:])
+
+
+class Plain(torch.nn.Linear):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, dim)
+
+
+class NoWidth(Stateful):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+
+
+class Alone(Before):
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        return x
+
+
+class OneToken(Before):
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        return x[:, :1], Last(x)
+
+
+class Stateless(Before):
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        return x, None
+
+
+@pytest.fixture
+def register(monkeypatch):
+    return lambda kind: monkeypatch.setitem(BLOCKS, "mine", kind)
+
+
+def model() -> AtlasForCausalLM:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    return AtlasForCausalLM(AtlasConfig(block="mine", **sizes))
+
+
+def test_one_without_parameters_works_everywhere(register):
+    register(Mixer(Before, memory=False, window=False))
+    net, ids = model(), torch.randint(258, (2, 6))
+    net.eval().generate(ids, max_new_tokens=3, num_beams=2, do_sample=False)
+    cache = AtlasCache(1)
+    with torch.no_grad():
+        parts = [net(input_ids=part, past_key_values=cache).logits for part in ids.split([2, 4], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), net(input_ids=ids).logits)
+    carried = CarriedStates(net.train(), batch=2)
+    for _ in range(2):
+        net(input_ids=ids, labels=ids, past_key_values=carried.next()).loss.backward()
+
+
+@pytest.mark.parametrize(
+    "kind,message",
+    [
+        (Before, r"BLOCKS\['mine'\] must be a Mixer, got <class '.*Before'>: BLOCKS\['mine'\] = Mixer"),
+        (Mixer(Plain, memory=False, window=False), "block='mine': Plain must derive from Stateful"),
+        (Mixer(NoWidth, memory=False, window=False), "block='mine': NoWidth must set self.dim .* 8"),
+        (
+            Mixer(Before),
+            "could not be made with the options attention_window, persistent_tokens.*memory=True, window=True",
+        ),
+    ],
+)
+def test_when_the_model_is_made(register, kind, message):
+    register(kind)
+    with pytest.raises(ValueError, match=message):
+        model()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "kind,message",
+    [
+        (Alone, r"Alone must return \(y, state\) for each call, got a Tensor"),
+        (OneToken, r"OneToken must return y \[batch, time, dim\] as x is, \[2, 6, 8\]; got \[2, 1, 8\]"),
+        (Stateless, "Stateless must return a State beside y, got a NoneType"),
+    ],
+)
+def test_when_it_first_answers(register, kind, message, training):
+    register(Mixer(kind, memory=False, window=False))
+    with pytest.raises(ValueError, match=message):
+        model().train(training)(input_ids=torch.randint(258, (2, 6)))
+
+
+def test_what_is_not_registered_says_how_it_is():
+    with pytest.raises(ValueError, match=r"block='mine' is unknown; .*BLOCKS\['mine'\] = Mixer\(...\)"):
+        AtlasConfig(block="mine")
+    with pytest.raises(ValueError, match=r"rule='mine' is unknown; .*RULES\['mine'\] = Rule\(...\)"):
+        AtlasConfig(rule="mine")
+    with pytest.raises(ValueError, match=r"optimiser has no kind 'Mine'; .*KINDS\['optimiser'\] \+= \(Mine,\)"):
+        AtlasConfig(rule_options={"optimiser": {"kind": "Mine"}})
