@@ -1,5 +1,7 @@
 """States: what is printed of them, the one before the first token, and files."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -7,6 +9,7 @@ from safetensors.torch import save_file
 from atlas_memory import NeuralMemory, OmegaMemory
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.layers.hierarchy import HierarchicalMemory, Hierarchy
+from atlas_memory.memory import State
 
 DIM, HEADS = 16, 2
 OPTIONS = {"rule": "titans", "chunk_size": 4}
@@ -89,3 +92,12 @@ def test_printed_and_detached():
     assert any(t.requires_grad for t in state.tensors())
     assert not any(t.requires_grad for t in state.detach().tensors())
     assert "Momentum" in repr(memory) and "chunk=16" in repr(memory)
+
+
+def test_what_a_state_cannot_hold_is_named() -> None:
+    @dataclass(frozen=True)
+    class Counts(State):
+        seen: int
+
+    with pytest.raises(TypeError, match="a state holds tensors, other states, None and tuples of these, got 3 in it"):
+        Counts(3).map(torch.clone)

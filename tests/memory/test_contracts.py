@@ -177,6 +177,18 @@ class Sign(Plain):
         return (s,), rows(at.apply, s.sign())
 
 
+class Upwards(Plain):
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + g
+        return (s,), -rows(at.apply, s)
+
+
+class RootOfZero(Plain):
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + g.square()
+        return (s,), rows(at.apply, g / (s.sqrt() + 1e-8))
+
+
 @dataclass(frozen=True)
 class NoStep(InnerOptimiser):
     """No method at all."""
@@ -191,7 +203,12 @@ class NoStep(InnerOptimiser):
         ),
         (StepAlone(), r"StepAlone.step must return \(sums, step\).* got a Tensor$"),
         (SumsForgotten(), "SumsForgotten.step was given 1 sums and returned 0"),
-        (MomentumForgotten(), r"MomentumForgotten.step failed for 0 sums \(has_momentum=False\).*IndexError"),
+        (
+            MomentumForgotten(),
+            r"MomentumForgotten.step failed for 0 sums .*needs has_momentum = True\) with IndexError",
+        ),
+        (Upwards(), r"Upwards.step goes up: the step is subtracted from the memory"),
+        (RootOfZero(), r"RootOfZero.step or its gradient is not finite where the gradient and the sums are zero"),
         (Bare(), r"Bare.step failed for .*rows\(gate, matrix\) multiplies"),
         (BareWrite(), r"BareWrite.step failed for .*gates \[2, 3, 4\]"),
         (Summed(), r"Summed.step: the step must be shaped as g, .*here \[2, 3, 8, 7\]; got shape \[2, 3, 8\]"),

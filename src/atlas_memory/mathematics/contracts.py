@@ -46,6 +46,8 @@ def _call(part: object, method: str, given: str, *arguments: Any) -> Any:
     try:
         return getattr(part, method)(*arguments)
     except Exception as error:
+        if isinstance(error, IndexError) and isinstance(part, InnerOptimiser) and not part.has_momentum:
+            given += " (a step that keeps a sum needs has_momentum = True)"
         said = str(error).splitlines()[0] if str(error) else "no reason given"
         name = type(part).__name__
         raise ValueError(f"{name}.{method} failed for {given} with {type(error).__name__}: {said}") from error
@@ -134,6 +136,27 @@ def _try_optimiser(optimiser: InnerOptimiser) -> None:
         if optimiser.sees:
             seen = _call(optimiser, "written", f"{len(sums)} sums", sums, weights, g)
             _check_shape(optimiser, "written(sums, weights, frozen)", seen, MATRIX, "a matrix, [..., rows, columns]")
+        _check_first_step(optimiser, weights, g)
+
+
+def _check_first_step(optimiser: InnerOptimiser, weights: Tensor, g: Tensor) -> None:
+    """A step whose sums are still zero goes down; it is finite, with a finite gradient, where g is zero as well."""
+    name, at = type(optimiser).__name__, _at(optimiser, False, lambda w: w)
+    nothing = tuple(torch.zeros_like(g) for _ in _sums(optimiser))
+    if ((optimiser.step(nothing, torch.zeros_like(g), g, at)[1] * g).sum((-2, -1)) < 0.0).any():
+        raise ValueError(
+            f"{name}.step goes up: the step is subtracted from the memory, so return it along the gradient"
+        )
+    with torch.enable_grad():
+        rest = torch.zeros_like(g).requires_grad_()
+        after, made = optimiser.step(nothing, weights, rest, at)
+        out = torch.stack([*after, made])
+        (slope,) = torch.autograd.grad(out.sum(), rest) if out.requires_grad else (rest.detach(),)
+    if not (out.isfinite().all() and slope.isfinite().all()):
+        raise ValueError(
+            f"{name}.step or its gradient is not finite where the gradient and the sums are zero, as they are at "
+            "padding: add a small number under every root and to every divisor"
+        )
 
 
 def _check_step(optimiser: InnerOptimiser, made: Any, count: int) -> None:
@@ -145,7 +168,7 @@ def _check_step(optimiser: InnerOptimiser, made: Any, count: int) -> None:
     if len(made[0]) != count:
         raise ValueError(
             f"{name}.step was given {count} sums and returned {len(made[0])}: it must return as many as it was given, "
-            "one where has_momentum is True and none else"
+            "one where has_momentum is True, none else, or as many as its method sums(live) says"
         )
     for what, found in [("the step", made[1]), *(("every sum", s) for s in made[0])]:
         _check_shape(optimiser, f"step: {what}", found, MATRIX, "shaped as g, [..., rows, columns]")

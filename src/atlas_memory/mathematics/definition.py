@@ -61,7 +61,7 @@ def definition(
         before = [optimiser.shown(m.sums, m.weights, follows) for m in memory]  # M_{t-1}, as it answers
         at_frozen = rule.network.trace(model.apply(frozen), k[..., window, :], params.norm)  # M_f of the window's keys
         response = rule.response(at_frozen, v[..., window, :], params)  # r_t of step.py: how fast an error grows
-        g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # Eqs. 9 and 16
+        g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # ATLAS 9, 16
         sizes = rule.sizes(frozen, at_frozen, response, params)
         full = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # gamma_t must not lengthen steps
         alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
@@ -70,9 +70,9 @@ def definition(
             rates = optimiser.rates(gate.theta, gate.eta, size, rule.every, b)
             rates = rates if follows else rates._replace(theta=torch.ones_like(gate.theta))
             at = At(*rates, alpha, gamma[..., -1], model.under(i, at_frozen, now))
-            sums, step = optimiser.step(m.sums, m.weights, g[i], at)  # Eqs. 33 and 58; where every = 1, Eq. 40
+            sums, step = optimiser.step(m.sums, m.weights, g[i], at)  # ATLAS Eqs. 33, 58; every = 1: 40
             step = step if due else torch.zeros_like(step)
-            kept = rule.retention.keep(model.old(i, m), step, alpha, first, last)  # Eqs. 32 and 57
+            kept = rule.retention.keep(model.old(i, m), step, alpha, first, last)  # ATLAS Eqs. 32, 57
             after.append(optimiser.shown(sums, kept.weights, due))
             settled, sums = (kept.settled, optimiser.turn(sums)) if last else (m.frozen, sums)
             memory = [*memory[:i], Matrix(kept.weights, settled, sums, kept.dual), *memory[i + 1 :]]

@@ -25,7 +25,11 @@ Tree = Any
 def _map(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     if tree is None or isinstance(tree, Tensor):
         return None if tree is None else fn(tree)
-    return tuple(_map(fn, part) for part in tree) if isinstance(tree, tuple) else tree.map(fn)
+    if isinstance(tree, tuple):
+        return tuple(_map(fn, part) for part in tree)
+    if not isinstance(tree, State):
+        raise TypeError(f"a state holds tensors, other states, None and tuples of these, got {tree!r} in it")
+    return tree.map(fn)
 
 
 def _named(name: str, tree: Tree) -> Iterator[tuple[str, Tensor]]:

@@ -162,7 +162,7 @@ class InnerOptimiser:
         """The sums after token t, and the step that is subtracted from the memory if one is due at this token.
 
         Args:
-            sums: those before the token, in a tuple: one with ``has_momentum``, else none.
+            sums: those before the token, in a tuple, as many as ``sums`` says: one with ``has_momentum``, else none.
             weights: W_{t-1}.
             g: the gradient g_t. It has the shape ``[..., rows, columns]``, as each sum and W have.
             at: the gates and rates of the token. ``rows(gate, matrix)`` of gates.py multiplies a matrix by one.
