@@ -175,7 +175,7 @@ HAND = {
         objective=huber_mixture,
         curvature=lambda m, v, delta: 1.0 if (m - v).norm() <= delta else delta * len(v) ** 0.5 / (m - v).norm(),
     ),
-    "memora": replace(MIRAS, retention=kullback_leibler(0.25)),  # M27
+    "memora": replace(MIRAS, retention=kullback_leibler(0.5)),  # M27
     "hope": Hand(l2, mlp, delta_step, read="before"),  # N88-90, at given k and v
     "deltanet": Hand(dot_product, linear, delta_step, retention="keep", **HEBB, **MATRIX),
     "gated-deltanet": Hand(dot_product, linear, delta_step_after_decay, **HEBB, **MATRIX),

@@ -73,7 +73,7 @@ ROWS = {
     "titans": (Identity(), MLP(2, 4), FADING, Momentum()),
     "moneta": (Identity(), MLP(2, 4, norm=True), LqNorm(4, to_start=True), GradientDescent()),
     "yaad": (Identity(), MLP(2, 4, norm=True), FADING, GradientDescent()),
-    "memora": (Identity(), MLP(2, 4, norm=True), Softmax(scale=0.25, to_start=True), GradientDescent()),
+    "memora": (Identity(), MLP(2, 4, norm=True), Softmax(scale=0.5, to_start=True), GradientDescent()),
     "hope": (Identity(), MLP(2, 4), FADING, DeltaGradientDescent()),
     "deltanet": (Identity(), Linear(), Keep(), DeltaGradientDescent(bounded=False)),
     "gated-deltanet": (Identity(), Linear(), Decay(), DeltaGradientDescent(bounded=False, after_decay=True)),

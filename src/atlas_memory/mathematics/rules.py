@@ -281,7 +281,7 @@ RULES: dict[str, Rule] = {
     # Miras Eqs. 24, 26 and 27
     "moneta": replace(MIRAS, bias=Lp(3.0), retention=LqNorm(4.0, to_start=True)),
     "yaad": replace(MIRAS, bias=Huber("mixture")),
-    "memora": replace(MIRAS, retention=Softmax(scale=0.25, to_start=True)),
+    "memora": replace(MIRAS, retention=Softmax(scale=0.5, to_start=True)),
     # Nested Learning Eqs. 88-89, the memory that answers the query; SelfModifyingMemory has the others
     "hope": Rule(features=Identity(), optimiser=DeltaGradientDescent(), window=Window(1, 16, read="before")),
     # The delta rule W_t = W_{t-1} (I - eta k k^T) + eta v k^T, to the letter at any chunk; and gated
