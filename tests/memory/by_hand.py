@@ -36,8 +36,8 @@ def orthogonalise(s):
 
 
 def saturate(s):
-    """(S S^T / L^2 + 1)^(-1/2) S, by five steps on [S, L], with L a quarter of the root of the rows."""
-    most = 0.25 * math.sqrt(len(s))
+    """(S S^T / L^2 + 1)^(-1/2) S, by five steps on [S, L], with L the root of the rows."""
+    most = math.sqrt(len(s))
     x = torch.cat([s, most * torch.eye(len(s)).double()], 1) / ((s**2).sum() + most**2).sqrt()
     for _ in range(5):
         x = (15 * x - 10 * x @ x.mT @ x + 3 * x @ x.mT @ x @ x.mT @ x) / 8
