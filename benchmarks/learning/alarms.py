@@ -18,8 +18,7 @@ from atlas_memory.layers.gates import GateProjection
 from atlas_memory.training import load_config, train
 from atlas_memory.training.logs import read_log
 
-from .orders import WIDTH
-from .study import Study
+from .study import WIDTH, Study
 
 STEPS = 200
 HYBRID = ("model.rule=titans", "model.attention_window=64")

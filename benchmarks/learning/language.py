@@ -19,14 +19,14 @@ from atlas_memory.data import Corpus, RandomCrops, Tokens, byte_tokenizer
 from atlas_memory.memory import RULES
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 
-from .study import Study
+from .study import WIDTH, Study
 
 BATCH, LENGTH, HELD_OUT = 16, 128, 1024
 PLACES = ((0, 128), (128, 512), (512, 1024))
 STEPS = 2500
 """Of 16 x 128 bytes: 5.1 million."""
-WIDTH, PARAMETERS = 128, 513_000
-"""Of every model; the second is what preset ``tiny`` has with its own rule."""
+PARAMETERS = 513_000
+"""Of every model: what preset ``tiny`` has with its own rule."""
 
 
 def model(case: str, dim: int, **options: Any) -> AtlasForCausalLM:

@@ -22,9 +22,9 @@ from atlas_memory.training import load_config, load_run, train
 from atlas_memory.training.logs import read_log
 from atlas_memory.training.runs import Run
 
-from .study import Study
+from .study import WIDTH, Study
 
-WIDTH, LENGTH, HELD_OUT, STREAMS, STEPS = 128, 128, 8192, 24, 900
+LENGTH, HELD_OUT, STREAMS, STEPS = 128, 8192, 24, 900
 TWICE = ((128, 0), (512, 0), (4096, 0), (512, 2048))
 """Characters of a passage that is read again, and of other text between."""
 WORDS = 4096  # tokens of the BPE that stands for data.tokenizer=words

@@ -18,6 +18,8 @@ from benchmarks.registry import Row
 
 CHUNK = 16
 """Tokens of a chunk in all studies."""
+WIDTH = 128
+"""Of the models of text, whatever their heads are: of preset ``tiny``."""
 
 Measure = Callable[[str, int, int, bool], dict[str, float]]
 """Numbers by name, of a case, heads of a width, a seed, and whether it is only to be seen that it works."""

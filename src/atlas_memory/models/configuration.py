@@ -278,16 +278,8 @@ class AtlasConfig(PreTrainedConfig):
                 values["window"] = None if "size" in in_options else min(base["window"], rule.window.size)
             if "chunk_size" not in overrides and ("chunk" in in_options or rule.window.chunk > base["chunk_size"]):
                 values["chunk_size"] = None
-            # A part that is replaced by another kind is as that kind is: the preset's options were not meant for it.
-            options = {
-                part: {name: changes[name] for name in (f.name for f in fields(getattr(rule, part))) if name in changes}
-                for part, changes in base["rule_options"].items()
-                if "kind" not in chosen.get(part, {})
-            }
-            options = {part: changes for part, changes in options.items() if changes}
             if given is None or well_formed:
-                merged = options | {part: options.get(part, {}) | changes for part, changes in chosen.items()}
-                values["rule_options"] = merged or None
+                values["rule_options"] = _fitting(base["rule_options"], rule, chosen) or None
         config, heads = cls(**values), PRESETS[name].lifted_heads
         if heads is None or "num_attention_heads" in overrides or not config._lifts_keys():
             return config
@@ -309,6 +301,21 @@ class AtlasConfig(PreTrainedConfig):
             )
         # A saved file may hold entries of another version of transformers: it must stay readable.
         logger.warning_once(f"the saved configuration has entries that AtlasConfig does not use: {', '.join(unknown)}")
+
+
+def _fitting(
+    options: dict[str, dict[str, Any]], rule: Rule, chosen: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """A preset's options as far as the rule's parts have such fields, with the chosen ones in front of them. A part
+    that is replaced by another kind is as that kind is: the preset's options were not meant for it."""
+    known = {part: {field.name for field in fields(getattr(rule, part))} for part in options}
+    fit = {
+        part: {name: value for name, value in changes.items() if name in known[part]}
+        for part, changes in options.items()
+        if "kind" not in chosen.get(part, {})
+    }
+    fit = {part: changes for part, changes in fit.items() if changes}
+    return fit | {part: fit.get(part, {}) | changes for part, changes in chosen.items()}
 
 
 def _positive(name: str, value: Any) -> None:

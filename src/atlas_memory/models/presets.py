@@ -10,10 +10,10 @@ class Preset:
 
     Attributes:
         config: Arguments of `AtlasConfig`.
-        lifted_heads: Heads of a memory on lifted keys, where they are another number. Its first matrix has as many
-            columns as a key has features, half the square of the head's width under degree 2.
         learning_rate: Peak learning rate for training it.
         about: One line for people.
+        lifted_heads: Heads of a memory on lifted keys, where they are another number. Its first matrix has as many
+            columns as a key has features, half the square of the head's width under degree 2.
     """
 
     config: dict[str, Any]
@@ -63,6 +63,7 @@ def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
 
 # Heads of bytes are 64 wide: beside heads of 16 what is older is worth three times as much, for 8 % more time
 # (docs/training.md). Lifted keys of 64 would cost 14 times the matrices, so those memories have narrower ones.
+#
 # Table 7 gives blocks, width, heads and learning rate. The width of the MLPs is not stated; ours makes a
 # model have as many parameters as its name says, without the initial memories M_0: those depend on the rule,
 # and with lifted keys they are large (a degree-2 key of a head of width d has about d * d / 2 entries).
