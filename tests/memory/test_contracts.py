@@ -88,6 +88,18 @@ class Falling(Square):
         return torch.full_like(prediction[..., 0], -1.0)
 
 
+class TooFlat(Square):
+    def curvature(self, prediction, v):
+        return torch.full_like(prediction[..., 0], 1.0)
+
+
+@dataclass(frozen=True)
+class Weighted(Square):
+    """A part that is no number."""
+
+    weight: torch.Tensor | None = None
+
+
 class DeltaForgotten(Square):
     def value(self, prediction, v):
         return (prediction - v[..., :-1]).square().sum(-1)
@@ -112,6 +124,8 @@ class Thawed(Bias):
         (Bent(), "Bent.derivative or its gradient is not finite where prediction and v are equal.*Smooth"),
         (BentBound(), "BentBound.curvature or its gradient is not finite where prediction and v are equal"),
         (Falling(), "Falling.curvature must be a bound on the second derivative, .* got -1"),
+        (TooFlat(), "TooFlat.curvature is too small.*up to 2 times"),
+        (Weighted(torch.ones(())), "bias Weighted must be a frozen dataclass of numbers.*weight is a Tensor"),
         (DeltaForgotten(), r"DeltaForgotten.value failed for a prediction .*\[2, 3, 5, 4\]"),
         (Nothing(), r"Nothing.value failed .* has no method value\(prediction, v\)"),
         (Thawed(), "bias Thawed must be a frozen dataclass"),
@@ -268,7 +282,7 @@ def test_only_what_does_not_read_entries_goes_with_endless_features():
         assert takes_any_columns(known)
     for other in (Muon(), Muon(bounded=False), Sign()):
         assert not takes_any_columns(other)
-    with pytest.raises(ValueError, match=r"Exponential features have no matrix .* Sign or Decay reads the entries"):
+    with pytest.raises(ValueError, match="Sign reads the entries of a matrix, and Exponential"):
         replace(RULES["dot"], optimiser=Sign())
     assert replace(RULES["dot"], optimiser=Plain()).features == Exponential()
 

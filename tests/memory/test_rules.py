@@ -157,9 +157,12 @@ def test_every_none_is_once_a_chunk():
     [
         (
             {"features": Exponential()},
-            "Exponential features have no matrix to orthogonalise or to settle: with them take",
+            "Muon reads the entries .* Exponential .* take GradientDescent, DeltaGradientDescent or Momentum, or",
         ),
-        ({"features": Exponential(), "optimiser": GradientDescent(), "retention": LqNorm()}, "to settle"),
+        (
+            {"features": Exponential(), "optimiser": GradientDescent(), "retention": LqNorm()},
+            "LqNorm reads .* take Decay or Keep, or",
+        ),
         (
             {"optimiser": DeltaGradientDescent()},
             "for a window of one token, .* got a window of 8 and Decay",

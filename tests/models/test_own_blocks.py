@@ -41,6 +41,11 @@ class NoWidth(Stateful):
         super().__init__()
 
 
+class WithoutMask(Before):
+    def forward(self, x: Any, state: Any = None) -> Any:
+        return x, Last(x)
+
+
 class Alone(Before):
     def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
         return x
@@ -85,6 +90,7 @@ def test_one_without_parameters_works_everywhere(register):
         (Before, r"BLOCKS\['mine'\] must be a Mixer, got <class '.*Before'>: BLOCKS\['mine'\] = Mixer"),
         (Mixer(Plain, memory=False, window=False), "block='mine': Plain must derive from Stateful"),
         (Mixer(NoWidth, memory=False, window=False), "block='mine': NoWidth must set self.dim .* 8"),
+        (Mixer(WithoutMask, memory=False, window=False), "WithoutMask.forward must take x, state and mask"),
         (
             Mixer(Before),
             "could not be made with the options attention_window, persistent_tokens.*memory=True, window=True",

@@ -7,6 +7,7 @@ one line there.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -119,6 +120,13 @@ def made(name: str, dim: int, heads: int, **options: Any) -> Stateful:
             f"{what} must derive from Stateful (atlas_memory.layers.stateful), which has the initial_state that "
             "carried states begin with, and return a State beside y"
         )
+    try:
+        signature(mixer.forward).bind("x", "state", "mask")
+    except TypeError as error:
+        raise ValueError(
+            f"{what}.forward must take x, state and mask, in this order: forward(self, x, state=None, mask=None), with "
+            f"x [batch, time, dim] and mask [batch, time], nonzero at real tokens; called so, Python says: {error}"
+        ) from error
     if getattr(mixer, "dim", None) != dim:
         raise ValueError(f"{what} must set self.dim to the width that it is made for, {dim}")
     return mixer

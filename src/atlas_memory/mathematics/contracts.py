@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from .bias import Bias
 from .retention import AnyRetention, Kept, Old
@@ -96,6 +98,21 @@ def _try_bias(bias: Bias) -> None:
     if (least := float(found["curvature"].min())) < 0.0:
         raise ValueError(
             f"{name}.curvature must be a bound on the second derivative, and so at least 0, got {least:.3g}"
+        )
+    _check_curvature(name, found["curvature"][..., 0], found["derivative"], (prediction - v[..., :DIM]).detach())
+
+
+def _check_curvature(name: str, curvature: Tensor, derivative: Tensor, error: Tensor) -> None:
+    """Where a bias pulls a prediction towards v and rests there, no bound on its second derivative is below
+    |derivative| / |error|, and neither is the other bound that ``curvature`` may be."""
+    if derivative[..., :NOTHING, :].abs().max() > 1e-6:
+        return  # it does not rest at v: the dot product never does
+    pull, at_most = derivative.norm(dim=-1), curvature * error.norm(dim=-1)
+    if (pull > 1e-6 + (1.0 + 1e-6) * at_most).any():
+        times = float((pull / at_most.clamp_min(1e-12))[..., NOTHING:].max())
+        raise ValueError(
+            f"{name}.curvature is too small, and steps would be too long: |derivative| is up to {times:.3g} times "
+            "curvature |prediction - v|, and with a bound on the second derivative it is at most 1 times as much"
         )
 
 
@@ -240,8 +257,15 @@ def check_part(axis: str, part: object) -> None:
     name = type(part).__name__
     if not isinstance(part, base):
         raise ValueError(f"{axis} {name} must derive from {base.__name__}, or from a class that does")
+    wanted = f"{axis} {name} must be a frozen dataclass of numbers, names and tuples"
     try:
         hash(part)
     except TypeError as error:
-        raise ValueError(f"{axis} {name} must be a frozen dataclass of numbers, names and tuples: {error}") from error
+        raise ValueError(f"{wanted}: {error}") from error
+    for field in fields(part):  # type: ignore[arg-type]  # its instances derive from a dataclass
+        if isinstance(value := getattr(part, field.name), Tensor | Module):
+            raise ValueError(
+                f"{wanted}, which a configuration can hold: {field.name} is a {type(value).__name__}. What is learned "
+                "belongs to a layer; a number that varies from token to token is a gate"
+            )
     try_it(part)

@@ -84,10 +84,11 @@ class Rule:
         settles = retention.settles
         if self.features.endless and (settles or not takes_any_columns(optimiser)):
             raise ValueError(
-                "Exponential features have no matrix to orthogonalise or to settle: with them take GradientDescent, "
-                "DeltaGradientDescent or Momentum, and Decay or Keep; or take Polynomial features. "
-                f"{type(optimiser).__name__} or {type(retention).__name__} reads the entries of a matrix, and of one "
-                "with infinitely many columns only its products with the keys are known"
+                f"{type(retention if settles else optimiser).__name__} reads the entries of a matrix, and "
+                f"{type(self.features).__name__} features make one with infinitely many columns, of which only the "
+                "products with keys are known: take "
+                + ("Decay or Keep" if settles else "GradientDescent, DeltaGradientDescent or Momentum")
+                + ", or Polynomial features"
             )
         if optimiser.erases and (self.window.size > 1 or settles):
             raise ValueError(
