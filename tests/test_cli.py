@@ -150,6 +150,16 @@ def test_wrong_configs(tmp_path, capsys) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_one_process_of_several_says_which_it_is(tmp_path, capsys, monkeypatch) -> None:
+    report = tmp_path / "error.json"
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(report)}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "train.stepz=3"]) == 2
+    said = "unknown key train.stepz (=3); did you mean train.steps?"
+    assert capsys.readouterr().err == f"atlas, process 1 of 2: {said}\n"
+    assert json.loads(report.read_text())["message"]["message"] == said
+
+
 def test_wrong_texts(run, tmp_path, capsys) -> None:
     (tmp_path / "empty.txt").touch()
     for name, message in (("nowhere", "does not exist"), ("empty.txt", "is empty")):

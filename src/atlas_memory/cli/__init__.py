@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -232,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command (None: of `sys.argv`) and return its exit code.
 
     An expected error is one line: 2 for a wrong command line or config, 1 for anything else, 130 after
-    Ctrl-C.
+    Ctrl-C. Each process that torchrun started says which it is, and torchrun repeats what was wrong in its report.
     """
     usage_error = cast(type[Exception], typer.BadParameter.__base__)  # click's, wherever this typer keeps it
     try:
@@ -248,5 +249,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         message, code = "interrupted", 130
     if message:  # none after a bare `atlas`, which has shown its help
-        print(f"atlas: {' '.join(message.split())}", file=sys.stderr)
+        _say(" ".join(message.split()))
     return code
+
+
+def _say(message: str) -> None:
+    """An error, to standard error; to torchrun too, if it started this process, in the form that its report reads."""
+    rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    print(f"{'atlas' if count == '1' else f'atlas, process {rank} of {count}'}: {message}", file=sys.stderr)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        Path(report).write_text(json.dumps({"message": said}))
