@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 import signal
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from atlas_memory.forms.compiling import compiled_for_rule
@@ -87,9 +89,11 @@ def test_compiled_chunks_change_no_loss(whole, tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(torch, "compile", compile)
     compiled_for_rule.cache_clear()
-    train(settings(tmp_path, "train.compiled=true"))
+    said = StringIO()
+    train(settings(tmp_path, "train.compiled=true"), console=Console(file=said))
     compiled_for_rule.cache_clear()
     assert asked
+    assert "the first step compiles the memories, which takes a minute" in said.getvalue()
     for one, two in zip(losses(whole), losses(tmp_path / "run"), strict=True):
         assert one == pytest.approx(two, rel=1e-5)
 

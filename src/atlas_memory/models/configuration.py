@@ -281,11 +281,11 @@ class AtlasConfig(PreTrainedConfig):
             if given is None or well_formed:
                 values["rule_options"] = _fitting(base["rule_options"], rule, chosen) or None
         config, heads = cls(**values), PRESETS[name].lifted_heads
-        if heads is None or "num_attention_heads" in overrides or not config._lifts_keys():
+        if heads is None or "num_attention_heads" in overrides or not config.lifts_keys():
             return config
         return cls(**values | {"num_attention_heads": heads})
 
-    def _lifts_keys(self) -> bool:
+    def lifts_keys(self) -> bool:
         """Whether a key has many more features than entries: degree 1 adds a single one."""
         width = self.hidden_size // self.num_attention_heads
         return self.memory_rule().features.size(width) > width + 1

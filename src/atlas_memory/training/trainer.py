@@ -125,6 +125,9 @@ def _locked(
         f"model: {config.model.init_from or config.model.preset}, {model.num_parameters():,} parameters",
         highlight=False,
     )
+    if config.train.compiled:
+        takes = "minutes, and steps are no faster: these keys are lifted" if architecture.lifts_keys() else "a minute"
+        console.print(f"the first step compiles the memories, which takes {takes}", highlight=False, soft_wrap=True)
 
     if not resume:
         with usable(folder):
