@@ -131,7 +131,8 @@ def _weighted(plan: Schedule, tokens: Tokens, deltas: Tensor, group: StepGroup) 
 
 def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], plan: Schedule) -> Tensor:
     """W_t f ``[..., b, m]`` from W_0 f, and the steps of each group O(S_n) f ``[..., J', b - first, m]``."""
-    out, decay = scale_rows(plan.seen_retained(), held), plan.seen(plan.decay)[..., 0, :, :].mT[..., None]
+    out = scale_rows(plan.retained_for_queries(), held)
+    decay = plan.for_queries(plan.decay)[..., 0, :, :].mT[..., None]
     for group, part in zip(groups, moved, strict=True):
         total = (decay[..., group.steps, group.first :, :] * part).sum(-3)
         out = out - F.pad(total, (0, 0, group.first, 0))
