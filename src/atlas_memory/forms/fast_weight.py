@@ -62,19 +62,19 @@ class Schedule:
         retained: cA ``[..., b]``, how much of W_0 is in the matrix after each token.
         decay: D_alpha diag(e) ``[..., b, J]``, how much of a step is in the matrix after each token; only the columns
             of the J tokens after which a step is taken.
-        weights: P at those J tokens, ``[..., J, N]``, or ``[..., J, b c]`` where updates are those of pairs: how much
+        in_sum: P at those J tokens, ``[..., J, N]``, or ``[..., J, b c]`` where updates are those of pairs: how much
             of each update is in S. Where it is diagonal, as with a window of one token and no momentum, its diagonal
             ``[..., N]``. Where there is a ``mix``, which is read in its place, only the gamma of each pair.
         every: a step is taken after every so many tokens.
         before: whether query t reads M_{t-1} instead of M_t.
         inertia: what the momentum needs; None without momentum.
         mix: R ``[..., b, b c]``, how much of each update is in the matrix after each token, where errors are live and
-            steps are not Muon's; None: R is ``decay`` times ``weights``.
+            steps are not Muon's; None: R is ``decay`` times ``in_sum``.
     """
 
     retained: Tensor
     decay: Tensor
-    weights: Tensor
+    in_sum: Tensor
     every: int
     before: bool
     inertia: Inertia | None
@@ -90,8 +90,8 @@ class Schedule:
         """R = D_alpha diag(e) P ``[..., b, N]``, or some of its rows."""
         if self.mix is not None:
             return self.mix[..., rows, :]
-        decay, diagonal = self.decay[..., rows, :], self.weights.dim() == self.retained.dim()
-        return decay * self.weights[..., None, :] if diagonal else decay @ self.weights
+        decay, diagonal = self.decay[..., rows, :], self.in_sum.dim() == self.retained.dim()
+        return decay * self.in_sum[..., None, :] if diagonal else decay @ self.in_sum
 
     def for_queries(self, rows: Tensor, at_start: float = 0.0) -> Tensor:
         """One row for each query, from ``rows`` ``[..., b, n]``, one for the memory after each token: the same, or a

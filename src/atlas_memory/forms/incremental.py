@@ -213,7 +213,7 @@ def _moved(rule: Rule, params: Params, at_frozen: Trace, state: MemoryState) -> 
 
 
 def _apply(rule: Rule, params: Params, i: int, w: Tensor, u: Tensor, keys: Tensor) -> Tensor:
-    """W phi(u), or W u where matrix i is not lifted."""
+    """What matrix i puts out if its weights are w: W phi(u), or W u where it is not lifted; ``[..., n, rows]``."""
     if not rule.network.lifted[i]:
         return u @ w.mT
     return rule.features.columns(u, keys, params.sqrt_a) @ w.mT

@@ -87,7 +87,7 @@ def times(f: Tensor, w: Tensor) -> Tensor:
 
 
 def add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
-    """W + sum_i a_i f_i^T."""
+    """A write, W + sum_i a_i f_i^T: f ``[..., N, F]``, w ``[..., m, F]``, a ``[..., N, m]``."""
     return add_product(w, a.mT, f)
 
 

@@ -46,7 +46,7 @@ class Pairs(NamedTuple):
 
     def gates(self, window: Tensor) -> Tensor:
         """gamma of every pair ``[..., b c]``, from the band matrix Gamma ``[..., b, N]``."""
-        # The inverse of windows.band: row t begins t places later than the row before.
+        # The inverse of bands.band: the c gates of each row begin one place later than those of the row before.
         rows = F.pad(window[..., self.spare :].flatten(-2), (0, self.chunk))
         return rows.unflatten(-1, (self.chunk, self.chunk + self.size))[..., : self.size].flatten(-2)
 

@@ -25,7 +25,7 @@ from .spaces import StepGroup, muon_of, step_groups
 def muon_steps(part: Part, tokens: Tokens) -> Steps:
     """The steps of one matrix over a chunk, in the cheapest of the two spaces or in the one that was asked for."""
     s, rule, spaces = part.held.sums[0], part.setting.rule, part.setting.spaces
-    taken, window = part.plan.weights.shape[-2], tokens.inputs.inputs.shape[-2]
+    taken, window = part.plan.in_sum.shape[-2], tokens.inputs.inputs.shape[-2]
     space = spaces.of(rule, s.shape[-2], s.shape[-1], taken, window, eigenvalues=spaces.eigenvalues_pay(s))
     return (_output_space if space == "outputs" else _feature_space)(part, s, tokens)
 
@@ -126,10 +126,10 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
 
 def _weighted(plan: Schedule, tokens: Tokens, deltas: Tensor, group: StepGroup) -> Tensor:
     """E_n = diag(P[n]) Delta ``[..., J', N', m]`` for the J' steps of a group and the N' window tokens they see."""
-    if plan.weights.shape[-1] != tokens.inputs.inputs.shape[-2]:  # of pairs
-        of_pairs = plan.weights[..., 0, group.steps, :, None] * deltas[..., None, :, :]
+    if plan.in_sum.shape[-1] != tokens.inputs.inputs.shape[-2]:  # of pairs
+        of_pairs = plan.in_sum[..., 0, group.steps, :, None] * deltas[..., None, :, :]
         return tokens.fold(of_pairs)[..., : group.seen, :]
-    return plan.weights[..., 0, group.steps, : group.seen, None] * deltas[..., None, : group.seen, :]
+    return plan.in_sum[..., 0, group.steps, : group.seen, None] * deltas[..., None, : group.seen, :]
 
 
 def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], plan: Schedule) -> Tensor:
@@ -145,7 +145,7 @@ def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], pla
 
 def _groups(part: Part, tokens: Tokens) -> list[StepGroup]:
     """The groups in which the steps of a chunk are computed; all steps are one where a compiler would unroll them."""
-    taken, window = part.plan.weights.shape[-2], tokens.inputs.inputs.shape[-2]
+    taken, window = part.plan.in_sum.shape[-2], tokens.inputs.inputs.shape[-2]
     together = taken if torch.compiler.is_compiling() else part.setting.spaces.at_once(part.held.sums[0])
     return step_groups(taken, window, part.plan.retained.shape[-1], part.plan.every, together)
 

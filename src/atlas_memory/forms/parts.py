@@ -64,7 +64,7 @@ class Held(NamedTuple):
         return self.weights if self.frozen is None else self.frozen
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Held:
-        """The same with ``fn`` applied to all."""
+        """The same with ``fn`` applied to every tensor."""
         frozen, dual = (None if x is None else fn(x) for x in (self.frozen, self.dual))
         return Held(fn(self.weights), frozen, tuple(map(fn, self.sums)), dual)
 

@@ -38,7 +38,7 @@ class Fading(NamedTuple):
 
     @staticmethod
     def of(rule: Rule, chunk: Chunk) -> Fading:
-        """That of one chunk's gates."""
+        """What the gates of one chunk do."""
         alpha, at = by_channel(chunk.alpha), tokens_of_steps(rule)
         to_steps = decay_matrix(alpha, columns=at)
         retained = _from_start(alpha, to_steps)
@@ -58,6 +58,7 @@ def tokens_of_steps(rule: Rule) -> slice:
 
 
 def _shows(rule: Rule) -> bool:
+    """Whether queries are also answered with what waits in S for a step; the frozen memory has nothing that waits."""
     return rule.optimiser.shows and rule.window.read != "frozen"
 
 

@@ -33,7 +33,7 @@ class StepGroup(NamedTuple):
 
     @property
     def taken(self) -> int:
-        """How many steps."""
+        """How many steps the group has."""
         return self.steps.stop - self.steps.start
 
 

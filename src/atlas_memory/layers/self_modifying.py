@@ -295,7 +295,7 @@ def _read_chunk(
     filled: Tensor | bool,
     memory: Memory,
 ) -> tuple[Tensor, Memory]:
-    """One chunk: q and u ``[batch, heads, b, dim]``, ``real`` as ``inside`` above, the rest as for ``read_chunk``."""
+    """One chunk: q and u ``[batch, heads, b, dim]``, ``real`` as ``inside`` above, the rest as in ``read_chunk``."""
     lesson = _lesson(rule, params, gate, u, tuple(held.start for held in memory))
     tokens = Chunk(
         kq=torch.cat([lesson.k, _for_all(q)], -2),

@@ -66,5 +66,5 @@ class Shards:
         return rows[..., : self._time, :] if self._sliced else take(rows, self._goal)
 
     def last(self, x: Tensor) -> Tensor:
-        """Of ``[count * batch, ...]``, what belongs to the shard in which each row stopped: ``[batch, ...]``."""
+        """From ``[count * batch, ...]`` the shard in which each row of the call stopped: ``[batch, ...]``."""
         return x if self.count == 1 else x[self._last]

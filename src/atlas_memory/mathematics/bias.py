@@ -97,7 +97,7 @@ class DotProduct(Bias):
         return -v.expand_as(prediction)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[...]``: 1, see above."""
+        """``[...]``: 1, as the class says."""
         return torch.ones_like(prediction[..., 0])
 
 

@@ -203,7 +203,7 @@ class Exponential:
         return None
 
     def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """Refused: there is no end to it."""
+        """Refused: phi*(x) has no end."""
         raise TypeError("Exponential features are infinitely many: they have a kernel, and no phi(x)")
 
     def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:

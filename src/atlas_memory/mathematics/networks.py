@@ -138,7 +138,7 @@ class Ending:
 
     @property
     def starts_at_zero(self) -> bool:
-        """Whether M_0 is zero."""
+        """Whether M_0 is zero in a fresh layer, and not random."""
         return False
 
     @property
@@ -182,7 +182,7 @@ class Linear(Ending):
         return ((dim, features),)
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
-        """x."""
+        """The input of the only matrix, x itself."""
         return x, ()
 
     def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:

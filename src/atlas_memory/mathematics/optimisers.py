@@ -172,7 +172,7 @@ class Muon(InnerOptimiser):
     def direction(
         self, s: Tensor, orthogonalise: Callable[[Tensor, int], Tensor], saturate: Callable[[Tensor, int], Tensor]
     ) -> Tensor:
-        """O(S), ``[..., rows, columns]``."""
+        """O(S), the step for the sum S ``[..., rows, columns]``, of the same shape."""
         most = self.most(s.shape[-2])
         return most * saturate(s / most, self.steps) if self.bounded else orthogonalise(s, self.steps)
 

@@ -94,7 +94,7 @@ class LinearRetention(AnyRetention):
     """What linear retentions share: no accumulator."""
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
-        """M_0."""
+        """W_0 = M_0, and no accumulator."""
         return initial, None
 
     def keep(self, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> Kept:
@@ -173,7 +173,7 @@ class LqNorm(NonLinearRetention):
             raise ValueError(f"LqNorm q must be >= 2, got {self.q!r}")
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """See the class."""
+        """W from A, as the class says."""
         size = a.detach().abs().amax((-2, -1), keepdim=True)  # powers of huge or tiny entries must not overflow
         unit = a * reciprocal_or_zero(size)
         norm = unit.abs().pow(self.q).sum((-2, -1), keepdim=True).clamp_min(0.5).pow((2.0 - self.q) / self.q)
@@ -203,11 +203,11 @@ class Softmax(NonLinearRetention):
             raise ValueError(f"Softmax scale must be > 0, got {self.scale!r}")
 
     def start(self, noise: Tensor, variance: float) -> Tensor:
-        """Logits of variance 1."""
+        """M_0 as logits of variance 1, whatever ``variance`` is asked for."""
         return noise
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """See the class."""
+        """W from A, as the class says."""
         return self.scale * a.shape[-1] * a.softmax(-1)
 
 
@@ -223,11 +223,11 @@ class Sigmoid(NonLinearRetention):
             raise ValueError(f"Sigmoid scale must be > 0, got {self.scale!r}")
 
     def start(self, noise: Tensor, variance: float) -> Tensor:
-        """Logits of variance 1."""
+        """M_0 as logits of variance 1, whatever ``variance`` is asked for."""
         return noise
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """See the class."""
+        """W from A, as the class says."""
         return self.scale * a.sigmoid()
 
 
@@ -248,7 +248,7 @@ class ElasticNet(NonLinearRetention):
             raise ValueError(f"ElasticNet threshold must be >= 0, got {self.threshold!r}")
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """See the class."""
+        """W from A, as the class says."""
         return torch.nn.functional.softshrink(a, self.threshold)
 
     def restart(self, a: Tensor, settled: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class FDivergence(NonLinearRetention):
             raise ValueError(f"FDivergence scale must be > 0, got {self.scale!r}")
 
     def start(self, noise: Tensor, variance: float) -> Tensor:
-        """Logits of variance 1."""
+        """M_0 as logits of variance 1, whatever ``variance`` is asked for."""
         return noise
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -282,7 +282,7 @@ class FDivergence(NonLinearRetention):
         return self.scale * initial.shape[-1] * initial.softmax(-1), torch.zeros_like(initial)
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """See the class."""
+        """W from A, as the class says."""
         # In each row, with w_j the entries of W_f, x = zeta - 1 solves sum_j w_j max(0, a_j - x) = scale * columns.
         # Only the largest a_j lie above x. Any number of them gives an x of its own (``level``), and the right number
         # is the largest for which the smallest of them still lies above the x that they give.
@@ -294,7 +294,7 @@ class FDivergence(NonLinearRetention):
         return frozen * (a - level.gather(-1, last)).clamp_min(0.0)
 
     def restart(self, a: Tensor, settled: Tensor) -> Tensor:
-        """Zero."""
+        """Zero: A is the sum of one chunk's steps."""
         return torch.zeros_like(a)
 
 
@@ -305,16 +305,16 @@ class RowNorm(NonLinearRetention):
     gated = False
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
-        """M_0, twice."""
+        """W_0 = A_0 = M_0."""
         return initial, initial
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """See the class."""
+        """W from A, as the class says."""
         length = initial.square().sum(-1, keepdim=True).sqrt()
         return a * (length / (a.square().sum(-1, keepdim=True) + 1e-10).sqrt())
 
     def restart(self, a: Tensor, settled: Tensor) -> Tensor:
-        """W itself."""
+        """A goes on from W."""
         return settled
 
 
