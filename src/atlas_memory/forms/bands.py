@@ -1,4 +1,4 @@
-"""Windows, decays and offsets as matrices and grids: what chunks are laid out with."""
+"""What chunks are laid out with: windows and decays as matrices, and tokens at the offsets of their rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def band(gamma: Tensor, exists: Tensor | None = None) -> Tensor:
 
     Args:
         gamma: ``[..., b, c]``, entry j of row t weighs token t - j.
-        exists: ``[..., b + c - 1]`` bool, which window tokens there are (token i of column i + c - 1), or None for all.
+        exists: ``[..., b + c - 1]`` bool, which window tokens there are, token i at place i + c - 1; None: all.
 
     Returns:
         ``[..., b, b + c - 1]``; column t + c - 1 is token t itself.
@@ -33,8 +33,8 @@ def decay_matrix(factor: Tensor, rows: slice = EVERYTHING, columns: slice = EVER
     """D[t, n] = factor_{n+1} * ... * factor_t for n <= t, else 0: ``[..., b] -> [..., b, b]``; or some of its rows, or
     some of its columns.
 
-    A running product along each: exact for any factor, zero included, where a ratio of cumulative products or a
-    logarithm is not; and so is its gradient.
+    Each row or column is a running product. That is exact for any factor, zero included, where a ratio of cumulative
+    products or a logarithm is not; and so is its gradient.
     """
     b = factor.shape[-1]
     return _Decay.apply(factor, rows.indices(b), columns.indices(b))
@@ -44,8 +44,8 @@ Range = tuple[int, int, int]
 
 
 class _Decay(torch.autograd.Function):
-    """dD[t, n] / dfactor_m = D[t, m] D[m - 1, n]. PyTorch's own gradient of a running product looks for zeros: by
-    waiting for the numbers, or under a compiler by a dozen more passes."""
+    """``decay_matrix`` with its gradient, dD[t, n] / dfactor_m = D[t, m] D[m - 1, n]. PyTorch's own gradient of a
+    running product looks for zeros: it waits for the numbers, or under a compiler makes a dozen more passes."""
 
     generate_vmap_rule = True
 
@@ -72,7 +72,7 @@ class _Decay(torch.autograd.Function):
 def _running_products(factor: Tensor, rows: slice, columns: slice) -> Tensor:
     b = factor.shape[-1]
     ones = torch.ones(b, b, dtype=torch.bool, device=factor.device)
-    if len(range(b)[rows]) < b:  # from the right along each
+    if len(range(b)[rows]) < b:  # along each row, from the right; else along each column, from the top
         upto = ones.tril()[rows]
         running = torch.where(upto, factor[..., None, :], 1.0).flip(-1).cumprod(-1).flip(-1)
         return torch.where(upto, F.pad(running[..., 1:], (0, 1), value=1.0), 0.0)[..., columns]
@@ -87,8 +87,8 @@ def overlapping(x: Tensor, width: int, step: int) -> Tensor:
 
 
 class _Overlapping(torch.autograd.Function):
-    """PyTorch's own gradient of ``unfold`` goes number by number; this one adds one slice for each ``step`` in
-    ``width``."""
+    """``overlapping`` with its gradient. PyTorch's own gradient of ``unfold`` goes number by number; this one adds as
+    many slices as there are whole or begun steps in ``width``."""
 
     generate_vmap_rule = True
 
@@ -112,7 +112,8 @@ class _Overlapping(torch.autograd.Function):
 
 
 def shift_right(x: Tensor, by: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-    """Place each row of ``x`` ``[batch, ..., time, dim]`` at its offset ``by`` ``[batch]`` in a grid of ``length``.
+    """Place each row of ``x`` ``[batch, ..., time, dim]`` at its offset ``by`` ``[batch]`` (None: 0) in a grid of
+    ``length`` slots.
 
     Returns:
         the grid ``[batch, ..., length, dim]`` and which slots come from ``x``, bool ``[batch or 1, length]``.
@@ -127,6 +128,6 @@ def shift_right(x: Tensor, by: Tensor | None, length: int) -> tuple[Tensor, Tens
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Gather along time by indices a row ``[batch, n]``: ``[batch, ..., time, dim] -> [batch, ..., n, dim]``."""
+    """The tokens of each row at its indices ``[batch, n]``: ``[batch, ..., time, dim] -> [batch, ..., n, dim]``."""
     shape = (index.shape[0],) + (1,) * (x.dim() - 3) + (index.shape[1], 1)
     return x.gather(-2, index.view(shape).expand(*x.shape[:-2], -1, x.shape[-1]))

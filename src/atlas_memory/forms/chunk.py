@@ -1,5 +1,6 @@
-"""One chunk of the fast form: a pass of its window tokens through the frozen memory, their errors, and then matrix
-after matrix what every query is answered and what the chunk leaves behind.
+"""One chunk of the fast form, in three parts. The chunk's window tokens pass through the frozen memory. From what it
+answers follow their errors, and the update that each token writes to each matrix. Then matrix after matrix is read by
+the queries, each of which meets the updates that its memory has by then, and is left as it is after the chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .columns import Columns
 from .counterparts import counterpart
 from .errors import erasing, live_errors
 from .fast_weight import Seen, Steps
-from .lifting import Lift, add, seen
+from .lifting import Lift, add, see_hidden
 from .live import Pairs
 from .muon_steps import waiting
 from .parts import Chunk, Held, Part, Setting, Where
@@ -35,14 +36,17 @@ def read_chunk(
     columns: Columns | None = None,
     spaces: Spaces = DEFAULT,
 ) -> tuple[Tensor, tuple[Held, ...]]:
-    """Read one chunk.
+    """Read one chunk: answer its queries, and write its tokens to the memory.
 
     Args:
-        filled: whether the chunk is read to its end, for all rows or each ``[batch]``.
-        columns: for ``Exponential`` features; spaces: for Muon.
+        memory: the matrices before the chunk.
+        filled: whether the chunk is read to its end, for all sequences or for each, ``[batch]``.
+        columns: where the matrices have the keys' columns, for ``Exponential`` features.
+        spaces: how Muon orthogonalises.
 
     Returns:
-        y ``[..., b, dim]`` and the memory, with ``frozen`` and ``dual`` as the next chunk has them where filled.
+        y ``[..., b, dim]`` and the matrices after the chunk; where it is filled, with the ``frozen`` and ``dual`` with
+        which the next chunk begins.
     """
     network, several = rule.network, rule.live and rule.window.size > 1
     setting = Setting(rule, chunk, filled, pairs_of(rule, chunk) if several else None, spaces)
@@ -63,21 +67,24 @@ def read_chunk(
     after = []
     for i, (part, delta) in enumerate(zip(parts, deltas, strict=True)):
         u, queries = network.sees(i, q, outputs)[0], met[i][1]
-        out, held = _read_matrix(part, seen(u, part.keys.inputs) if queries is None else queries, delta)
+        out, held = _read_matrix(part, see_hidden(u, part.keys.inputs) if queries is None else queries, delta)
         outputs.append(out)
         after.append(held)
     return network.end(q, outputs[-1], params.norm), tuple(after)
 
 
 def pairs_of(rule: Rule, chunk: Chunk) -> Pairs:
-    """Of a window of more than one token."""
+    """The pairs of a chunk whose windows have more than one token."""
     b, size = chunk.theta.shape[-1], rule.window.size
     return Pairs(size, b, chunk.v.shape[-2] - b - size + 1)
 
 
 def _updates(parts: Sequence[Part], trace: Trace, error: Tensor, response: Tensor | None) -> tuple[Tensor, ...]:
-    """What each matrix writes under every token, or pair, from the errors at the body as the frozen memory makes them:
-    the deltas, but for the last matrix under live errors, and for all where a step erases."""
+    """The updates of each matrix, ``[..., N, rows]`` or ``[..., b c, rows]``: what is written to it under every token.
+
+    They are the deltas, back-propagated from ``error``, the errors at the body that the frozen memory makes,
+    ``[..., N, dim]``. Two kinds of updates depend on what the chunk has written before, and solve a triangular system:
+    those of the last matrix where errors are live, and those of every matrix where steps erase."""
     rule, pairs = parts[0].setting.rule, parts[0].setting.pairs
     last: tuple[Tensor, ...] = ()
     if rule.live and response is not None:
@@ -93,19 +100,20 @@ def _updates(parts: Sequence[Part], trace: Trace, error: Tensor, response: Tenso
 
 
 Met = tuple[Seen, Seen | None]
-"""How a matrix sees the window tokens and, where it is lifted, the queries (others come from the matrices before)."""
+"""How a matrix sees the window tokens and, where it is lifted, the queries. If it is not lifted, None: its queries are
+hidden units, and known only when the matrices before it have been read."""
 
 
 def _at_frozen(rule: Rule, lift: Lift, memory: Sequence[Held], k: Tensor, norm: Norm | None) -> tuple[Trace, list[Met]]:
-    """The pass of the window tokens through the frozen memory. Where that is the memory as it stands, what it answers
-    is kept: it is needed again."""
+    """The pass of the window tokens, with keys k ``[..., N, dim]``, through the frozen memory, and how each matrix sees
+    them. Where the frozen matrix is also the present one, ``Seen.known`` keeps its answers, which are needed again."""
     network = rule.network
     outputs: list[Tensor] = []
     sights: list[Sight] = []
     met: list[Met] = []
     for i, held in enumerate(memory):
         sight = network.sees(i, k, outputs, slopes=True)
-        keys, queries = (lift.keys, lift.queries) if network.lifted[i] else (seen(sight[0], sight[0]), None)
+        keys, queries = (lift.keys, lift.queries) if network.lifted[i] else (see_hidden(sight[0], sight[0]), None)
         if held.frozen is not None:
             out = keys.apply(held.frozen)
         else:
@@ -120,7 +128,8 @@ def _at_frozen(rule: Rule, lift: Lift, memory: Sequence[Held], k: Tensor, norm: 
 
 
 def _read_matrix(part: Part, queries: Seen, deltas: Tensor) -> tuple[Tensor, Held]:
-    """What one matrix answers to every query, and what it is after the chunk."""
+    """What one matrix puts out for every query, ``[..., b, rows]``, and what it is after the chunk, given its updates
+    ``deltas``."""
     rule, filled, frozen = part.setting.rule, part.setting.filled, part.held.start
     tokens, of_optimiser = part.tokens(deltas), counterpart(rule)
     if part.setting.pairs is not None and not rule.optimiser.waits:  # what waits is summed over pairs before it is read
@@ -141,7 +150,8 @@ def _read_matrix(part: Part, queries: Seen, deltas: Tensor) -> tuple[Tensor, Hel
 
 
 def _answers(part: Part, steps: Steps, queries: Seen) -> Tensor:
-    """W_t f for every query, or as ``Window.read`` says; exact tokens apart."""
+    """W f for the input f of every query, ``[..., b, rows]``, with the W that ``Window.read`` names, and as if the
+    retention were linear at all tokens (settling.py puts the exact token right)."""
     if part.setting.rule.window.read == "frozen":
         return queries.held(part.held.start)
     if part.home is None:

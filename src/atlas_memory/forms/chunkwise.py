@@ -1,9 +1,10 @@
-"""The fast form: exact, chunk by chunk, with nothing materialised per token that a kernel can replace.
+"""The fast form: exact, chunk by chunk, and without a matrix for each token where a kernel phi(x) . phi(y) will do.
 
-Within a chunk all gradients are taken at the memory frozen at its start, but for what the errors see of the chunk's own
-writes to the last matrix (live.py), so every token's (f_i, delta_i) comes from one batched pass and one triangular
-system, and reading at every t is the primitive of fast_weight.py, matrix after matrix. Between chunks it is a
-recurrence. Computes the same function as definition.py (ATLAS sections 3.3 and 5.1) at any split of a sequence.
+Within a chunk all gradients are taken at the memory frozen at its start, except for what the errors see of the chunk's
+own writes to the last matrix. The input f_i and the error delta_i of every token and matrix therefore come from one
+batched pass and one triangular system (live.py). Each matrix then answers all queries of the chunk together, though at
+every token it is another one (fast_weight.py). Chunks are read one after the other. It is the same function as
+definition.py (ATLAS sections 3.3 and 5.1) however a sequence is split into calls.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from .parts import Chunk, Held
 from .spaces import DEFAULT, Spaces
 
 GROUP = 64
-"""Chunks that are laid out at a time: what is as long as the sequence stays proportional to it, not to b times it."""
+"""How many chunks are laid out at a time. Tensors that are b times as large as their tokens, such as Gamma, then exist
+for a group of chunks only, and not for the whole sequence."""
 
 
 def chunkwise(
@@ -50,16 +52,16 @@ def chunkwise(
     spaces: Spaces = DEFAULT,
     kernels: bool | None = None,
 ) -> tuple[Tensor, MemoryState]:
-    """The outputs y_t = M_t(phi(q_t)) and the state after the last token; arguments as for ``recurrent``, and four
-    that change how the same numbers are computed:
+    """The outputs y_t = M_t(phi(q_t)) and the state after the last token. Arguments and results are those of
+    ``recurrent``; four more arguments change how the same numbers are computed:
 
     Args:
         recompute: keep for the backward pass only the memory at the start of every so many chunks, and compute what
-            lies between a second time: a third more work, activations of one group of chunks at a time. None:
+            lies between a second time: a third more work, but activations of one group of chunks at a time. None:
             keep everything.
-        compiled: have ``torch.compile`` make one kernel sequence of a chunk; it needs a C++ compiler (on a GPU, Triton)
-            and half a minute at the first call. Inside a ``torch.compile`` of yours it changes nothing.
-        spaces: how Muon orthogonalises; by default as is cheapest.
+        compiled: let ``torch.compile`` fuse the operations of a chunk; it needs a C++ compiler (on a GPU, Triton) and
+            half a minute at the first call. Inside a ``torch.compile`` of yours it changes nothing.
+        spaces: how Muon orthogonalises; by default in the cheapest way.
         kernels: whether a Triton kernel reads the whole sequence (docs/kernels.md; Muon's is chosen in
             ``gram_polynomial``). True: it must; False: never; None: where there is one and the environment has
             ATLAS_MEMORY_KERNELS=1.
@@ -67,8 +69,9 @@ def chunkwise(
     Raises:
         ValueError: as ``recurrent``; ``recompute`` below 1; ``kernels`` is True, and this call has no kernel.
 
-    FLOPs a token and matrix (m x F), N = b + c - 1: about 8 m F for reads and writes at the chunk's ends and
-    4 N (m + d) inside for gradient descent and momentum; Muon adds about 40 m^3 / every in output space.
+    FLOPs for a token and a matrix of m rows and F columns, with heads of width d and N = b + c - 1: about 8 m F for
+    reads and writes at the chunk's ends and 4 N (m + d) inside for gradient descent and momentum; Muon adds about
+    40 m^3 / every in output space.
     """
     if recompute is not None and recompute < 1:
         raise ValueError(f"recompute must be a number of chunks >= 1 or None, got {recompute!r}")
@@ -88,7 +91,8 @@ def _chunkwise(
     gates: Gates,
     state: MemoryState | None,
 ) -> tuple[Tensor, MemoryState]:
-    """Group of chunks after group of chunks."""
+    """``chunkwise`` on inputs that have been checked and are in the working precision: one group of chunks after the
+    other."""
     if q.shape[-2] == 0:
         return q.new_zeros(q.shape), initial_state(rule, params.initial, k) if state is None else state
     gate = gates.complete(q, rule.window.size)
@@ -97,15 +101,15 @@ def _chunkwise(
 
         return chunk_recurrence(rule, q, k, v, gate, state or initial_state(rule, params.initial, k))
     tokens, length = _tokens(rule, q, k, v, gates), gates.length
-    read = partial(_read_group, rule, compiled, spaces)
+    read_group = partial(_read_group, rule, compiled, spaces)
     if recompute is not None and torch.is_grad_enabled():
-        read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
+        read_group = partial(checkpoint, read_group, use_reentrant=False, preserve_rng_state=False)
     width = (recompute or GROUP) * rule.window.chunk
     params, reading = begin(rule, params, q[:, :, :0], state)
     outputs = []
     for i, group in enumerate(zip(*(x.split(width, 2) for x in tokens), strict=True)):
         left = None if length is None else (length - i * width).clamp(0, width)
-        y, reading = read(params, group, left, reading)
+        y, reading = read_group(params, group, left, reading)
         outputs.append(y)
     return torch.cat(outputs, 2), end(reading, q)
 
@@ -113,7 +117,7 @@ def _chunkwise(
 def _no_kernel(
     rule: Rule, q: Tensor, length: Tensor | None, gate: CompleteGates, state: MemoryState | None
 ) -> str | None:
-    """Why no chunk kernel computes a call, see ``dispatch.taken``; None: one does."""
+    """Why no Triton kernel can compute this call, as ``dispatch.taken`` says it; None: one can."""
     if length is not None:
         return "knows padding: leave gates.length out"
     why = dispatch.chunk_refusal(rule, q.device.type, q.dtype, q.shape, gate)
@@ -123,12 +127,12 @@ def _no_kernel(
 
 
 class Reading(NamedTuple):
-    """A memory between two groups of chunks of one call.
+    """A memory between two groups of chunks of one call. A row is a sequence of the batch.
 
     Attributes:
-        state: in the working precision.
-        phase: ``[batch]``, how many tokens of its chunk each row had read when the call began; None: none. Groups being
-            whole chunks, it is the same before each.
+        state: the memory's state, in the working precision.
+        phase: ``[batch]``, how many tokens of its chunk each row had read when the call began; None: none. As groups
+            are whole chunks, it is the same before each.
         together: whether all rows stand at the start of a chunk, where the frozen memory is the present one.
     """
 
@@ -138,7 +142,8 @@ class Reading(NamedTuple):
 
 
 def begin(rule: Rule, params: Params, q: Tensor, state: MemoryState | None) -> tuple[Params, Reading]:
-    """Begin to read a sequence of which only a group of chunks is at hand at a time: what ``read_on`` goes on from.
+    """Begin to read a sequence of which only a group of chunks is at hand at a time. Returns ``params`` in the working
+    precision, and what ``read_on`` goes on from.
 
     Args:
         q: ``[batch, heads, 0, dim]``, for its sizes, dtype and device; the rest as for ``chunkwise``.
@@ -158,7 +163,8 @@ def begin(rule: Rule, params: Params, q: Tensor, state: MemoryState | None) -> t
 def read_on(
     rule: Rule, compiled: bool, params: Params, reading: Reading, q: Tensor, k: Tensor, v: Tensor, gates: Gates
 ) -> tuple[Tensor, Reading]:
-    """Read the next whole chunks, or the last tokens: y and what to go on from. ``params`` are those of ``begin``."""
+    """Read the next whole chunks, or the last tokens: y, and what to go on from. ``params`` are those that ``begin``
+    returned; q, k, v and gates are of these tokens only."""
     up = cast(working_dtype(rule, q))
     with torch.autocast(q.device.type, enabled=False):
         broken = Broken.among(k, v, gates)
@@ -169,12 +175,12 @@ def read_on(
 
 
 def end(reading: Reading, q: Tensor) -> MemoryState:
-    """The state after the last token, for inputs like ``q``."""
+    """The state after the last token, in the dtype in which states are kept for inputs like ``q``."""
     return reading.state.map(cast(kept_dtype(q)))
 
 
 def _tokens(rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, ...]:
-    """q, k, v and the gates alpha, theta, eta, gamma."""
+    """q, k, v (with the gate delta as its last entry, where the bias reads one), alpha, theta, eta and gamma."""
     gate = gates.complete(q, rule.window.size)
     v = torch.cat([v, gate.delta[..., None]], -1) if rule.bias.has_delta else v
     return q, k, v, gate.alpha, gate.theta, gate.eta, gate.gamma
@@ -189,7 +195,8 @@ def _read_group(
     length: Tensor | None,
     reading: Reading,
 ) -> tuple[Tensor, Reading]:
-    """The tokens of a few chunks, see ``_tokens``: y, and what to go on from."""
+    """Read the tokens (see ``_tokens``) of a few chunks: y, and what to go on from. Of each row the first ``length``
+    ``[batch]`` are real; None: all."""
     q, k, v, alpha, theta, eta, gamma = tokens
     if not has_chunks(rule):
         gate = CompleteGates(eta, alpha, theta, gamma, theta)  # v has the gate delta
@@ -217,18 +224,19 @@ def _read_group(
 def _after(
     rule: Rule, reading: Reading, grid: Grid, memory: tuple[Held, ...], keys: OnKeys | None, k: Tensor, v: Tensor
 ) -> Reading:
-    """What to go on from after a group of chunks that has left ``memory``."""
+    """What to go on from after a group of chunks, with keys k and values v, that has left ``memory``."""
     state, length = reading.state, grid.length
-    read = torch.full_like(state.seen, grid.time) if length is None else length
+    count = torch.full_like(state.seen, grid.time) if length is None else length
     matrices = tuple(h.matrix for h in memory)
-    end = MemoryState(matrices, *_past(rule, state, k, v, length), state.keys, state.seen + read)
-    # A memory that reads from its start stands at the start of a chunk in every group; one with rows that ended stays.
+    end = MemoryState(matrices, *_past(rule, state, k, v, length), state.keys, state.seen + count)
+    # If all rows began at the start of a chunk, they are at one before every group, unless one of them has ended.
     together = reading.together and length is None
-    return Reading(end if keys is None else keys.narrow(end, read), grid.phase, together)
+    return Reading(end if keys is None else keys.narrow(end, count), grid.phase, together)
 
 
 def _chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Grid, first: Tensor) -> Iterator[Chunk]:
-    """The tokens laid out, chunk by chunk."""
+    """The tokens of a group laid out on its grid, chunk by chunk. ``first`` ``[batch]`` is how many tokens each row has
+    before the group's first chunk, some of which may lie in an earlier call."""
     q, k, v, alpha, theta, eta, gamma = tokens
     size, chunk, count, reach = rule.window.size, grid.chunk, grid.count, tokens_before(rule.window)
     spare = reach - (size - 1)
@@ -263,7 +271,7 @@ def _chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Gr
 
 
 def _past(rule: Rule, state: MemoryState, k: Tensor, v: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The last c - 1 keys and values."""
+    """The last c - 1 keys and values of each row, for the next call."""
     both = (torch.cat([past, new], -2) for past, new in ((state.k, k), (state.v, v)))
     if length is None:
         k, v = (x[..., k.shape[-2] :, :].clone() for x in both)

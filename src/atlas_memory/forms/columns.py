@@ -1,4 +1,5 @@
-"""Matrices on phi* (``Exponential`` features) in the fast form: a column for every key, made before a token is read."""
+"""Matrices on phi*, the infinite features of ``Exponential``, in the fast form. Such a matrix has a column for every
+key; the columns for the keys of a group of chunks are made, as zeros, before its first token is read."""
 
 from __future__ import annotations
 
@@ -20,8 +21,13 @@ from .parts import Held, Where
 
 
 class Columns(NamedTuple):
-    """Where a chunk finds its columns: the keys ``[batch, heads, n, dim]`` of all, how many of these can be other than
-    zero yet, and the window tokens' columns ``[batch or 1, N]``."""
+    """Where a chunk finds its columns.
+
+    Attributes:
+        keys: ``[batch, heads, n, dim]``, the keys of all columns.
+        filled: how many columns, from the first on, can be other than zero yet.
+        window: ``[batch or 1, N]``, which column each window token has.
+    """
 
     keys: Tensor
     filled: int
@@ -33,7 +39,8 @@ class OnKeys:
     """The columns of a group of chunks: those of the state, and one for every slot of the grid.
 
     Attributes:
-        keys: of all columns; held: how many the state had.
+        keys: ``[batch, heads, n, dim]``, the keys of all columns.
+        held: how many columns the state had.
     """
 
     rule: Rule
@@ -48,11 +55,11 @@ class OnKeys:
         return OnKeys(rule, grid, torch.cat([state.keys, F.pad(k, (0, 0, 0, room))], -2), state.keys.shape[-2])
 
     def widen(self, memory: tuple[Held, ...]) -> tuple[Held, ...]:
-        """Room for the new columns."""
+        """The matrices before the group, with zero columns for its slots."""
         return self._each(memory, lambda w: F.pad(w, (0, self.grid.count * self.grid.chunk)))
 
     def columns(self, j: int) -> Columns:
-        """Of chunk j."""
+        """The ``Columns`` of chunk j."""
         filled, before = self.held + j * self.grid.chunk, tokens_before(self.rule.window)
         window = torch.arange(self.grid.chunk + before, device=self.keys.device)[None] + (filled - before)
         # Below zero lie tokens before the sequence's first, which have no weight in any window.
@@ -67,7 +74,8 @@ class OnKeys:
         return self._each(memory, lambda w: pick(filled, torch.where(old[:, None, None], 0.0, w), w))
 
     def narrow(self, state: MemoryState, read: Tensor) -> MemoryState:
-        """The state after ``read`` ``[batch]`` tokens, with the columns of tokens only, the latest at the right."""
+        """The state after ``read`` ``[batch]`` tokens of the group, without the columns of empty slots and, where there
+        is a horizon, of forgotten tokens; those of the latest tokens are at the right."""
         held, horizon, window = self.held + self.grid.time, self.rule.features.horizon, self.rule.window
         if horizon is not None:
             held = min(held, horizon + window.chunk + window.size - 2)

@@ -1,4 +1,4 @@
-"""The passes of compiling.py, in a file of their own: what they import takes seconds."""
+"""The compiler passes that compiling.py adds, in a file of their own: what they import takes seconds."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class SeparateLoops(CustomSchedulerPass):
     """Takes loops apart again whose outer loops were fused."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        """``nodes`` are what the compiler makes a kernel of, each; so is what is returned."""
+        """The compiler makes one kernel of each of ``nodes``, and of each node that is returned."""
         parts = (n.get_outer_nodes() if isinstance(n, OuterLoopFusedSchedulerNode) else [n] for n in nodes)
         return [node for group in parts for node in group]
 
     def uuid(self) -> str:
-        """Of this pass, for the compiler's cache."""
+        """The name of this pass in the compiler's cache."""
         return "atlas_memory: outer loops are not fused"
 
 
 class KeepActivations(CustomGraphPass):
-    """Keeps for the backward pass what an activation's forward pass found. The compiler would compute it anew, to read
-    less memory, which pays on a GPU; on a CPU an error function takes longer than to read it."""
+    """Keeps for the backward pass what an activation's forward pass computed. The compiler would compute it again, to
+    read less memory. That pays on a GPU; on a CPU it takes longer to compute an error function than to read one."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        """Marks the nodes of ``graph``, which is that of both passes."""
+        """Marks nodes of ``graph``, which has both the forward and the backward pass."""
         for target in (torch.ops.aten.erf.default, torch.ops.aten.exp.default, torch.ops.aten.sigmoid.default):
             for node in graph.find_nodes(op="call_function", target=target):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
     def uuid(self) -> str:
-        """Of this pass, for the compiler's cache."""
+        """The name of this pass in the compiler's cache."""
         return "atlas_memory: activations are kept"

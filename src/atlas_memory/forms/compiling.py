@@ -2,7 +2,7 @@
 
 Up to PyTorch 2.13, inductor's code for a CPU keeps an intermediate of two fused loops in a buffer as long as the inner
 loop, and where it also vectorises the outer one, eight rows overwrite one another there (pytorch issue 185702, mended
-for 2.14). Nothing is said; here it was gradients of theta and gamma that came out wrong. Without that kind of fusion
+for 2.14). There is no warning; in this library gradients of theta and gamma came out wrong. Without that kind of fusion
 everything is right.
 """
 
@@ -20,8 +20,8 @@ from ..mathematics.rules import Rule
 
 
 def compile_options(device: str = "cpu") -> dict[str, Any]:
-    """What to hand to ``torch.compile`` for a module that lies on a device of this type: for a CPU the way around, and
-    that a memory's many small calls are made from C++ (4 to 10 % less time); for others nothing.
+    """The options to give to ``torch.compile`` for a module on a device of this type. For a CPU they are the way around
+    wrong gradients, and let a memory's many small calls be made from C++ (4 to 10 % less time); for others none.
 
     >>> compiled = torch.compile(torch.nn.Linear(2, 2), options=compile_options())
     """
@@ -36,16 +36,16 @@ def compile_options(device: str = "cpu") -> dict[str, Any]:
 
 
 def laid_out(x: Tensor) -> Tensor:
-    """x with the strides of a tensor by itself. Those of a chunk cut from a sequence depend on its length, and a
-    compiler makes other code for other strides, of dimensions of size 1 too."""
+    """x with the strides of a tensor that is no part of another. The strides of a chunk cut from a sequence depend on
+    the sequence's length, and a compiler makes new code for every new stride, even of a dimension of size 1."""
     return x.contiguous().flatten().view(x.shape)
 
 
 @cache
 def compiled_for_rule(function: Callable[..., Any], rule: Rule, device: str) -> Callable[..., Any]:
-    """A chunk's ``function`` compiled, for each shape that it meets on a device of this type; on a CPU, what its
-    activations found is kept for the backward pass (4 % less time). Each rule has code of its own: a compiler that met
-    too many rules in one function would give up on it."""
+    """``function``, which reads a chunk, compiled for each shape that it is called with on a device of this type. On a
+    CPU, what its activations computed is kept for the backward pass (4 % less time). Each rule has compiled code of its
+    own: a compiler that met too many rules in one function would give up on it."""
     options = compile_options(device)
     if device == "cpu":
         from .compiler_passes import KeepActivations

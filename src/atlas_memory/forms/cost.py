@@ -1,10 +1,10 @@
 """What a rule costs: bytes of state, and multiply-adds a token.
 
-The multiply-adds are those of the matrix products in ``chunkwise``, forward, for one chunk of b tokens with its window
-tokens, divided by b; those of the steps are counted in work.py. Element-wise work is left out, as are projections,
-gates and convolution, which belong to the layer. Newton-Schulz is counted as products, a few steps at a time, though
-one or two cores may go by eigenvalues, and small memories may take more steps at once. Both numbers are held against a
-real call in tests/memory/test_cost.py.
+The multiply-adds of a token are those of the matrix products in the forward pass of ``chunkwise`` for one chunk of b
+tokens with its window tokens, divided by b; those of the steps are counted in work.py. Element-wise work is left out,
+as are projections, gates and convolution, which belong to the layer. Newton-Schulz is counted as products, a few steps
+of the memory at a time, though on one or two cores it may be computed by eigenvalues, and for small memories with more
+steps at a time. Bytes and multiply-adds are held against a real call in tests/memory/test_cost.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .work import Work
 def state_bytes(rule: Rule, dim: int, heads: int) -> int | None:
     """Bytes of the ``MemoryState`` of one sequence in float32, for ``heads`` memories over keys of width ``dim``.
 
-    None where it grows with what is read; with a horizon, the size that it reaches.
+    None where the state grows with what is read; with a horizon, the size that it reaches.
     """
     if rule.features.endless and rule.features.horizon is None:
         return None
@@ -45,26 +45,26 @@ def multiply_adds(rule: Rule, dim: int, heads: int, spaces: Spaces | None = None
     for i in range(len(rule.shapes(dim))):
         lifted, work = rule.network.lifted[i], _work(rule, dim, i, spaces or Spaces())
         total += 0 if lifted else (b * rule.window.size if rule.live else n) * work.rows * work.columns  # its error
-        keys, queries, reading, making = counterpart(rule).work(work)
+        keys, queries, reading, making = counterpart(rule).work(work)  # see ``Count``
         total += (n + b) * work.apply + reading + making * work.made + _keeping(work)
-        if not (lifted and shared):  # lifted matrices share their kernels
+        if not (lifted and shared):  # all lifted matrices have the same kernels
             total += (keys * n + queries * b) * n * work.inner
         shared = shared or lifted
     return round(heads * total / b)
 
 
 def _lifting(rule: Rule, dim: int) -> int:
-    """phi of keys and queries, or their kernel against the columns held."""
+    """Multiply-adds of phi of keys and queries, or on phi* of their kernel with the keys of the state's columns."""
     tokens = 2 * rule.window.chunk + tokens_before(rule.window)
     return tokens * (_columns(rule) * dim if rule.features.endless else rule.features.expansion_cost(dim))
 
 
 def _scalars(rule: Rule, dim: int) -> int:
-    """The schedules of all matrices, and the bounds of their steps."""
+    """Multiply-adds of the schedules of all matrices (schedules.py), and of the bounds of their steps."""
     b, n, every = rule.window.chunk, rule.window.chunk + tokens_before(rule.window), rule.every
     shapes, network = rule.shapes(dim), rule.network
     schedules, total = len(shapes) if rule.optimiser.bounded else 1, 0
-    if rule.optimiser.has_momentum and not (rule.optimiser.waits and rule.live):  # else one product of scalars a pair
+    if rule.optimiser.has_momentum and not (rule.optimiser.waits and rule.live):  # else it is all element-wise
         if rule.live:
             total += schedules * b**3  # R
         elif rule.window.size > 1:
@@ -77,7 +77,7 @@ def _scalars(rule: Rule, dim: int) -> int:
 
 
 def _work(rule: Rule, dim: int, i: int, spaces: Spaces) -> Work:
-    """Of matrix i."""
+    """What ``Counterpart.work`` is told of matrix i."""
     rows, columns = rule.shapes(dim)[i]
     apply = rows * (columns + (_columns(rule) if rule.by_key(i) else 0))
     write = 0 if rule.by_key(i) else rows * columns
@@ -88,7 +88,7 @@ def _work(rule: Rule, dim: int, i: int, spaces: Spaces) -> Work:
 
 
 def _keeping(work: Work) -> int:
-    """The momentum after the chunk, the exact token, and what fades to M_0."""
+    """Multiply-adds of the momentum after the chunk, of a retention's exact token, and of what W fades to."""
     optimiser, b, n = work.rule.optimiser, work.chunk, work.window
     total = n * work.write if optimiser.has_momentum else 0
     if work.rule.retention.settles:

@@ -1,5 +1,5 @@
-"""The one table of fast counterparts: how the steps that an inner optimiser makes over a chunk are read and what they
-leave. A rule whose optimiser is not in it, or whose retention keeps in a way of its own, goes token by token."""
+"""The one table of inner optimisers that ``chunkwise`` knows how to compute chunk by chunk. A rule whose optimiser is
+not in it, or whose retention has a ``keep`` of its own, is computed token by token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ Sums = tuple[Tensor, ...]
 
 
 class Counterpart(NamedTuple):
-    """Of one inner optimiser: its steps over a chunk, the sums after it, and what the steps take."""
+    """The fast form of one inner optimiser.
+
+    Attributes:
+        steps: the function that gives the steps of one matrix over a chunk.
+        sums: the function that gives the matrix's sums after the chunk.
+        work: the function that counts the multiply-adds of both.
+    """
 
     steps: Callable[[Part, Tokens], Steps]
     sums: Callable[[Part, Tokens], Sums]
@@ -28,13 +34,13 @@ class Counterpart(NamedTuple):
 
 
 def plain_steps(part: Part, tokens: Tokens) -> Steps:
-    """Of gradient descent, the delta step and momentum."""
+    """The steps of gradient descent, the delta step and momentum."""
     sums = part.held.sums
     return identity_steps(part.from_home, sums[0] if sums else None, tokens, part.plan)
 
 
 def plain_sums(part: Part, tokens: Tokens) -> Sums:
-    """S, where there is one."""
+    """The momentum S after the chunk, where there is one."""
     return tuple(last_momentum(s, tokens, part.plan) for s in part.held.sums)
 
 
@@ -49,11 +55,11 @@ COUNTERPARTS: dict[type, Counterpart] = {
 
 
 def counterpart(rule: Rule) -> Counterpart:
-    """Of the optimiser of a rule that ``has_chunks``."""
+    """The counterpart of a rule's optimiser, if the rule ``has_chunks``."""
     return COUNTERPARTS[type(rule.optimiser)]
 
 
 def has_chunks(rule: Rule) -> bool:
-    """Whether a chunk can be read at once."""
+    """Whether the tokens of a chunk can be read together, and not one after the other."""
     keep = type(rule.retention).keep
     return type(rule.optimiser) in COUNTERPARTS and keep in (LinearRetention.keep, NonLinearRetention.keep)

@@ -1,5 +1,5 @@
-"""The errors and updates of one matrix over a chunk, where they depend on what the chunk has written before: errors
-that are live (step.py) and the delta step. One triangular system each (live.py)."""
+"""The errors and updates of one matrix over a chunk, where they depend on what the chunk has written before: with live
+errors (step.py), and with the delta step. Both solve a triangular system (live.py, which has the letters)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from .settling import fading, jump
 
 
 def live_errors(part: Part, trace: Trace, error: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
-    """The errors at the body as the last matrix stands before each token, and that matrix's updates; of every pair
-    where windows are longer than one token.
+    """The errors at the body, taken at what the last matrix answers just before each token, and that matrix's updates;
+    both ``[..., b c, dim]``, for every pair (for every token where windows have only one). The two differ only where
+    the step also erases.
 
     Args:
         part: the last matrix.
-        error, response: of the window tokens at the frozen memory, ``[..., N, dim]`` and ``[..., N]``.
+        trace: the pass of the window tokens through the frozen memory.
+        error: the errors at the body that the frozen memory makes, ``[..., N, dim]``.
+        response: r_t of step.py, ``[..., N]``.
     """
     setting, plan, kernel = part.setting, part.plan, part.keys.kernel()
     base, rate = error - response[..., None] * trace.body, response
@@ -46,7 +49,8 @@ def live_errors(part: Part, trace: Trace, error: Tensor, response: Tensor) -> tu
 
 
 def erasing(part: Part, deltas: Tensor) -> Tensor:
-    """The updates of a delta step: what W_{t-1} holds under each key besides the deltas."""
+    """The updates of a delta step, ``[..., b, rows]``: ``deltas``, the errors at what the matrix puts out, and what
+    W_{t-1} answers to each key, which is taken out."""
     before = stood(part.keys, part.held.weights, None, part.home, part.plan, None)
     return solve(deltas, _kept(part.setting), before, part.keys.kernel(), part.plan.mixing(), None)
 
@@ -58,7 +62,8 @@ def _plain(part: Part) -> Tensor:
 
 
 def _by_plain_steps(part: Part, trace: Trace) -> Tensor:
-    """What the frozen memory would answer before each token had the chunk made plain steps before this call."""
+    """``stood`` of live.py under Muon, whose errors see plain steps: what the last matrix of the frozen memory answers
+    to each token, less what plain steps of this chunk changed in earlier calls (D, ``sums[1]``)."""
     setting = part.setting
     held, changed = trace.body, part.keys.apply(part.held.sums[1])
     if setting.pairs is not None:
@@ -68,8 +73,9 @@ def _by_plain_steps(part: Part, trace: Trace) -> Tensor:
 
 
 def _after_lag_token(part: Part, provisional: Tensor) -> Tensor:
-    """What the exact W of the chunk's first token answers to those after it besides the linear one; of the token's own
-    updates all is known."""
+    """For a retention with a lag token: by how much the answers to all later tokens differ since the chunk's first
+    token has the exact W and not the linear one. That W needs the first token's own updates only, which ``provisional``
+    has right: they depend on no other update."""
     pairs = part.setting.pairs
     s = part.held.sums[0] if part.held.sums else None
     steps = identity_steps(part.held.weights, s, part.tokens(provisional), part.plan)
@@ -79,6 +85,6 @@ def _after_lag_token(part: Part, provisional: Tensor) -> Tensor:
 
 
 def _kept(setting: Setting) -> Tensor:
-    """How much of W_{t-1} a delta step takes its part out of ``[..., C, b]``."""
+    """By what W_{t-1} has been multiplied when a delta step takes its part out of it: alpha or 1, ``[..., C, b]``."""
     alpha = by_channel(setting.chunk.alpha)
     return alpha if setting.rule.optimiser.after_decay else torch.ones_like(alpha)

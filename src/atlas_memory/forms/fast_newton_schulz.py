@@ -1,7 +1,8 @@
-"""Newton-Schulz (orthogonal.py), fast: the same functions with two faces.
+"""Newton-Schulz (orthogonal.py), fast: the same functions, from S or from its Gram matrix.
 
-``newton_schulz`` and ``saturated`` work on S itself. ``gram_polynomial`` works on the Gram matrix G = S S^T and gives Q
-with NS(S) = Q S, so that S need never exist: G, S and Q S are all reachable through kernels.
+``newton_schulz`` and ``saturated`` are given S itself. ``gram_polynomial`` is given the Gram matrix G = S S^T and
+returns Q with NS(S) = Q S. S need then never be formed, since G and what S and Q S answer can be had through kernels
+(muon_steps.py). ``steps`` are the iterations everywhere in this file; COEFFICIENTS and CONVERGENT are a, b, c of one.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ Coefficients = tuple[float, float, float]
 def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
     """Orthogonalise ``matrix`` ``[..., rows, columns]``; same shape and dtype. ``schulz_cost`` has its multiply-adds.
 
-    Where one side is more than twice the other, few of the products are with the long side: two steps on the Gram
-    matrix, then the product with X and, from it, a new Gram matrix, at most three steps from there, and so on.
+    Where one side is more than twice the other, most iterations need no product with the long side: two are made on the
+    Gram matrix of X, then X is brought up to date and a new Gram matrix made of it, on which come at most three more,
+    and so on.
     """
     scale = matrix.detach().abs().amax((-2, -1), keepdim=True)
     x = matrix * reciprocal_or_zero(scale)
@@ -57,16 +59,16 @@ def gram_polynomial(
     multiply-adds. The gradient is symmetric, too.
 
     The caller scales S so that the trace of ``gram`` neither over- nor underflows. A Gram matrix squares the condition
-    number, and Newton-Schulz amplifies small directions: give it float64 where the result must hold to float32. A
-    restart, as ``newton_schulz`` makes one, mends nothing here. It recovers what rounding did to the Gram matrix when
-    there is an X, of the Gram matrix's root condition, to compute it from again; where S is never formed, Q G Q^T has
-    the errors of the G it began with.
+    number, and Newton-Schulz amplifies small directions: give it float64 where the result must hold to float32. A new
+    Gram matrix between iterations, as ``newton_schulz`` makes one, would not help here. It mends rounding errors only
+    if it is made of an X, whose condition number is the root of the Gram matrix's. S is never formed here, and Q G Q^T
+    has the errors of the G with which it began.
 
-    One or two cores go by eigenvalues in float64 (gram_eigenvalues.py; ``eigenvalues``: always or never), and a GPU may
-    take a Triton kernel (``kernels``, as for ``chunkwise``).
+    On one or two cores float64 is computed by eigenvalues (gram_eigenvalues.py; ``eigenvalues``: always or never), and
+    on a GPU a Triton kernel may be taken (``kernels``, as for ``chunkwise``).
 
-    ``floor`` ``[..., 1, 1]``, f > 0: Q S is then (S S^T + f I)^(-1/2) S, as ``saturate`` has it for f = 1: what is
-    worked on is (G + f I) / (tr G + f), with ``CONVERGENT`` coefficients.
+    With ``floor`` ``[..., 1, 1]``, f > 0, Q S is (S S^T + f I)^(-1/2) S, which for f = 1 is ``saturate``. The iteration
+    then runs on (G + f I) / (tr G + f), with ``CONVERGENT`` coefficients.
     """
     if dispatch.taken(kernels, dispatch.gram_refusal, gram.device.type, gram.dtype, gram.shape[-1]):
         from ..kernels.gram_newton_schulz import gram_newton_schulz
@@ -86,11 +88,11 @@ def gram_polynomial(
 
 
 CACHED = 2**18
-"""Bytes of matrices that are worked on together on a CPU: what comes between stays in cache."""
+"""Bytes of matrices that are computed together on a CPU, so that intermediate results stay in cache."""
 
 
 def _in_blocks(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
-    """``function`` of matrices ``[n, rows, columns]``, each for itself, a few at a time."""
+    """``function`` of n independent matrices ``[n, rows, columns]``, called with a few at a time."""
     size = max(1, CACHED // max(1, matrices[0].numel() * matrices.element_size())) if len(matrices) else 1
     if len(matrices) <= size or matrices.device.type != "cpu" or torch.compiler.is_compiling():
         return function(matrices)
@@ -98,14 +100,14 @@ def _in_blocks(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor
 
 
 def _orthogonalise(x: Tensor, steps: int) -> Tensor:
-    """The iteration on X ``[n, short, long]`` of norm 1."""
+    """The iteration from X ``[n, short, long]`` on, each of norm 1."""
     for count in _between_restarts(x.shape[-2], x.shape[-1], steps):
         x = _symmetric_product(x @ x.mT, count, COEFFICIENTS) @ x if count > 1 else _Step.apply(x)[0]
     return x
 
 
 def _step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """a X + b G X + c G^2 X with G = X X^T; also G, and b G + c G^2."""
+    """One iteration, a X + b G X + c G^2 X with G = X X^T; also G, and b G + c G^2, for the backward pass."""
     a, b, c = COEFFICIENTS
     gram = x @ x.mT
     z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -147,8 +149,9 @@ def _product(gram: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
 
 
 def _products(gram: Tensor, steps: int, coefficients: Coefficients) -> tuple[Tensor, ...]:
-    """Q; and of every step the power X X^T, of every step the factor Z, and Q after each step between the first, where
-    it is Z, and the last."""
+    """Q; and for the backward pass, each a tensor an iteration: the Gram matrix X X^T before it (``power``); its factor
+    Z = a I + b power + c power^2, with which X becomes Z X; and the Q after it, except after the first iteration, where
+    Q is Z, and after the last."""
     a, b, c = coefficients
     diagonal = a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     powers = [gram]
@@ -165,6 +168,7 @@ def _products(gram: Tensor, steps: int, coefficients: Coefficients) -> tuple[Ten
 
 
 def _symmetric_product(gram: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
+    """``_product``, for symmetric matrices: with a faster backward pass."""
     if steps == 1:
         return _product(gram, steps, coefficients)
     return _SymmetricProduct.apply(gram, steps, coefficients)[0]
@@ -172,7 +176,7 @@ def _symmetric_product(gram: Tensor, steps: int, coefficients: Coefficients) -> 
 
 class _SymmetricProduct(torch.autograd.Function):
     """``_product`` of symmetric matrices. All powers, Z and Q are symmetric and commute, and only the symmetric part of
-    a gradient counts: six products a step in the backward pass for autograd's eight."""
+    a gradient counts: six products an iteration in the backward pass, where autograd has eight."""
 
     generate_vmap_rule = True
 
@@ -204,7 +208,8 @@ class _SymmetricProduct(torch.autograd.Function):
             power, z, last = powers[step], factors[step], step + 1 == steps
             to_z = to_q @ products[step - 1] if step > 0 else to_q
             to_q = z @ to_q if step > 0 else to_q
-            # power' = z power z. What goes to z and to powers is twice its symmetric part, and halved where it goes on.
+            # The next power is z power z. Gradients to z and to powers are kept as twice their symmetric part, and
+            # halved where they are used.
             through = to_power if last else to_power @ z
             to_z = _twice_symmetric_part(to_z if last else torch.baddbmm(to_z, through, power))
             to_power = torch.baddbmm(to_z, to_z, power, beta=0.5 * b, alpha=c)
@@ -246,8 +251,8 @@ class _ByEigenvalues(torch.autograd.Function):
 
 
 def _differentiable() -> bool:
-    """Whether a backward pass must be differentiable itself, for which what it saved lacks its history. No compiler
-    makes second derivatives."""
+    """Whether a backward pass must be differentiable itself. The tensors that it saved have no history, and it computes
+    the forward pass again. No compiler makes second derivatives."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
@@ -256,7 +261,7 @@ def _twice_symmetric_part(x: Tensor) -> Tensor:
 
 
 def _between_restarts(short: int, long: int, steps: int) -> list[int]:
-    """How many of ``steps`` to take on each Gram matrix of a short x long X."""
+    """How many of the ``steps`` iterations to make on each Gram matrix of a short x long X before a new one is made."""
     if long <= 2 * short:
         return [1] * steps
     counts = [min(2, steps)]

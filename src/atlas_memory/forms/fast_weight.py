@@ -1,17 +1,22 @@
-"""One fast-weight matrix over one chunk: reading W_t phi(q_t) for every t without forming any W_t.
+"""One matrix of a memory over one chunk: W_t phi(q_t) for every token t, without forming any W_t.
 
-For a matrix W whose token gradients are delta_i f_i^T, with f_i = phi(x_i), and with
+The gradient of window token i is the outer product delta_i f_i^T, with f_i = phi(x_i) the input of the matrix. A chunk
+has b tokens, and N window tokens: its own and those before it that are in a window of them. W_0 and S_0 are the matrix
+and its momentum before the chunk. With (optimisers.py has the factors a, e, theta and O)
 
+    Gamma[t, i] = gamma_i^(t)  (b x N),   D_x[t, n] = x_{n+1}..x_t for n <= t, else 0  (b x b; x is alpha or theta),
     P = D_theta diag(a) Gamma  (b x N),   cT[t] = theta_1..theta_t,   cA[t] = alpha_1..alpha_t,
     S_t = cT[t] S_0 + sum_i P[t, i] delta_i f_i^T,
-    W_t = cA[t] W_0 - sum_{n <= t} D_alpha[t, n] e_n O(S_n)
+    W_t = cA[t] W_0 - sum_{n <= t} D_alpha[t, n] e_n O(S_n),
 
-(optimisers.py has a, e, theta and O), the feature dimension enters only in phi W_0^T, phi S_0^T and the chunk's end;
-everything between goes through the kernel k(x, y) = phi(x) . phi(y):
+the length of f, which can be great, enters only in f W_0^T, in f S_0^T and where the matrix is made at the chunk's end.
+Everything between goes through the kernel k(x, y) = phi(x) . phi(y), of which K_qk are the values for each query and
+window token. phi_q and Delta have phi(q_t) and delta_i as rows:
 
 * O = identity: y = cA (phi_q W_0^T) - (D_alpha diag(e) cT) (phi_q S_0^T) - (R * K_qk) Delta with R = D_alpha diag(e) P,
   which is attention with a decaying, windowed mask.
-* Live errors and the delta step: the same with updates that solve a triangular system in place of Delta (live.py).
+* Live errors and the delta step: the same with updates that solve a triangular system in place of Delta (live.py). With
+  windows of c > 1 tokens each of the b tokens has c updates of its own, the b c *pairs*.
 * O = Newton-Schulz: muon_steps.py.
 """
 
@@ -29,11 +34,17 @@ from .bands import EVERYTHING
 
 
 class Inertia(NamedTuple):
-    """What the momentum adds to a ``Schedule``: ``carried``, cT ``[..., b]``; ``at_steps``, cT at the tokens of steps
-    ``[..., J]``; ``last``, P at the chunk's last token ``[..., N]``; and under Muon, where errors see what plain steps
-    would have changed, ``plain``, how much of each update that has in it after each token ``[..., b, P]``; where what
-    waits is shown, ``shown``, how much of S_0 and of each update is shown at each token, ``[..., b]`` and
-    ``[..., b, P]``."""
+    """What the momentum adds to a ``Schedule``, with the same leading dimensions.
+
+    Attributes:
+        carried: cT ``[..., b]``, how much of S_0 is in the momentum after each token.
+        at_steps: cT at the J tokens after which a step is taken, ``[..., J]``.
+        last: P at the chunk's last token, ``[..., N]``, or ``[..., b c]`` where updates are those of pairs.
+        plain: under Muon with live errors, how much of each update is in D (step.py) after each token,
+            ``[..., b, b c]``.
+        shown: where the memory answers with W - S between steps, how much of S_0 and of each update the query of each
+            token meets in S, ``[..., b]`` and ``[..., b, N]`` (or ``b c``); 0 just after a step.
+    """
 
     carried: Tensor
     at_steps: Tensor
@@ -44,23 +55,26 @@ class Inertia(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The scalars of one chunk of b tokens with N = b + c - 1 window tokens; leading dimensions ``[batch, heads, C]``,
-    with C = dim where alpha or eta are channel-wise, else C = 1.
+    """The numbers by which W_0, S_0 and the updates of one matrix are weighted over one chunk of b tokens. Leading
+    dimensions ``[batch, heads, C]``, with C = dim channels where alpha or eta are channel-wise, else C = 1.
 
     Attributes:
-        retained: cA ``[..., b]``, after each token.
-        decay: D_alpha diag(e), restricted to the J tokens after which a step is taken, ``[..., b, J]``.
-        weights: P at those tokens, ``[..., J, N]``; where it is diagonal, as with a window of one token and no
-            momentum, its diagonal ``[..., N]``.
+        retained: cA ``[..., b]``, how much of W_0 is in the matrix after each token.
+        decay: D_alpha diag(e) ``[..., b, J]``, how much of a step is in the matrix after each token; only the columns
+            of the J tokens after which a step is taken.
+        in_sum: P at those J tokens, ``[..., J, N]``, or ``[..., J, b c]`` where updates are those of pairs: how much
+            of each update is in S. Where it is diagonal, as with a window of one token and no momentum, its diagonal
+            ``[..., N]``. Where there is a ``mix``, which is read in its place, only the gamma of each pair.
         every: a step is taken after every so many tokens.
-        mix: R ``[..., b, P]`` where updates are those of the P pairs of live.py; None: ``decay`` times ``weights``.
         before: whether query t reads M_{t-1} instead of M_t.
-        inertia: None without momentum.
+        inertia: what the momentum needs; None without momentum.
+        mix: R ``[..., b, b c]``, how much of each update is in the matrix after each token, where errors are live and
+            steps are not Muon's; None: R is ``decay`` times ``in_sum``.
     """
 
     retained: Tensor
     decay: Tensor
-    weights: Tensor
+    in_sum: Tensor
     every: int
     before: bool
     inertia: Inertia | None
@@ -68,7 +82,7 @@ class Schedule:
 
     @property
     def moving(self) -> Inertia:
-        """``inertia``, for what has a momentum."""
+        """``inertia``, where there is a momentum."""
         assert self.inertia is not None
         return self.inertia
 
@@ -76,25 +90,31 @@ class Schedule:
         """R = D_alpha diag(e) P ``[..., b, N]``, or some of its rows."""
         if self.mix is not None:
             return self.mix[..., rows, :]
-        decay, diagonal = self.decay[..., rows, :], self.weights.dim() == self.retained.dim()
-        return decay * self.weights[..., None, :] if diagonal else decay @ self.weights
+        decay, diagonal = self.decay[..., rows, :], self.in_sum.dim() == self.retained.dim()
+        return decay * self.in_sum[..., None, :] if diagonal else decay @ self.in_sum
 
-    def seen(self, rows: Tensor, at_start: float = 0.0) -> Tensor:
-        """Of rows ``[..., b, n]``, one for the memory after each token, those that the queries see; what stands
-        before the first token is ``at_start``."""
+    def for_queries(self, rows: Tensor, at_start: float = 0.0) -> Tensor:
+        """One row for each query, from ``rows`` ``[..., b, n]``, one for the memory after each token: the same, or a
+        row late where query t reads the memory before token t. ``at_start`` fills the row before the first token."""
         return F.pad(rows[..., :-1, :], (0, 0, 1, 0), value=at_start) if self.before else rows
 
-    def seen_retained(self) -> Tensor:
-        """cA as the queries see it ``[..., b]``."""
-        return self.seen(self.retained[..., None], 1.0)[..., 0]
+    def retained_for_queries(self) -> Tensor:
+        """cA ``[..., b]`` of the memory that each query reads."""
+        return self.for_queries(self.retained[..., None], 1.0)[..., 0]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Inputs f = phi(u), or f = u, of a matrix: ``inputs`` is u ``[..., n, d]``; ``apply(W)`` gives W f
-    ``[..., n, rows]``; ``features`` is f ``[..., n, columns]``, or None where it has no finite size; ``kernel()`` gives
-    f . f_i against the window tokens, ``[..., n, N]``; ``known`` is W_0 f of the matrix that takes the steps, where it
-    is at hand."""
+    """How a matrix sees n tokens, its window tokens or its queries: by their inputs f, which are phi(u) where the
+    matrix is lifted, else u.
+
+    Attributes:
+        inputs: u ``[..., n, d]``.
+        apply: the function of a matrix W that gives W f for every token, ``[..., n, rows]``.
+        features: f ``[..., n, columns]``, or None where f is infinitely long.
+        kernel: the function that gives f . f_i for the inputs f_i of the window tokens, ``[..., n, N]``.
+        known: W_0 f for the matrix that makes the chunk's steps, where it has been computed.
+    """
 
     inputs: Tensor
     apply: Callable[[Tensor], Tensor]
@@ -109,9 +129,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a matrix sees of the window tokens: inputs f_i, deltas delta_i ``[..., N, m]``; and ``write(W, A)``, giving
-    W + sum_i A_i f_i^T for A ``[..., N, m]``. Where deltas are those of pairs (live.py), ``[..., P, m]``, ``fold`` sums
-    rows of pairs into rows of their tokens."""
+    """What is written to a matrix of m rows under the window tokens.
+
+    Attributes:
+        inputs: f_i of each window token.
+        deltas: the updates delta_i, ``[..., N, m]``, or those of pairs (live.py), ``[..., b c, m]``.
+        write: the function of W and A ``[..., N, m]`` that gives W + sum_i A_i f_i^T.
+        fold: the function that sums rows of updates into rows of their window tokens, ``[..., N, m]``.
+    """
 
     inputs: Seen
     deltas: Tensor
@@ -120,28 +145,30 @@ class Tokens:
 
 
 class Steps(NamedTuple):
-    """The steps of one matrix over a chunk: ``read(queries)`` gives W_t f ``[..., b, m]`` for every query,
-    ``weights(t, w)`` the W after token t (0: the first, -1: the last) of a memory that makes these steps from w."""
+    """The steps that one matrix makes over a chunk, as two functions: ``read(queries)`` gives W_t f for every query,
+    ``[..., b, m]``; ``weights(t, w)`` makes the matrix after token t (0: the first, -1: the last) if it makes these
+    steps from the matrix ``w`` on."""
 
     read: Callable[[Seen], Tensor]
     weights: Callable[[int, Tensor], Tensor]
 
 
 def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) -> Steps:
-    """Gradient descent and momentum.
+    """The steps of gradient descent and momentum, O = identity.
 
     Args:
-        w: W_0 ``[batch, heads, m, F]``; s: S_0 of the same shape, or None without momentum.
-
+        w: W_0 ``[batch, heads, m, F]``.
+        s: S_0, of the same shape; None without momentum.
+        tokens, plan: the updates, and the numbers that weigh them.
     """
     deltas = split_channels(tokens.deltas, plan.decay.shape[-3])
 
     def read(queries: Seen) -> Tensor:
-        out = scale_rows(plan.seen_retained(), queries.held(w))
+        out = scale_rows(plan.retained_for_queries(), queries.held(w))
         if s is not None:
             old = plan.decay @ plan.moving.at_steps[..., None]
-            out = out - scale_rows(plan.seen(old)[..., 0], queries.apply(s))
-        mask = -plan.seen(plan.mixing())
+            out = out - scale_rows(plan.for_queries(old)[..., 0], queries.apply(s))
+        mask = -plan.for_queries(plan.mixing())
         if mask.shape[-3] == 1:
             return add_product(out, mask[..., 0, :, :] * queries.kernel(), tokens.deltas)
         return out + join_channels((mask * queries.kernel()[..., None, :, :]) @ deltas)
@@ -157,7 +184,7 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
 
 
 def last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:
-    """A sum S after the chunk, from that before it ``[batch, heads, m, F]``."""
+    """The momentum S after the chunk, from S_0 before it, both ``[batch, heads, m, F]``."""
     added = plan.moving.last[..., None] * split_channels(tokens.deltas, plan.moving.last.shape[-2])
     return tokens.write(scale(plan.moving.carried[..., -1], s), tokens.fold(join_channels(added)))
 
@@ -168,21 +195,22 @@ def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def scale(factor: Tensor, matrix: Tensor) -> Tensor:
-    """A factor ``[..., C]`` on C groups of adjoining rows of a matrix ``[..., m, F]``."""
+    """A matrix ``[..., m, F]`` times a factor ``[..., C]``: one number for each of C groups of adjoining rows."""
     if factor.shape[-1] == 1:
         return factor[..., None] * matrix
     return factor.repeat_interleave(matrix.shape[-2] // factor.shape[-1], -1)[..., None] * matrix
 
 
 def scale_rows(factor: Tensor, out: Tensor) -> Tensor:
-    """A factor ``[..., C, n]`` on C groups of adjoining channels of outputs ``[..., n, m]``."""
+    """What a matrix puts out for n tokens, ``[..., n, m]``, times a factor ``[..., C, n]``: one number for each token
+    and each of C groups of adjoining channels."""
     if factor.shape[-2] == 1:
         return factor[..., 0, :, None] * out
     return factor.repeat_interleave(out.shape[-1] // factor.shape[-2], -2).mT * out
 
 
 def split_channels(x: Tensor, channels: int) -> Tensor:
-    """``[..., n, m]`` -> ``[..., C, n, m / C]``."""
+    """The m channels of n tokens in C groups of adjoining ones: ``[..., n, m]`` -> ``[..., C, n, m / C]``."""
     return x[..., None, :, :] if channels == 1 else x.unflatten(-1, (channels, -1)).transpose(-3, -2)
 
 

@@ -1,10 +1,11 @@
-"""``gram_polynomial`` through eigenvalues: G = U diag(g) U^T, Q = U diag(p(g)) U^T (orthogonal.py has p).
+"""``gram_polynomial`` through eigenvalues: G = U diag(g) U^T, Q = U diag(p(g)) U^T, with p the polynomial to which the
+iterations of Newton-Schulz multiply (orthogonal.py).
 
-By products, Q takes 17 of them and its gradient 25, of five steps. One eigendecomposition takes as long as 9 (256 rows)
-to 16 (32 rows), Q is one more, and the gradient four: with F_ij = (p(g_i) - p(g_j)) / (g_i - g_j), p'(g_i) where they
-are equal, dL/dG = U (F * (U^T dL/dQ U)) U^T (Daleckii and Krein). F comes from the iteration itself by the product rule
-for divided differences, without a division, and so is exact for eigenvalues however close. Two matrices are kept for
-the backward pass, for thirteen.
+With five iterations, Q takes 17 matrix products and its gradient 25. One eigendecomposition takes as long as 9 products
+(256 rows) to 16 (32 rows); Q is then one product more, and the gradient four, dL/dG = U (F * (U^T dL/dQ U)) U^T with
+the divided differences F_ij = (p(g_i) - p(g_j)) / (g_i - g_j), p'(g_i) where the two are equal (Daleckii and Krein). F
+comes from the iteration itself by the product rule for divided differences, without a division, and so is exact for
+eigenvalues however close. For the backward pass two matrices, G and U, are kept in place of thirteen.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 LEAST_SIZE = 32
-"""Rows from which on it pays."""
+"""From so many rows on eigenvalues are faster."""
 
 MOST_THREADS = 2
-"""Eigenvalues of a batch are found one matrix after another, products of a batch in all threads at once."""
+"""Up to so many threads eigenvalues are faster: those of a batch are found one matrix after another, while products of
+a batch are computed in all threads at once."""
 
 
 def eigenvalues_pay(matrix: Tensor) -> bool:
@@ -32,8 +34,8 @@ def eigenvalues_pay(matrix: Tensor) -> bool:
 
 
 def eigenvalues_cost(m: int) -> int:
-    """Multiply-adds of the products that take as long: fitted to times of m = 32 to 256 on one thread, forward and
-    backward. To choose by, not a count of what runs."""
+    """As how many multiply-adds an eigendecomposition counts: those of products that take as long, forward and
+    backward, fitted to times of m = 32 to 256 rows on one thread. To choose by, not a count of what runs."""
     return 6 * m**3 + 256 * m**2
 
 
@@ -59,9 +61,9 @@ def gradient_by_eigenvalues(
 
 
 def _divided_differences(g: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
-    """F ``[n, m, m]``. A product's are (u v)_ij = u_ij v_j + u_i v_ij."""
+    """F ``[n, m, m]``, the divided differences of p at g. Those of a product are (u v)_ij = u_ij v_j + u_i v_ij."""
     a, b, c = coefficients
-    of_power, of_q = None, None  # those of the power, 1 at first, and of Q, 0
+    of_power, of_q = None, None  # the divided differences of the power, 1 at first, and of Q, 0 at first
     power, q = g, torch.ones_like(g)
     for step in range(steps):
         z = a + b * power + c * power.square()

@@ -1,7 +1,8 @@
-"""The decoder: the definition for one or a few tokens from a state, as fast as a token can be read alone.
+"""The form for decoding: one or a few tokens that go on from a state, one after the other.
 
-What differs from definition.py: gradients in closed form, sum_i gamma_i delta_i f_i^T for every matrix; rows at any
-phase and of any length together; the fast Newton-Schulz.
+It computes what definition.py says, with three differences. Gradients have a closed form, sum_i gamma_i delta_i f_i^T
+for every matrix, with f_i its input and delta_i the error at its output for window token i. Sequences of a batch may
+stand at different places of their chunks and have different lengths. And Newton-Schulz is the fast one.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def incremental(
     gates: Gates,
     state: MemoryState | None = None,
 ) -> tuple[Tensor, MemoryState]:
-    """Arguments and result as for ``recurrent``. Its work a token depends on the window c but neither on the chunk b
-    nor on how much was read (``Exponential`` features apart)."""
+    """Read and write token by token; arguments and results are those of ``recurrent``. The work for a token depends on
+    the window c, but neither on the chunk b nor on how much was read before (except with ``Exponential`` features)."""
     return compute(_by_token, rule, params, q, k, v, gates, state)
 
 
@@ -42,7 +43,7 @@ def retrieve(rule: Rule, params: Params, q: Tensor, state: MemoryState) -> Tenso
 
 
 def read_out(rule: Rule, params: Params, q: Tensor, weights: tuple[Tensor, ...], keys: Tensor | None = None) -> Tensor:
-    """As ``retrieve``, at the memory with these ``weights``; ``keys`` of the columns on phi*."""
+    """As ``retrieve``, from a memory with these ``weights``; ``keys`` are those of the columns on phi*."""
     work = torch.promote_types(q.dtype, torch.float32)
     params, keys = params.map(lambda t: t.to(work)), (q[..., :0, :] if keys is None else keys).to(work)
     with torch.autocast(q.device.type, enabled=False):
@@ -69,7 +70,8 @@ def read_tokens(
     length: Tensor | None,
     state: MemoryState,
 ) -> tuple[Tensor, MemoryState]:
-    """Token after token, for inputs that have been checked and are in the working precision; v carries delta."""
+    """``incremental`` on inputs that have been checked and are in the working precision. Where the bias reads the gate
+    delta, it is v's last entry; ``length`` ``[batch]`` says how many tokens of each row are real, None: all."""
     outputs = [q[..., :0, :]]
     for t in range(q.shape[-2]):
         real = None if length is None else t < length
@@ -89,7 +91,8 @@ def _read_token(
     real: Tensor | None,
     state: MemoryState,
 ) -> tuple[Tensor, MemoryState]:
-    """One token ``[batch, heads, 1, dim]``, which is there for the rows where ``real``, None for all."""
+    """Read one token ``[batch, heads, 1, dim]``. In rows where it is not ``real``, bool ``[batch]``, it is padding and
+    nothing changes; None: it is real in all."""
     (first, follows), (last, due) = (
         [(state.seen + n) % m == 0 for m in (rule.window.chunk, rule.every)] for n in (0, 1)
     )
@@ -99,9 +102,9 @@ def _read_token(
     lesson = _lesson(rule, params, torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), gate, state)
     written = [_written(rule, params, i, m, lesson, gate, when, state.keys) for i, m in enumerate(state.matrices)]
     matrices, after = zip(*written, strict=True)
-    read = after if rule.window.read == "after" else state.frozen
-    read = state.shown(rule) if rule.window.read == "before" else read
-    y = rule.network.forward(_applier(rule, params, read, state.keys), q, params.norm)
+    answering = after if rule.window.read == "after" else state.frozen
+    answering = state.shown(rule) if rule.window.read == "before" else answering
+    y = rule.network.forward(_applier(rule, params, answering, state.keys), q, params.norm)
     past = (lesson.k[..., 1:, :], lesson.v[..., 1:, :])
     past_k, past_v = (pick(when.exists, a, b) for a, b in zip(past, (state.k, state.v), strict=True))
     end = MemoryState(matrices, past_k, past_v, state.keys, state.seen + (1 if real is None else real))
@@ -109,8 +112,14 @@ def _read_token(
 
 
 class _When(NamedTuple):
-    """Of the token, ``[batch]`` each: whether it is its chunk's first or last, and whether it follows a step or one is
-    due after it; whether it is there, True for all; and whether it is there and ends its chunk."""
+    """What is so at the token, bool ``[batch]`` each.
+
+    Attributes:
+        first, last: it is the first or the last of its chunk.
+        follows, due: a step was taken just before it, or is to be taken after it.
+        exists: it is real and no padding; True: in all rows.
+        ends: it is real, and the last of its chunk.
+    """
 
     first: Tensor
     last: Tensor
@@ -121,9 +130,15 @@ class _When(NamedTuple):
 
 
 class _Lesson(NamedTuple):
-    """What a token has the memory learn: keys and values of its window; the pass at M_f; the errors at what every
-    matrix puts out, times gamma, ``[batch, heads, c, rows]``; the sizes that bound its steps, ``[batch, heads]``, None
-    where they are not bounded; and gamma ``[batch, heads, c]``, the oldest first."""
+    """What a token teaches the memory. The c tokens of its window are in order, the oldest first.
+
+    Attributes:
+        k, v: keys and values of the window, ``[batch, heads, c, dim]``.
+        at_frozen: the pass of these keys through M_f.
+        deltas: for every matrix the errors at what it puts out, times gamma, ``[batch, heads, c, rows]``.
+        sizes: for every matrix the number that bounds its step, ``[batch, heads]``; None: steps are not bounded.
+        gamma: ``[batch, heads, c]``, 0 for tokens before the sequence's first.
+    """
 
     k: Tensor
     v: Tensor
@@ -160,7 +175,7 @@ def _written(
     when: _When,
     keys: Tensor,
 ) -> tuple[Matrix, Tensor]:
-    """Matrix i after the token, and what it answers with."""
+    """Matrix i after the token, and the matrix with which it answers then (``InnerOptimiser.shown``)."""
     optimiser, u = rule.optimiser, lesson.at_frozen.inputs[i]
     rates = optimiser.rates(gate.theta, gate.eta, lesson.sizes[i], rule.every, rule.window.chunk)
     alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
@@ -198,18 +213,20 @@ def _moved(rule: Rule, params: Params, at_frozen: Trace, state: MemoryState) -> 
 
 
 def _apply(rule: Rule, params: Params, i: int, w: Tensor, u: Tensor, keys: Tensor) -> Tensor:
-    """W phi(u), or W u where matrix i is not lifted."""
+    """What matrix i puts out if its weights are w: W phi(u), or W u where it is not lifted; ``[..., n, rows]``."""
     if not rule.network.lifted[i]:
         return u @ w.mT
     return rule.features.columns(u, keys, params.sqrt_a) @ w.mT
 
 
 def _applier(rule: Rule, params: Params, weights: tuple[Tensor, ...], keys: Tensor) -> Apply:
+    """``_apply`` of a memory's matrices, as a network asks for it."""
     return lambda i, u: _apply(rule, params, i, weights[i], u, keys)
 
 
 def _outer(rule: Rule, params: Params, i: int, deltas: Tensor, u: Tensor, like: Tensor) -> Tensor:
-    """sum over tokens of delta f^T, shaped as matrix i, ``like``; u are the last tokens read."""
+    """A write to matrix i: the sum over n tokens of delta f^T, shaped as the matrix, ``like``. ``deltas`` are
+    ``[..., n, rows]``; f is made of u ``[..., n, width]``. On phi* the n tokens must have the last n columns."""
     if not rule.network.lifted[i]:
         return deltas.mT @ u
     if rule.features.endless:
@@ -223,15 +240,16 @@ def _as_columns(deltas: Tensor, like: Tensor) -> Tensor:
 
 
 def _with_column(rule: Rule, real: Tensor | None, k: Tensor, state: MemoryState) -> MemoryState:
-    """A column for token k at the right of all matrices on phi*; rows without a token get an empty one at the left."""
+    """The state with one more column in all matrices on phi*: at the right for a token with key k, or in rows without a
+    token an empty one at the left."""
     at_right: Tensor | bool = True if real is None else real
     keys = pick(at_right, torch.cat([state.keys, k], -2), torch.cat([torch.zeros_like(k), state.keys], -2))
     return state.map_lifted(rule, lambda w: pick(at_right, F.pad(w, (0, 1)), F.pad(w, (1, 0))), keys)
 
 
 def _forget(rule: Rule, state: MemoryState, ends: Tensor) -> MemoryState:
-    """At a chunk's end, without the tokens that are older than phi*'s horizon, if it has one; and of all columns only
-    those that can be other than zero."""
+    """The state without what the horizon of phi*, if there is one, makes it forget: in rows whose chunk ``ends``, the
+    columns of too old tokens are zero; and columns that can only be zero in all rows are cut off."""
     if rule.features.horizon is None:
         return state
     have = state.keys.shape[-2]

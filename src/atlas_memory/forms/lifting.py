@@ -1,4 +1,5 @@
-"""How the matrices of a memory meet the tokens of a chunk: lifted ones phi(k) and phi(q), the others hidden units."""
+"""How the matrices of a memory see the tokens of a chunk (``Seen``): lifted ones as phi(k) and phi(q), the others as
+hidden units."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ Write = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Lift:
-    """Of all lifted matrices.
+    """How lifted matrices see a chunk: all of them alike.
 
     Attributes:
-        keys, queries: how they see the window tokens and the queries; both: W phi of both, from one product.
+        keys, queries: how they see the window tokens and the queries.
+        both: the function of a matrix W that gives W phi(k) and W phi(q), from one product.
         write: see ``Tokens``.
     """
 
@@ -31,8 +33,8 @@ class Lift:
 
     @staticmethod
     def of(rule: Rule, params: Params, kq: Tensor, k: Tensor, q: Tensor, columns: Columns | None) -> Lift:
-        """For the keys k ``[..., N, dim]`` and queries q ``[..., b, dim]`` of a chunk, which lie one after the other in
-        kq; ``columns`` for phi*."""
+        """For the window tokens' keys k ``[..., N, dim]`` and the queries q ``[..., b, dim]`` of a chunk, which lie one
+        after the other in kq; ``columns`` are those of the keys, for phi*."""
         kernel = partial(rule.features.kernel, sqrt_a=params.sqrt_a)
         to_keys, to_queries = once(partial(kernel, k, k)), once(partial(kernel, q, k))
         sizes = [k.shape[-2], q.shape[-2]]
@@ -56,14 +58,14 @@ class Lift:
         return Lift(keys, queries, both, partial(add, f_k) if write is None else write)
 
     def at(self, w: Tensor) -> tuple[Seen, Seen]:
-        """``keys`` and ``queries`` of a matrix that is known to take the steps from w."""
+        """``keys`` and ``queries`` for the matrix that makes the chunk's steps from w on, with ``known`` filled in."""
         of_keys, of_queries = self.both(w)
         return replace(self.keys, known=of_keys), replace(self.queries, known=of_queries)
 
 
-def seen(u: Tensor, keys: Tensor) -> Seen:
-    """How a matrix that is not lifted sees u ``[..., n, width]``, and among the window tokens' ``keys``
-    ``[..., N, width]``."""
+def see_hidden(u: Tensor, keys: Tensor) -> Seen:
+    """How a matrix that is not lifted sees tokens with hidden units u ``[..., n, width]``; ``keys`` ``[..., N, width]``
+    are the hidden units of the window tokens, for the kernel."""
     return Seen(u, partial(times, u), u, once(partial(times, u, keys)))
 
 
@@ -80,16 +82,16 @@ def once(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def times(f: Tensor, w: Tensor) -> Tensor:
-    """W f for each token, and f . f_i."""
+    """W f for each of n tokens, ``[..., n, F], [..., m, F] -> [..., n, m]``; with inputs f_i in place of W, f . f_i."""
     return f @ w.mT
 
 
 def add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
-    """W + sum_i a_i f_i^T."""
+    """A write, W + sum_i a_i f_i^T: f ``[..., N, F]``, w ``[..., m, F]``, a ``[..., N, m]``."""
     return add_product(w, a.mT, f)
 
 
 def _into(columns: Columns) -> Write:
-    """A write is a sum into the window tokens' columns, which come after those of M_0."""
+    """``write`` on phi*: a sum into the columns of the window tokens, which come after the columns of M_0."""
     at = columns.window[:, None, None] + columns.keys.shape[-1]
     return lambda w, a: w.scatter_add(-1, at.expand(*w.shape[:-1], -1), a.mT)

@@ -1,16 +1,19 @@
 """Errors that see the chunk's earlier writes (``live``, step.py), and the delta step: one triangular system each.
 
-For one matrix over a chunk, with R[t, p] how much of update p is in W_t (``Schedule.mixing``), each error is linear in
-what the matrix answers just before its token is written,
+The update u_p of one matrix is the vector, as long as the matrix has rows, that is written under the input f_p of token
+p. It is linear in what the matrix answers to f_p just before the write at token t, in which are all earlier updates:
 
     u_p          = base_p + rate_p W_{t-1} f_p
-    W_{t-1} f_p  = (what stood there at the chunk's start, faded) - sum over p' of R[t-1, p'] (f_p . f_p') u_p'
+    W_{t-1} f_p  = stood_p - sum over p' of R[t-1, p'] (f_p . f_p') u_p'
 
-so that the updates u solve (I + diag(rate) (R * K)) u = base + rate (what stood), with R a row late: a unit lower
-triangular system, the WY form of DeltaNet. There rate = 1 and base = -v; a live error has the rate r_t of its bias.
+Here stood_p is what the matrix would answer had the chunk written nothing: what it answered at the chunk's start,
+faded. R[t, p] says how much of update p is in W_t (``Schedule.mixing``). With K the kernel, K[p, p'] = f_p . f_p', the
+updates solve (I + diag(rate) (R * K)) u = base + rate stood, with R a row late: a unit lower triangular system, the WY
+form of DeltaNet. For DeltaNet rate = 1 and base = -v; a live error has the rate r_t of its bias.
 
 With a window of c > 1 tokens every token of the window has an error of its own at every t at which it is in the window.
-These are *pairs* (t, i), c for each of the b tokens of the chunk, in the order of t and then from the oldest i.
+The updates p are then of *pairs* (t, i), c for each of the b tokens of the chunk, in the order of t and then from the
+oldest i. ``[..., b c]`` below counts pairs; with c = 1 they are the tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ from .fast_weight import Schedule, Seen, join_channels, scale_rows, split_channe
 
 
 class Pairs(NamedTuple):
-    """The pairs of a chunk of ``chunk`` tokens with windows of ``size``; ``spare`` empty places come before the window
-    tokens."""
+    """The pairs of a chunk of b = ``chunk`` tokens with windows of c = ``size``; ``spare`` empty places come before its
+    window tokens and are counted in N."""
 
     size: int
     chunk: int
@@ -38,17 +41,17 @@ class Pairs(NamedTuple):
         return overlapping(x[..., self.spare :, :], self.size, 1).flatten(-3, -2)
 
     def columns(self, x: Tensor) -> Tensor:
-        """``[..., n, N] -> [..., n, b c]``."""
+        """Columns of pairs from columns of window tokens, ``[..., n, N] -> [..., n, b c]``."""
         return self.of(x.mT).mT
 
     def gates(self, window: Tensor) -> Tensor:
         """gamma of every pair ``[..., b c]``, from the band matrix Gamma ``[..., b, N]``."""
-        # The inverse of windows.band: row t begins t places later than the row before.
+        # The inverse of bands.band: the c gates of each row begin one place later than those of the row before.
         rows = F.pad(window[..., self.spare :].flatten(-2), (0, self.chunk))
         return rows.unflatten(-1, (self.chunk, self.chunk + self.size))[..., : self.size].flatten(-2)
 
     def each(self, x: Tensor, dim: int) -> Tensor:
-        """What is so for token t, for all of its pairs."""
+        """Each entry of ``x`` along ``dim``, one for each of the b tokens, repeated for all c pairs of that token."""
         return x.repeat_interleave(self.size, dim)
 
     def fold(self, x: Tensor) -> Tensor:
@@ -59,7 +62,8 @@ class Pairs(NamedTuple):
 
 
 def before_each_token(rows: Tensor, at_start: float, pairs: Pairs | None) -> Tensor:
-    """Of rows ``[..., b, n]``, one for the memory after each token, that of the memory before it, for every pair."""
+    """For every pair the row of the memory just before its token, ``[..., b c, n]``, from ``rows`` ``[..., b, n]``, one
+    for the memory after each token; ``at_start`` fills the row before the first."""
     rows = F.pad(rows[..., :-1, :], (0, 0, 1, 0), value=at_start)
     return rows if pairs is None else pairs.each(rows, -2)
 
@@ -67,8 +71,13 @@ def before_each_token(rows: Tensor, at_start: float, pairs: Pairs | None) -> Ten
 def stood(
     inputs: Seen, w: Tensor, s: Tensor | None, home: Tensor | None, plan: Schedule, pairs: Pairs | None
 ) -> Tensor:
-    """What W_{t-1} would answer to every pair without the chunk's writes, ``[..., P, m]``; W_0 is ``w``, and a memory
-    that fades to ``home`` is home plus one that fades to zero."""
+    """What W_{t-1} would answer to every pair without the chunk's writes, ``[..., b c, m]``.
+
+    Args:
+        inputs: how the matrix sees the window tokens.
+        w, s: the matrix and its momentum before the chunk; None: there is no momentum.
+        home: what the matrix fades to: it is home plus a matrix that fades to zero. None: zero.
+    """
 
     def to_pairs(x: Tensor) -> Tensor:
         return x if pairs is None else pairs.of(x)
@@ -84,13 +93,13 @@ def stood(
 
 
 def solve(base: Tensor, rate: Tensor, stood: Tensor, kernel: Tensor, mixing: Tensor, pairs: Pairs | None) -> Tensor:
-    """The updates u ``[..., P, m]``.
+    """The updates u ``[..., b c, m]``, from the letters of the equations above.
 
     Args:
-        mixing: how much of each update is in the memory after each token, ``[..., C, b, P]``.
-        base, stood: ``[..., P, m]``.
-        rate: ``[..., C or 1, P]``.
-        kernel: f_p . f_p' ``[..., P, P]``.
+        base, stood: ``[..., b c, m]``.
+        rate: ``[..., C or 1, b c]``, with C the number of channels where gates are channel-wise, else 1.
+        kernel: f_p . f_p' ``[..., b c, b c]``.
+        mixing: R, how much of each update is in the matrix after each token, ``[..., C, b, b c]``.
     """
     reach = before_each_token(mixing, 0.0, pairs)
     channels = max(reach.shape[-3], rate.shape[-2])

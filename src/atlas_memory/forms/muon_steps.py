@@ -1,8 +1,10 @@
-"""Newton-Schulz at every step of a chunk (ATLAS Eqs. 32 and 40), in one of two exact spaces; see fast_weight.py.
+"""The steps of Muon over a chunk: Newton-Schulz of the momentum S_n of every step n (ATLAS Eqs. 32 and 40), in one of
+two spaces that give the same numbers. The other letters are those of fast_weight.py.
 
-* O = Newton-Schulz in *output space*: NS(S_n) = Q_n S_n with Q_n a polynomial in the rows x rows matrix S_n S_n^T, and
-  S_n S_n^T = E_n^T K_kk E_n + cT_n (X^T E_n + E_n^T X) + cT_n^2 S_0 S_0^T, E_n = diag(P[n]) Delta, X = phi_k S_0^T.
-* O = Newton-Schulz in *feature space*: every S_n is formed; cheaper when the features are few.
+* In *output space* no S_n is formed. NS(S_n) = Q_n S_n with Q_n a polynomial in the Gram matrix S_n S_n^T, rows x rows.
+  With E_n = diag(P[n]) Delta the weighted updates, K_kk the kernel among the window tokens and X = phi_k S_0^T, it is
+  S_n S_n^T = E_n^T K_kk E_n + cT_n (X^T E_n + E_n^T X) + cT_n^2 S_0 S_0^T.
+* In *feature space* every S_n is formed, rows x columns: cheaper where the features are few.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ from .spaces import StepGroup, muon_of, step_groups
 
 
 def muon_steps(part: Part, tokens: Tokens) -> Steps:
-    """Of one matrix over a chunk, in the cheapest of the exact spaces or in the one that was asked for."""
+    """The steps of one matrix over a chunk, in the cheapest of the two spaces or in the one that was asked for."""
     s, rule, spaces = part.held.sums[0], part.setting.rule, part.setting.spaces
-    taken, window = part.plan.weights.shape[-2], tokens.inputs.inputs.shape[-2]
+    taken, window = part.plan.in_sum.shape[-2], tokens.inputs.inputs.shape[-2]
     space = spaces.of(rule, s.shape[-2], s.shape[-1], taken, window, eigenvalues=spaces.eigenvalues_pay(s))
     return (_output_space if space == "outputs" else _feature_space)(part, s, tokens)
 
 
 def waiting(part: Part, tokens: Tokens, queries: Seen) -> Tensor:
-    """S_t f for every query ``[..., b, m]``, 0 where a step has been taken: what waits for the next one."""
+    """S f for every query, ``[..., b, m]``, with the S that waits for a step when the query is answered; 0 just after
+    a step. The memory answers with W - S where ``Muon.shows``."""
     shown = part.plan.moving.shown
     assert shown is not None
     of_start, rows = shown
@@ -39,7 +42,7 @@ def waiting(part: Part, tokens: Tokens, queries: Seen) -> Tensor:
 
 
 def muon_sums(part: Part, tokens: Tokens) -> tuple[Tensor, ...]:
-    """The sums of a matrix after the chunk."""
+    """The sums of a matrix after the chunk: S, and with live errors D (step.py)."""
     plan, filled, sums = part.plan, part.setting.filled, part.held.sums
     s = last_momentum(sums[0], tokens, plan)
     if len(sums) == 1:
@@ -56,7 +59,7 @@ def _feature_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
     plan, muon, w, features = part.plan, muon_of(part.setting.rule), part.from_home, tokens.inputs.features
     assert features is not None
     groups, carried = _groups(part, tokens), _matrix(plan.moving.at_steps)
-    taken = []  # O(S_n): [..., J', m, F]
+    taken = []  # O(S_n) of the J' steps of each group: [..., J', m, F]
     for group in groups:
         new = _weighted(plan, tokens, tokens.deltas, group).mT @ features[..., None, : group.seen, :]
         sums = carried[..., group.steps, :, :] * s[..., None, :, :] + new
@@ -85,15 +88,15 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
     kernel, past = tokens.inputs.kernel()[..., None, :, :], tokens.inputs.apply(s)[..., None, :, :]  # K, X
     groups, carried = _groups(part, tokens), _matrix(plan.moving.at_steps)
     of_start = (s @ s.mT)[..., None, :, :]
-    parts = []  # E_n: [..., J', N', m]; Q_n: [..., J', m, m]
+    parts = []  # of the J' steps of each group, which see N' tokens: cT_n, E_n [..., J', N', m], Q_n [..., J', m, m]
     for group in groups:
-        seen, cut = slice(group.seen), carried[..., group.steps, :, :] / inverse[..., None, :, :]
+        upto, cut = slice(group.seen), carried[..., group.steps, :, :] / inverse[..., None, :, :]
         weighted = _weighted(plan, tokens, tokens.deltas, group)
         scale = _scale(muon, torch.maximum(_largest(weighted), cut))
         cut, weighted = cut * scale, weighted * scale
         # The two cross terms are one another's transpose: one is added twice, and all made symmetric.
-        cross = (2.0 * cut) * past[..., seen, :]
-        gram = weighted.mT @ (kernel[..., seen, seen] @ weighted + cross)
+        cross = (2.0 * cut) * past[..., upto, :]
+        gram = weighted.mT @ (kernel[..., upto, upto] @ weighted + cross)
         gram = 0.5 * (gram + gram.mT) + cut.square() * of_start
         q = gram_polynomial(gram, muon.steps, floor=_floor(most, scale), eigenvalues=by_eigenvalues)
         q = q if most is None else most * q
@@ -103,8 +106,8 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
         near, old = queries.kernel()[..., None, :, :], queries.apply(s)[..., None, :, :]
         moved = []
         for group, cut, weighted, q in parts:  # S_n phi(q), and then Q_n of it
-            seen = cut * old[..., group.first :, :] + near[..., group.first :, : group.seen] @ weighted
-            moved.append(seen @ q)
+            of_sums = cut * old[..., group.first :, :] + near[..., group.first :, : group.seen] @ weighted
+            moved.append(of_sums @ q)
         return _after_steps(queries.held(w), moved, groups, plan)
 
     def weights(row: int, start: Tensor) -> Tensor:
@@ -122,16 +125,18 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
 
 
 def _weighted(plan: Schedule, tokens: Tokens, deltas: Tensor, group: StepGroup) -> Tensor:
-    """E_n = diag(P[n]) Delta ``[..., J', N', m]``, of the steps of a group and the tokens that they have seen."""
-    if plan.weights.shape[-1] != tokens.inputs.inputs.shape[-2]:  # of pairs
-        of_pairs = plan.weights[..., 0, group.steps, :, None] * deltas[..., None, :, :]
+    """E_n = diag(P[n]) Delta ``[..., J', N', m]`` for the J' steps of a group and the N' window tokens they see."""
+    if plan.in_sum.shape[-1] != tokens.inputs.inputs.shape[-2]:  # of pairs
+        of_pairs = plan.in_sum[..., 0, group.steps, :, None] * deltas[..., None, :, :]
         return tokens.fold(of_pairs)[..., : group.seen, :]
-    return plan.weights[..., 0, group.steps, : group.seen, None] * deltas[..., None, : group.seen, :]
+    return plan.in_sum[..., 0, group.steps, : group.seen, None] * deltas[..., None, : group.seen, :]
 
 
 def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], plan: Schedule) -> Tensor:
-    """W_t f ``[..., b, m]`` from W_0 f, and the steps of each group O(S_n) f ``[..., J', b - first, m]``."""
-    out, decay = scale_rows(plan.seen_retained(), held), plan.seen(plan.decay)[..., 0, :, :].mT[..., None]
+    """W_t f for the queries, ``[..., b, m]``, from W_0 f (``held``) and what the steps of each group change of it
+    (``moved``), O(S_n) f ``[..., J', b - first, m]``."""
+    out = scale_rows(plan.retained_for_queries(), held)
+    decay = plan.for_queries(plan.decay)[..., 0, :, :].mT[..., None]
     for group, part in zip(groups, moved, strict=True):
         total = (decay[..., group.steps, group.first :, :] * part).sum(-3)
         out = out - F.pad(total, (0, 0, group.first, 0))
@@ -139,33 +144,35 @@ def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], pla
 
 
 def _groups(part: Part, tokens: Tokens) -> list[StepGroup]:
-    """Of the steps on matrices; all at once where a compiler would unroll them."""
-    taken, window = part.plan.weights.shape[-2], tokens.inputs.inputs.shape[-2]
+    """The groups in which the steps of a chunk are computed; all steps are one where a compiler would unroll them."""
+    taken, window = part.plan.in_sum.shape[-2], tokens.inputs.inputs.shape[-2]
     together = taken if torch.compiler.is_compiling() else part.setting.spaces.at_once(part.held.sums[0])
     return step_groups(taken, window, part.plan.retained.shape[-1], part.plan.every, together)
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Of the entries of each matrix ``[..., 1, 1]``."""
+    """The largest entry of each matrix, ``[..., 1, 1]``."""
     return x.detach().abs().amax((-2, -1), keepdim=True)
 
 
 def _power_of_two(size: Tensor) -> Tensor:
-    """What brings numbers of this size to about 1. A power of two rounds nothing."""
+    """The factor that brings numbers of this size to about 1: a power of two, which rounds nothing."""
     return torch.ldexp(torch.ones_like(size), -torch.frexp(size)[1])
 
 
 def _scale(muon: Muon, size: Tensor) -> Tensor:
-    """What S is multiplied by: products of S must neither over- nor underflow. Under a floor small ones may."""
+    """The factor by which S, with entries up to ``size``, is multiplied, so that its products neither over- nor
+    underflow. Where steps are bounded, a floor is added to the products, and small ones may underflow."""
     inverse = _power_of_two(size.detach())
     return inverse.clamp_max(1.0) if muon.bounded else inverse
 
 
 def _floor(most: float | None, scale: Tensor) -> Tensor | None:
-    """Under S S^T of a bounded step, where S has been multiplied by ``scale``."""
+    """The floor of ``gram_polynomial`` for a bounded step, where S has been multiplied by ``scale``: L^2 so scaled.
+    ``most`` is L; None: steps are not bounded."""
     return None if most is None else (most * scale).square()
 
 
 def _matrix(factor: Tensor) -> Tensor:
-    """``[..., 1, J]`` -> ``[..., J, 1, 1]``."""
+    """One number a step, ``[..., 1, J]``, as factors of matrices, ``[..., J, 1, 1]``."""
     return factor[..., 0, :, None, None]

@@ -16,18 +16,22 @@ from .live import Pairs
 from .spaces import Spaces
 
 Where = Tensor | bool
-"""Something that holds for all rows, or for each ``[batch]``."""
+"""Whether something holds: for all sequences of the batch, or for each, ``[batch]``."""
 
 
 class Chunk(NamedTuple):
-    """One chunk of b tokens and its N = b + c - 1 window tokens; leading dimensions ``[batch, heads]``.
+    """One chunk of b slots for tokens, and its N window tokens: its own, the c - 1 before it, and before these a few
+    empty places (``tokens_before`` in grid.py). Leading dimensions ``[batch, heads]``. A slot is empty where the
+    sequence has no token of this call, since the call begins or ends inside the chunk.
 
     Attributes:
-        kq: the window tokens' keys, then the queries, ``[..., N + b, dim]``; v: ``[..., N, dim]``.
-        window: Gamma ``[..., b, N]``; where the window is one token its diagonal, gamma ``[..., b]``.
-        alpha, eta: ``[..., b]`` or channel-wise ``[..., b, dim]``, 1 and 0 where there is no token.
-        theta: ``[..., b]``.
-        inside: which slots are tokens of this call, bool ``[batch or 1, 1, b]``.
+        kq: the window tokens' keys, then the queries, ``[..., N + b, dim]``.
+        v: the window tokens' values, ``[..., N, dim]``, or ``dim + 1`` with the gate delta.
+        window: Gamma ``[..., b, N]``, gamma of each token (row) and window token; with windows of one token its
+            diagonal, ``[..., b]``.
+        alpha, eta: ``[..., b]`` or channel-wise ``[..., b, dim]``; 1 and 0 in empty slots.
+        theta: ``[..., b]``; 1 in empty slots, where it is read.
+        inside: which slots are not empty, bool ``[batch or 1, 1, b]``.
     """
 
     kq: Tensor
@@ -40,8 +44,8 @@ class Chunk(NamedTuple):
 
 
 class Held(NamedTuple):
-    """One matrix between two chunks, as ``Matrix``. ``frozen`` is None where it equals ``weights``, as at the start of
-    every chunk under a linear retention."""
+    """One matrix of the memory between two chunks: ``Matrix`` (mathematics/state.py), except that ``frozen`` is None
+    where it equals ``weights``, as at the start of every chunk under a linear retention."""
 
     weights: Tensor
     frozen: Tensor | None
@@ -50,29 +54,35 @@ class Held(NamedTuple):
 
     @staticmethod
     def of(matrix: Matrix, together: bool) -> Held:
-        """``together``: whether all rows stand at the start of a chunk."""
+        """From a state in which, if ``together``, all sequences of the batch stand at the start of a chunk."""
         frozen = None if together and matrix.dual is None else matrix.frozen
         return Held(matrix.weights, frozen, matrix.sums, matrix.dual)
 
     @property
     def start(self) -> Tensor:
-        """The frozen matrix."""
+        """The frozen matrix, W as it stood at the start of the chunk."""
         return self.weights if self.frozen is None else self.frozen
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Held:
-        """The same with ``fn`` applied to all."""
+        """The same with ``fn`` applied to every tensor."""
         frozen, dual = (None if x is None else fn(x) for x in (self.frozen, self.dual))
         return Held(fn(self.weights), frozen, tuple(map(fn, self.sums)), dual)
 
     @property
     def matrix(self) -> Matrix:
-        """As it is carried."""
+        """The ``Matrix`` that a state holds."""
         return Matrix(self.weights, self.start, self.sums, self.dual)
 
 
 class Setting(NamedTuple):
-    """What all matrices of a memory have in common over a chunk: the rule, the chunk's tokens, whether it is read to
-    its end, the pairs of windows where errors are live and windows longer than one token, and how to orthogonalise."""
+    """What all matrices of a memory have in common over a chunk.
+
+    Attributes:
+        rule, chunk: the rule, and the chunk's tokens.
+        filled: whether the chunk is read to its end.
+        pairs: the pairs of live.py, where errors are live and windows longer than one token; else None.
+        spaces: how Muon orthogonalises.
+    """
 
     rule: Rule
     chunk: Chunk
@@ -83,13 +93,15 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One matrix over one chunk.
+    """One matrix of the memory over one chunk.
 
     Attributes:
-        held: the matrix at its start; initial: its M_0; home, dual_home: what W and A fade to, None for zero; on
-            phi* the columns of M_0 only.
-        keys: how it meets the window tokens; write: see ``Tokens``.
-        plan: its scalars.
+        held: the matrix before the chunk.
+        initial: its M_0, ``[heads, rows, columns]``.
+        home, dual_home: what W and its accumulator A fade to, None for zero; on phi* the columns of M_0 only.
+        keys: how the matrix sees the window tokens.
+        write: the function that adds to it under the window tokens; see ``Tokens``.
+        plan: how much of every update is in it after each token.
     """
 
     setting: Setting
@@ -103,11 +115,11 @@ class Part:
 
     @property
     def from_home(self) -> Tensor:
-        """What is left of W_0 beside what it fades to, which fades to zero."""
+        """W - home, the part of the matrix before the chunk that fades to zero."""
         w = self.held.weights
         return w if self.home is None else w - widened(self.home, w)
 
     def tokens(self, deltas: Tensor) -> Tokens:
-        """The window tokens with their deltas, or with those of pairs."""
+        """The window tokens with their updates ``deltas``, ``[..., N, rows]``, or ``[..., b c, rows]`` of pairs."""
         tokens = Tokens(self.keys, deltas, self.write)
         return tokens if self.setting.pairs is None else replace(tokens, fold=self.setting.pairs.fold)

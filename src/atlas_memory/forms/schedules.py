@@ -1,4 +1,6 @@
-"""All scalars of a chunk: how much of every token's update is in the memory, and in its momentum, after each token."""
+"""The numbers of a chunk (``Schedule``): how much of every token's update is in a matrix, and in its momentum, after
+each token. The letters are those of fast_weight.py: b tokens, N window tokens, b c pairs, J steps, C channels; cA, cT,
+D_alpha, D_theta, P and R."""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ class Fading(NamedTuple):
     """What alpha and theta do over a chunk, the same for all matrices; leading dimensions as those of ``Schedule``.
 
     Attributes:
-        retained: cA ``[..., b]``, after each token; to_steps: D_alpha at the J tokens after which a step is taken,
-            ``[..., b, J]``.
-        momentum: cT ``[..., b]`` and D_theta, under Muon only its rows at those tokens, unless what waits is shown;
-            None without momentum.
-        plain: D_alpha ``[..., b, b]``, where errors see what plain steps would have changed.
+        retained: cA ``[..., b]``, how much of W_0 is left after each token.
+        to_steps: D_alpha ``[..., b, J]``, only the columns of the J tokens after which a step is taken.
+        momentum: cT ``[..., b]`` and D_theta ``[..., b, b]``, under Muon only the rows of those J tokens, unless the
+            memory also answers with what waits for a step; None without momentum.
+        plain: D_alpha ``[..., b, b]``, where errors see what plain steps would have changed; else None.
     """
 
     retained: Tensor
@@ -36,7 +38,7 @@ class Fading(NamedTuple):
 
     @staticmethod
     def of(rule: Rule, chunk: Chunk) -> Fading:
-        """Of a chunk."""
+        """What the gates of one chunk do."""
         alpha, at = by_channel(chunk.alpha), tokens_of_steps(rule)
         to_steps = decay_matrix(alpha, columns=at)
         retained = _from_start(alpha, to_steps)
@@ -56,6 +58,7 @@ def tokens_of_steps(rule: Rule) -> slice:
 
 
 def _shows(rule: Rule) -> bool:
+    """Whether queries are also answered with what waits in S for a step; the frozen memory has nothing that waits."""
     return rule.optimiser.shows and rule.window.read != "frozen"
 
 
@@ -68,7 +71,14 @@ def schedules(
     chunk: Chunk,
     pairs: Pairs | None,
 ) -> list[Schedule]:
-    """All scalars of a chunk, for every matrix; where steps are not bounded they are the same for all."""
+    """The ``Schedule`` of every matrix over a chunk; where steps are not bounded, it is the same for all.
+
+    Args:
+        frozen: the matrices of M_f.
+        trace, response: the pass of the window tokens through M_f, and their r_t (step.py) ``[..., N]``, which bounded
+            steps need.
+        pairs: where updates are those of pairs; else None.
+    """
     fading = Fading.of(rule, chunk)
     if not rule.optimiser.bounded:
         return [_schedule(rule, chunk, fading, None, pairs)] * len(frozen)
@@ -78,8 +88,8 @@ def schedules(
 
 
 def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
-    """Of a size of every window token ``[..., N]``, that of the token itself and, weighted by its gates, of the older
-    tokens of its window ``[..., b]``."""
+    """For every token the size that bounds its step ``[..., b]``, from that of each window token alone ``[..., N]``:
+    its own, and those of the older tokens of its window, weighted by its gates gamma."""
     if chunk.window.dim() == chunk.theta.dim():
         return size
     b, n = chunk.window.shape[-2:]
@@ -88,8 +98,8 @@ def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
 
 
 def _schedule(rule: Rule, chunk: Chunk, fading: Fading, size: Tensor | None, pairs: Pairs | None) -> Schedule:
-    """Of one matrix."""
-    single = chunk.window.dim() == chunk.theta.dim()
+    """The ``Schedule`` of one matrix, whose steps are bounded by ``size`` ``[..., b]``; None: not bounded."""
+    single = chunk.window.dim() == chunk.theta.dim()  # windows of one token: Gamma is its diagonal
     rates = rule.optimiser.rates(chunk.theta, chunk.eta, size, rule.every, rule.window.chunk)
     apply, write = by_channel(rates.apply), by_channel(rates.write)
     at, before = tokens_of_steps(rule), rule.window.read == "before"
@@ -97,39 +107,41 @@ def _schedule(rule: Rule, chunk: Chunk, fading: Fading, size: Tensor | None, pai
     if rule.live and not rule.optimiser.waits:
         mix, gamma, inertia = _of_live(fading, decay, write, chunk, pairs)
         return Schedule(fading.retained, decay, gamma, rule.every, before, inertia, mix)
-    weights = write * chunk.window[..., None, :] if single else write[..., None] * chunk.window[..., None, :, :]
-    if fading.momentum is None:
-        return Schedule(fading.retained, decay, weights, rule.every, before, None)
+    written = write * chunk.window[..., None, :] if single else write[..., None] * chunk.window[..., None, :, :]
+    if fading.momentum is None:  # then diag(a) Gamma is P
+        return Schedule(fading.retained, decay, written, rule.every, before, None)
     plain, shown, (carried, by_theta) = None, None, fading.momentum
     if fading.plain is not None and rates.plain is not None:
-        weights = _of_pairs(by_theta * write[..., None, :], chunk, pairs)
+        in_sum = _of_pairs(by_theta * write[..., None, :], chunk, pairs)  # P, of pairs
         plain = _of_pairs(fading.plain * by_channel(rates.plain)[..., None, :], chunk, pairs)
     else:
-        weights = by_theta * weights[..., None, :] if single else by_theta @ weights
-    last = weights[..., -1, :]  # weights are P now
+        in_sum = by_theta * written[..., None, :] if single else by_theta @ written  # P
+    last = in_sum[..., -1, :]
     if _shows(rule):
-        shown = _shown(rule, carried, weights)
-    if weights.shape[-2] > decay.shape[-1]:
-        weights = weights[..., at, :]
+        shown = _shown(rule, carried, in_sum)
+    if in_sum.shape[-2] > decay.shape[-1]:
+        in_sum = in_sum[..., at, :]
     inertia = Inertia(carried, carried[..., at], last, plain, shown)
-    return Schedule(fading.retained, decay, weights, rule.every, before, inertia)
+    return Schedule(fading.retained, decay, in_sum, rule.every, before, inertia)
 
 
 def _of_pairs(x: Tensor, chunk: Chunk, pairs: Pairs | None) -> Tensor:
-    """Rows of numbers of every token ``[..., n, b]``, weighted by gamma: of every pair ``[..., n, P]``."""
+    """Rows of numbers for pairs ``[..., n, b c]``, from rows of numbers for tokens ``[..., n, b]``: each pair has its
+    token's number times its gamma."""
     gamma = (chunk.window if pairs is None else pairs.gates(chunk.window))[..., None, None, :]
     return (x if pairs is None else pairs.each(x, -1)) * gamma
 
 
-def _shown(rule: Rule, carried: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """How much of S_0 and of each update waits at each token, from cT and P: nothing where a step has been taken."""
+def _shown(rule: Rule, carried: Tensor, in_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """``Inertia.shown`` from cT (``carried``) and P (``in_sum``): how much of S_0 and of each update waits for a step
+    when the query of each token is answered; nothing where a step has just been taken."""
     after = rule.window.read == "after"
     slot = torch.arange(int(after), carried.shape[-1] + after, device=carried.device)
     if not after:
         carried = F.pad(carried[..., :-1], (1, 0), value=1.0)
-        weights = F.pad(weights[..., :-1, :], (0, 0, 1, 0))
+        in_sum = F.pad(in_sum[..., :-1, :], (0, 0, 1, 0))
     waits = (slot % rule.every != 0).to(carried)
-    return waits * carried, waits[..., None] * weights
+    return waits * carried, waits[..., None] * in_sum
 
 
 def _from_step_to_step(rule: Rule, theta: Tensor) -> Tensor:
@@ -143,23 +155,25 @@ def _from_step_to_step(rule: Rule, theta: Tensor) -> Tensor:
 def _of_live(
     fading: Fading, decay: Tensor, write: Tensor, chunk: Chunk, pairs: Pairs | None
 ) -> tuple[Tensor, Tensor, Inertia | None]:
-    """R, the gates of the window and the momentum for updates of pairs. R is at hand, since it is read twice."""
+    """R, gamma and the momentum, where updates are those of pairs. R is computed here once, since both the triangular
+    system of the errors and the queries need it."""
     gamma, mix, inertia = chunk.window if pairs is None else pairs.gates(chunk.window), decay, None
     gamma = gamma[..., None, :]
     if fading.momentum is not None:
         carried, by_theta = fading.momentum
-        weights = by_theta * write[..., None, :]
-        mix, last = decay @ weights, weights[..., -1, :]
+        in_sum = by_theta * write[..., None, :]  # D_theta diag(a), P without its gamma
+        mix, last = decay @ in_sum, in_sum[..., -1, :]
         inertia = Inertia(carried, carried, (last if pairs is None else pairs.each(last, -1)) * gamma)
     return (mix if pairs is None else pairs.each(mix, -1)) * gamma[..., None, :], gamma, inertia
 
 
 def _from_start(factor: Tensor, fading: Tensor) -> Tensor:
-    """factor_1 * ... * factor_t ``[..., b]``, with the decay matrix at hand where it is whole."""
+    """factor_1 * ... * factor_t for each t, ``[..., b]``: from the first column of its decay matrix, ``fading``, where
+    that has all rows and columns."""
     whole = fading.shape[-2] == fading.shape[-1]
     return factor[..., :1] * fading[..., 0] if whole else factor.cumprod(-1)
 
 
 def by_channel(gate: Tensor) -> Tensor:
-    """``[..., b]`` or ``[..., b, dim]`` -> ``[..., C, b]``."""
+    """A gate ``[..., b]``, or ``[..., b, dim]`` where it is channel-wise, as ``[..., C, b]`` with C = 1 or dim."""
     return gate.mT if gate.dim() == 4 else gate[..., None, :]

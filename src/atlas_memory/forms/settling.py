@@ -1,4 +1,5 @@
-"""Retentions that settle (``NonLinearRetention``), over a chunk: linear but for its one exact token."""
+"""Retentions that settle (``NonLinearRetention``), over a chunk. They are linear at all of its tokens but one, the
+exact token, at which W is made of the accumulator A (mathematics/retention.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from .schedules import by_channel
 
 
 class Settled(NamedTuple):
-    """What the queries are answered ``[..., b, m]``; and W, the next chunk's frozen W and A after the chunk."""
+    """What the matrix puts out for the queries, ``[..., b, m]``; and after the chunk W, the frozen W of the next chunk,
+    and A."""
 
     out: Tensor
     weights: Tensor
@@ -30,13 +32,14 @@ def linear(part: Part, steps: Steps, row: int) -> Tensor:
 
 
 def accumulated(part: Part, steps: Steps, row: int) -> Tensor:
-    """A after a token of the chunk."""
+    """A after a token of the chunk (0: the first, -1: the last), which all of the chunk's steps have moved."""
     a, home = part.held.start if part.held.dual is None else part.held.dual, part.dual_home
     return _to_home(steps.weights(row, a if home is None else a - home), home)
 
 
 def jump(part: Part, steps: Steps) -> Tensor:
-    """By how much the exact W_1 of a lag token differs from the linear one; zero where it was read before."""
+    """By how much the exact W after a lag token, the chunk's first, differs from the linear one; zero for sequences
+    that read this token in an earlier call."""
     retention = _settling(part)
     exact = retention.settle(accumulated(part, steps, 0), part.held.start, part.initial)
     return torch.where(part.setting.chunk.inside[..., 0, None, None], exact - linear(part, steps, 0), 0.0)
@@ -48,7 +51,8 @@ def fading(part: Part) -> Tensor:
 
 
 def settle(part: Part, steps: Steps, queries: Seen, out: Tensor) -> Settled:
-    """Put the answers of the exact token right, and settle the matrix where the chunk ends."""
+    """Put the answers ``out`` right that the exact token changes (its own, and after a lag token all later ones), and
+    settle the matrix where the chunk ends."""
     retention, filled, frozen = _settling(part), part.setting.filled, part.held.start
     last, end = accumulated(part, steps, -1), linear(part, steps, -1)
     if retention.lag:

@@ -1,4 +1,5 @@
-"""In which of its exact spaces the fast form does Newton-Schulz (muon_steps.py), by counting multiply-adds."""
+"""In which of two spaces, features or outputs, the fast form does Newton-Schulz: that with the fewest multiply-adds.
+Both are exact, and muon_steps.py says what they are."""
 
 from __future__ import annotations
 
@@ -14,11 +15,17 @@ from .gram_eigenvalues import eigenvalues_cost, eigenvalues_pay
 
 SPACES = ("features", "outputs")
 TOGETHER = 8
+"""How many steps of a chunk are computed together, unless more are cheaper."""
 
 
 class StepGroup(NamedTuple):
-    """Some steps of a chunk, together: which; how many tokens, from the earliest on, they have seen; and the first
-    query that reads what they leave."""
+    """Steps of a chunk that are computed together.
+
+    Attributes:
+        steps: which steps.
+        seen: how many window tokens, from the earliest on, the steps are made of.
+        first: the first query that reads what the steps leave.
+    """
 
     steps: slice
     seen: int
@@ -26,7 +33,7 @@ class StepGroup(NamedTuple):
 
     @property
     def taken(self) -> int:
-        """How many steps."""
+        """How many steps the group has."""
         return self.steps.stop - self.steps.start
 
 
@@ -55,7 +62,7 @@ class Spaces:
             raise ValueError(f"together must be a number of steps >= 1, got {self.together!r}")
 
     def at_once(self, matrices: Tensor) -> int:
-        """``together``, for memories like ``matrices`` ``[batch, heads, rows, columns]``."""
+        """How many steps to compute together, for memories like ``matrices`` ``[batch, heads, rows, columns]``."""
         fit = CACHED // max(1, matrices.numel() * matrices.element_size())
         return max(TOGETHER, fit) if self.together is None else self.together
 
@@ -64,7 +71,8 @@ class Spaces:
         return eigenvalues_pay(matrix) if self.eigenvalues is None else self.eigenvalues
 
     def of(self, rule: Rule, rows: int, columns: int, taken: int, window: int, eigenvalues: bool = False) -> str:
-        """The space of a matrix of which a chunk with ``window`` window tokens takes so many steps."""
+        """The space for a matrix of ``rows`` and ``columns`` over a chunk with ``window`` window tokens and ``taken``
+        steps. ``eigenvalues``: whether symmetric matrices may go by their eigenvalues."""
         if self.space is not None:
             return self.space
         m, f, n, b, muon = rows, columns, window, rule.window.chunk, muon_of(rule)
@@ -88,8 +96,8 @@ def muon_of(rule: Rule) -> Muon:
 
 
 def step_groups(taken: int, tokens: int, chunk: int, every: int, together: int) -> list[StepGroup]:
-    """``taken`` steps, ``together`` at a time: an early step has seen few of the ``tokens`` up to the chunk's end, a
-    late one is read by few queries."""
+    """The ``taken`` steps of a chunk in groups of ``together``. That saves work, since an early step is made of few of
+    the ``tokens`` up to the chunk's end, and a late one is read by few queries."""
     groups = []
     for start in range(0, taken, together):
         stop = min(start + together, taken)

@@ -1,4 +1,5 @@
-"""What the steps of one matrix over one chunk take in multiply-adds: a count beside each fast counterpart."""
+"""How many multiply-adds the steps of one matrix take over one chunk: a count for each fast form of an optimiser
+(counterparts.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,14 @@ from .spaces import TOGETHER, Spaces, muon_of, step_groups
 
 
 class Count(NamedTuple):
-    """Whether the kernel among the window tokens is needed, and that of the queries with them; the multiply-adds of
-    reading, and those of making the matrix once at a token of the chunk."""
+    """What the steps of one matrix need.
+
+    Attributes:
+        keys: whether the kernel of the window tokens with one another is needed.
+        queries: whether the kernel of the queries with the window tokens is needed.
+        reading: multiply-adds of answering all queries.
+        making: multiply-adds of making the matrix itself once, at one token of the chunk.
+    """
 
     keys: bool
     queries: bool
@@ -23,9 +30,16 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """One matrix: its rule and sizes; the multiply-adds of applying it to a token, of adding a token to it and of one
-    entry of the kernel; whether its updates solve a triangular system; and the multiply-adds of applying what it fades
-    to, 0 for zero."""
+    """One matrix whose work is counted.
+
+    Attributes:
+        rule, rows, columns, spaces: its rule and sizes, and how Muon orthogonalises.
+        apply: multiply-adds of applying it to a token.
+        write: multiply-adds of adding a token to it.
+        inner: multiply-adds of one entry of the kernel.
+        solves: whether its updates solve a triangular system (live.py).
+        home: multiply-adds of applying what it fades to; 0 if it fades to zero.
+    """
 
     rule: Rule
     rows: int
@@ -39,65 +53,66 @@ class Work:
 
     @property
     def chunk(self) -> int:
-        """Tokens."""
+        """Tokens in a chunk, b."""
         return self.rule.window.chunk
 
     @property
     def window(self) -> int:
-        """Window tokens."""
+        """Window tokens of a chunk, N."""
         return self.rule.window.chunk + tokens_before(self.rule.window)
 
     @property
     def taken(self) -> int:
-        """Steps."""
+        """Steps in a chunk."""
         return self.chunk // self.rule.every
 
     @property
     def reads(self) -> bool:
-        """Whether the queries see steps of the chunk."""
+        """Whether the queries read a memory in which steps of their own chunk are."""
         return self.rule.window.read != "frozen"
 
     @property
     def made(self) -> int:
-        """How often the matrix is made at a token: W_b, and of a retention that settles A_b; W_1 and A_1 of a lag
-        token."""
+        """How many matrices are made in a chunk: W after the last token; of a retention that settles also A; and with a
+        lag token both after the first token, too."""
         retention = self.rule.retention
         return (4 if retention.lag else 2) if retention.settles else 1
 
     @property
     def updates(self) -> int:
-        """Tokens, or pairs."""
+        """How many updates there are: one for each window token, or with live errors one for each pair (live.py)."""
         return self.chunk * self.rule.window.size if self.rule.live else self.window
 
 
 def plain_work(work: Work) -> Count:
-    """Of gradient descent, the delta step and momentum."""
+    """The count of gradient descent, the delta step and momentum. Letters as in fast_weight.py."""
     rule, b, n, m, reads = work.rule, work.chunk, work.window, work.rows, work.reads
     total = b * work.updates * m if reads else 0
-    if not rule.live and (rule.optimiser.has_momentum or rule.window.size > 1):  # else R is at hand
+    if not rule.live and (rule.optimiser.has_momentum or rule.window.size > 1):  # R; under live errors it is cost.py's
         total += (b + work.made if reads else work.made) * work.taken * n
     if rule.optimiser.has_momentum and reads:
         total += b * work.taken + b * work.apply
     if work.solves:
-        total += work.updates**2 * m // 2 + n * work.home  # the system
+        total += work.updates**2 * m // 2 + n * work.home  # the triangular system
         total += b * work.taken + n * work.apply if rule.optimiser.has_momentum else 0
         total += 2 * n * work.write + n * work.apply if rule.retention.lag else 0
     return Count(work.solves, reads, total, n * work.write)
 
 
 def muon_work(work: Work) -> Count:
-    """Of Muon, in the space that ``chunkwise`` takes."""
+    """The count of Muon, in the space that ``chunkwise`` takes."""
     rule, n, m, f = work.rule, work.window, work.rows, work.columns
     count = (_in_outputs if work.spaces.of(rule, m, f, work.taken, n) == "outputs" else _in_features)(work)
-    if rule.optimiser.shows and work.reads:  # what waits: of the chunk's updates, and of S before it
+    if rule.optimiser.shows and work.reads:  # what waits in S: the chunk's updates, and S before the chunk
         count = count._replace(queries=True, reading=count.reading + work.chunk * (work.updates * m + work.apply))
     if not work.solves:
         return count
-    system = work.updates**2 * m // 2 + n * work.apply  # and what plain steps changed before
+    system = work.updates**2 * m // 2 + n * work.apply  # the triangular system, and D before the chunk (step.py)
     return count._replace(keys=True, reading=count.reading + system)
 
 
 def _in_outputs(work: Work) -> Count:
+    """Muon's in output space (muon_steps.py)."""
     b, n, m, f, steps = work.chunk, work.window, work.rows, work.columns, muon_of(work.rule).steps
     total = n * work.apply + m * m * f + (b * work.apply if work.reads else 0)
     making = n * work.write + m * m * f
@@ -109,6 +124,7 @@ def _in_outputs(work: Work) -> Count:
 
 
 def _in_features(work: Work) -> Count:
+    """Muon's in feature space (muon_steps.py)."""
     b, m, f, muon = work.chunk, work.rows, work.columns, muon_of(work.rule)
     of_matrix = (saturated_cost if muon.bounded else schulz_cost)(m, f, muon.steps)
     total = 0

@@ -1,4 +1,5 @@
-"""Causal softmax attention: over a sliding window, the short-term memory of Titans, Sec. 4.2, and over everything."""
+"""Causal softmax attention: over a sliding window, which is the short-term memory of Titans (Sec. 4.2), and over all
+earlier tokens."""
 
 from dataclasses import dataclass
 
@@ -19,10 +20,11 @@ class AttentionState(State):
     """What attention keeps of the past.
 
     Attributes:
-        keys, values: `[batch, heads, slots, head_dim]`, the last tokens at the right. A sliding window has
-            `window - 1` slots however much was read, its keys unrotated; full attention has one for every column
-            that it read, padding included, its keys rotated.
-        seen: `[batch]` int64, real tokens read by each row. Slots further back than that are empty.
+        keys, values: `[batch, heads, slots, head_dim]`, those of the last tokens at the right. A sliding window has
+            `window - 1` slots however much was read, and its keys are kept unrotated. Full attention has a slot for
+            every token that it read, padding included, and its keys are kept rotated.
+        seen: `[batch]` int64, how many real tokens each row (a sequence of the batch) has read. Slots further back than
+            that are empty.
     """
 
     keys: Tensor
@@ -90,8 +92,8 @@ class FullAttention(_Attention):
         if mask is not None:
             x, lengths, order = pack(x, mask)
         q, k, v = self._split(self.qkv(x))
-        steps = torch.arange(time, device=x.device)
-        cos, sin = rotary((state.seen[:, None] + steps)[:, None], self.head_dim, q)
+        token = torch.arange(time, device=x.device)
+        cos, sin = rotary((state.seen[:, None] + token)[:, None], self.head_dim, q)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         past = state.keys.shape[2]
         if past:
@@ -104,12 +106,12 @@ class FullAttention(_Attention):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             slot = torch.arange(past + time, device=x.device)
-            allowed = (slot <= past + steps[:, None]) & (slot >= (past - state.seen)[:, None, None])
+            allowed = (slot <= past + token[:, None]) & (slot >= (past - state.seen)[:, None, None])
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None])
         y = self.out(y.transpose(1, 2).reshape(batch, time, dim))
         if mask is not None:
             y = unpack(y, order, mask)
-            # Real tokens to the right end: what comes in at the left is empty.
+            # Move the real tokens of each row to the right end; the slots that this leaves at the left are empty.
             source = torch.arange(past + time, device=x.device) - (time - lengths)[:, None]  # type: ignore[index]
             k, v = (take(slots, source.clamp(min=0)) for slots in (k, v))
         return y, AttentionState(k, v, state.seen + lengths)
@@ -152,8 +154,8 @@ class SlidingWindowAttention(_Attention):
             state: What the last call returned, or None at the start.
             mask: `[batch, time]`, nonzero for real tokens; padding may be anywhere and its outputs are zero.
             prefix: `[tokens, dim]`, tokens that every token sees beside its window (Titans, Fig. 3b). They have no
-                position: a distance that grows with the stream would leave what was met in training.
-            document_starts: `[batch, time]`, nonzero at the first token of every document; it sees none before.
+                position: their distance would grow with the stream, beyond all distances met in training.
+            document_starts: `[batch, time]`, nonzero at the first token of every document, which sees none before it.
 
         Returns:
             y `[batch, time, dim]` in x's dtype, and the new state.
@@ -172,8 +174,8 @@ class SlidingWindowAttention(_Attention):
         q, k, v = self._split(self.qkv(x))
         keys = torch.cat([state.keys.to(k.dtype), k], dim=2)
         values = torch.cat([state.values.to(v.dtype), v], dim=2)
-        seen_by_all = None if prefix is None else self._split(self.qkv(prefix[None].to(x.dtype)))[1:]
-        y = self._attend(q, keys, values, state.seen, seen_by_all) if time else q
+        of_prefix = None if prefix is None else self._split(self.qkv(prefix[None].to(x.dtype)))[1:]
+        y = self._attend(q, keys, values, state.seen, of_prefix) if time else q
         y = self.out(y.transpose(1, 2).reshape(batch, time, dim))
         if mask is not None:
             y = unpack(y, order, mask)
@@ -182,8 +184,9 @@ class SlidingWindowAttention(_Attention):
         return y, AttentionState(take(keys, last), take(values, last), state.seen + lengths)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, prefix: Tensor | None) -> Tensor:
-        """q `[batch, heads, time, head_dim]` against keys and values of `window - 1 + time` tokens, and against the
-        keys and values `[2, 1, heads, tokens, head_dim]` of a prefix."""
+        """Attention of q `[batch, heads, time, head_dim]` to keys and values of `window - 1 + time` tokens, and to
+        those of a prefix, `[2, 1, heads, tokens, head_dim]`. Of the first `window - 1` tokens only the last `seen`
+        `[batch]` are there; the others are empty."""
         batch, _, time, width = q.shape
         window, block = self.window, min(self.window, time)
         blocks = -(-time // block)

@@ -68,9 +68,8 @@ class Mixer:
         make: The mixer's class, or a function that makes one.
         memory: Whether it has a memory, and takes `persistent_tokens`, `eps` and the arguments of `NeuralMemory`.
         window: Whether it takes `attention_window`.
-        lag: Whether the keys of its memory may begin some tokens behind its values. If so, and there is a memory, it is
-            given `key_lag=1` where a configuration leaves `key_lag` out, as a language model needs; `NeuralMemory`
-            alone begins with 0. Without a memory it says nothing.
+        lag: Whether its memory takes `key_lag`. If so, it is given `key_lag=1` where a configuration leaves `key_lag`
+            out, as a language model needs; `NeuralMemory` alone begins with 0. Not read for a mixer without a memory.
     """
 
     make: Callable[..., nn.Module]
@@ -140,7 +139,7 @@ class MemoryBlock(nn.Module):
         mixer: A mixer over time, as this module describes them.
         hidden: Channels of the MLP.
         eps: Of the norms.
-        periods: A chain of MLPs in place of one, see `ContinuumMLP`, each of them `hidden` wide.
+        periods: If given, a chain of MLPs in place of one, each `hidden` wide; see `ContinuumMLP`.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class MemoryBlock(nn.Module):
             x: `[batch, time, dim]`.
             state: Where an earlier call stopped; None: nothing has been read.
             mask: `[batch, time]`, nonzero at real tokens.
-            document_starts: `[batch, time]`, nonzero where documents begin, or the cuts that were made of it.
+            document_starts: `[batch, time]`, nonzero where documents begin; or the cuts that `Documents.of` made of it.
             anchor: Let gradients flow from `state` to M_0 (`State.anchored`). It is done here and not by the caller: a
                 block whose weights are sharded has its M_0 only while it is called.
 

@@ -22,10 +22,12 @@ class ContextState(State):
     """What `MemoryAsContext` carries; its size is constant.
 
     Attributes:
-        memory: The memory's state. It counts the tokens of each row, and thereby where in its segment a row is.
+        memory: The memory's state. It counts the tokens of each row (a sequence of the batch), and so knows where in
+            its segment a row is.
         start: The memory's matrices as they stood when the segment began.
-        keys, values: `[batch, heads, 2, segment, head_dim]` of the segment so far: first of what the memory was asked,
-            then of the tokens; keys unrotated. Slots that the row has not reached hold the segment before.
+        keys, values: `[batch, heads, 2, segment, head_dim]` of the segment so far: first those of h, which the memory
+            answered, then those of the tokens; keys are unrotated. Slots that a row has not reached yet hold the
+            segment before.
     """
 
     memory: LayerState
@@ -36,10 +38,10 @@ class ContextState(State):
 
 @dataclass(frozen=True)
 class _Piece:
-    """The tokens of one call that fall into one segment, rows at their own places in it.
+    """The tokens of one call that fall into one segment; each row may be at another place in it.
 
     Attributes:
-        x: `[batch, width, dim]`, real tokens in front.
+        x: `[batch, width, dim]`, the real tokens of each row in front.
         slot: `[batch]`, where in the segment the first one belongs.
         real: bool `[batch, width]`, or None: all.
     """
@@ -52,13 +54,14 @@ class _Piece:
 class MemoryAsContext(Stateful):
     """The mixer "mac": attention within segments over persistent tokens, memories and tokens (Titans, Eqs. 21-25).
 
-    For each segment of tokens x, with M_0 the memory as it stood when the segment began,
+    For each segment of tokens x, with p the persistent tokens, M* a read of the memory, and M_s* a read of it as it
+    stood when the segment began (the paper's M_0),
 
-        h = M_0*(x)    y = Attn([p || h || x])    o = norm(y) * silu(norm(M*(y)))
+        h = M_s*(x)    y = Attn([p || h || x])    o = norm(y) * silu(norm(M*(y)))
 
     A token attends to all p, and to the h and x of itself and earlier tokens of its segment: h_j is made of x_j, so a
-    later one would tell the future. The memory then writes y token by token and is read after each write. Segments are
-    counted from each sequence's first real token. Rotary positions are those of the concatenation.
+    later one would tell the future. The memory then writes y token by token, and M* reads it after each write. Segments
+    are counted from each sequence's first real token. Rotary positions are those of the concatenation.
 
     Args:
         dim: Width of the tokens.
@@ -157,7 +160,8 @@ class MemoryAsContext(Stateful):
             yield _Piece(piece, phase, None)
 
     def _pieces(self, x: Tensor, phase: Tensor, length: Tensor | None) -> Iterator[_Piece]:
-        """x cut where segments end, which is at another place in every row."""
+        """x cut where segments end, which may be at another place in every row; `phase` `[batch]` is the place in its
+        segment at which each row begins."""
         time, size = x.shape[1], self.segment
         width = min(size, time)
         for j in range(-(-(time + size - 1) // size) if time else 0):
@@ -176,25 +180,27 @@ class MemoryAsContext(Stateful):
         k, v = self.kv(asked).unflatten(-1, (2, self.heads, -1)).permute(3, 0, 4, 1, 2, 5)
         keys, values = (self._place(new, old, slot, count) for new, old in ((k, state.keys), (v, state.values)))
         y = self._attend(x, slot, keys, values, persistent)
-        read, memory = self.memory(y, state.memory, real)
-        if not self.memory.writes:  # segments are counted by what the memory has seen
+        recalled, memory = self.memory(y, state.memory, real)
+        if not self.memory.writes:  # then the memory does not count tokens, and segments are counted by its count
             memory = replace(memory, memory=replace(memory.memory, seen=memory.memory.seen + count))
         ended = (slot + count == self.segment)[:, None, None, None]
         start = tuple(
             torch.where(ended, w, s) for w, s in zip(memory.memory.shown(self.memory.rule), state.start, strict=True)
         )
-        y = self.attention_norm(y) * F.silu(self.memory_norm(read))
+        y = self.attention_norm(y) * F.silu(self.memory_norm(recalled))
         return y, ContextState(memory, start, keys, values)
 
     def _place(self, new: Tensor, old: Tensor, slot: Tensor, count: Tensor) -> Tensor:
-        """Put the first `count` of new `[batch, heads, 2, width, head_dim]` into the segment's slots from `slot` on."""
+        """`old`, the keys or values of a segment, with the first `count` `[batch]` tokens of `new`
+        `[batch, heads, 2, width, head_dim]` in its slots from `slot` `[batch]` on."""
         grid, _ = shift_right(new, slot, self.segment)
         at = torch.arange(self.segment, device=slot.device) - slot[:, None]
         inside = (at >= 0) & (at < count[:, None])
         return torch.where(inside[:, None, None, :, None], grid, old.to(grid.dtype))
 
     def _attend(self, x: Tensor, slot: Tensor, keys: Tensor, values: Tensor, persistent: Tensor | None) -> Tensor:
-        """x `[batch, width, dim]`, from `slot` of the segment on, over `[p || h || segment]`."""
+        """Attention of x `[batch, width, dim]`, whose first token has slot `slot` `[batch]` of its segment, over
+        `[p || h || x]` of the segment so far; `persistent` are the keys and values of p, `[1, tokens, 2 dim]`."""
         batch, width, dim = x.shape
         keys, values = keys.flatten(2, 3), values.flatten(2, 3)
         own = (slot[:, None] + torch.arange(width, device=x.device)).clamp(max=self.segment - 1)

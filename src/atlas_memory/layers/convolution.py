@@ -67,9 +67,9 @@ class ShortConvolution(nn.Module):
 
 
 class _Convolution(torch.autograd.Function):
-    """y_t = sum_j w_j x_{t+j}, for x ``[batch, time + taps - 1, channels]`` and w ``[channels, taps]``, a pass a tap
-    over as many tokens as stay in cache meanwhile. ``conv1d`` wants time last: with the channels last its backward
-    pass takes three times as long (docs/diary.md)."""
+    """y_t = sum_j w_j x_{t+j}, for x ``[batch, time + taps - 1, channels]`` and w ``[channels, taps]``. It goes tap by
+    tap over blocks of time that stay in cache meanwhile. ``conv1d`` wants time as the last dimension: with the channels
+    last its backward pass takes three times as long (docs/diary.md)."""
 
     generate_vmap_rule = True
 
@@ -104,10 +104,10 @@ class _Convolution(torch.autograd.Function):
 
 
 CACHED = 2**18
-"""Numbers of x, about, in a block that stays in cache."""
+"""About how many numbers of x a block may have to stay in cache."""
 
 
 def _blocks(x: Tensor, time: int) -> list[tuple[int, int]]:
-    """Stretches of time, all of it where a compiler looks for itself."""
+    """The blocks of time, (first, behind the last); one block under a compiler, which finds its own."""
     size = time if torch.compiler.is_compiling() else max(1, CACHED // max(1, x.shape[0] * x.shape[2]))
     return [(start, min(start + size, time)) for start in range(0, time, size)]

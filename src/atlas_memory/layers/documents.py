@@ -19,13 +19,13 @@ from .stateful import Stateful
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of rows that are read as one batch, each padded to the longest.
+    """Pieces of rows that are read as one batch, each padded to the longest. A row is one of the batch of a call.
 
     Attributes:
-        index: `[pieces, longest]` int64, where a piece's tokens stand in the rows put one behind the other.
-        real: `[pieces, longest]` bool, False behind the end of a shorter piece; None: all are as long.
-        row: `[pieces]`, the row that a piece is of; pieces are in the order of the tokens.
-        continues: `[pieces]` bool, whether it goes on with the document that the row was in before this call.
+        index: `[pieces, longest]` int64, where a piece's tokens stand in the batch, its rows put one behind the other.
+        real: `[pieces, longest]` bool, False behind the end of a shorter piece; None: all are equally long.
+        row: `[pieces]`, the row from which a piece was cut; pieces are in the order of their tokens.
+        continues: `[pieces]` bool, whether a piece goes on with the document that its row was in before this call.
     """
 
     index: Tensor
@@ -34,24 +34,24 @@ class Pieces:
     continues: Tensor
 
     def split(self, x: Tensor) -> Tensor:
-        """Tokens `[batch, time, ...]` as `[pieces, longest, ...]`; what stands behind a piece's end is not of it."""
+        """Tokens `[batch, time, ...]` as `[pieces, longest, ...]`; behind the end of a piece stand tokens of others."""
         return x.flatten(0, 1)[self.index]
 
     def mask(self, mask: Tensor | None) -> Tensor | None:
-        """Which tokens of the pieces are real, of those that `mask` `[batch, time]` calls so; None: all."""
+        """Which tokens of the pieces are real: their own, where `mask` `[batch, time]` is not zero; None: all."""
         if mask is None or self.real is None:
             return self.real if mask is None else self.split(mask.bool())
         return self.real & self.split(mask.bool())
 
     def own(self, y: Tensor) -> Tensor:
-        """Of `[pieces, longest, ...]` the tokens of the pieces, one behind the other."""
+        """The own tokens of the pieces, from `[pieces, longest, ...]`, one behind the other: `[tokens, ...]`."""
         return y.flatten(0, 1) if self.real is None else y[self.real]
 
     def begin(self, layer: nn.Module, x: Tensor, state: State | None) -> State | None:
         """The state with which each piece of the rows x begins: that of its row, or a fresh one.
 
         Raises:
-            ValueError: the state grows with what was read, so that a fresh one does not stand beside it.
+            ValueError: the state grows with what was read, and is longer than a fresh one.
         """
         if state is None or not self.continues.any():
             return None
@@ -78,10 +78,11 @@ class Documents:
     """How rows `[batch, time]` are cut into pieces, none of which reaches over the beginning of a document.
 
     Attributes:
-        groups: The pieces, in batches of like length: padding at most doubles what is read (not where a state grows).
-        place: `[batch * time]`, where the tokens of the rows are among those of the groups, put one behind the other;
-            None: they are in order.
-        last: `[batch]`, which piece of all groups is the last of each row.
+        groups: The pieces, in batches of similar length, so that padding at most doubles what is read (except where a
+            state grows with what is read).
+        place: `[batch * time]`, where each token of the rows is among the tokens of all groups, put one behind the
+            other; None: they are in order.
+        last: `[batch]`, which piece is the last of each row, counted over all groups.
         shape: (batch, time).
     """
 
@@ -95,9 +96,10 @@ class Documents:
         """The cuts for x `[batch, time, ...]`; None where nothing begins.
 
         Args:
-            starts: `[batch, time]`, bool or numbers, nonzero at the first token of every document; or the cuts.
-            layer: What reads. If its state grows with what it reads, all pieces are one group, whose states are then
-                of one length.
+            starts: `[batch, time]`, bool or numbers, nonzero at the first token of every document; or the cuts that
+                were made of them.
+            layer: The layer that is to read x. If its state grows with what it reads, all pieces are one group, whose
+                states are then of one length.
 
         Raises:
             ValueError: starts is not `[batch, time]`.
@@ -122,8 +124,8 @@ class Documents:
         chosen = [torch.arange(len(length), device=x.device)] if grows else _alike(length)
         groups = []
         for pieces in chosen:
-            steps = torch.arange(int(length[pieces].max()), device=x.device)
-            index, real = first[pieces, None] + steps, steps < length[pieces, None]
+            token = torch.arange(int(length[pieces].max()), device=x.device)
+            index, real = first[pieces, None] + token, token < length[pieces, None]
             groups.append(
                 Pieces(
                     index=index.clamp(max=batch * time - 1),
@@ -145,15 +147,16 @@ class Documents:
         return (y if self.place is None else y[self.place]).unflatten(0, self.shape)
 
     def end(self, states: list[State]) -> State:
-        """Of the states after each piece, group by group, those after each row."""
+        """The state after each row, from the states after the pieces of each group."""
         others = [state.tensors() for state in states[1:]]
         return states[0].map(lambda t: torch.cat([t, *map(next, others)])[self.last.to(t.device)])
 
 
 def _alike(length: Tensor) -> list[Tensor]:
-    """Pieces of `length` `[pieces]` in groups: all together if padding them to the longest makes at most twice as many
-    tokens, or else those longer than half of it, and the rest so again. Padding and the number of groups, which are
-    read one after the other, then both cost at most as much again as the tokens."""
+    """Pieces of `length` `[pieces]` in groups of similar length. If padding all to the longest makes at most twice as
+    many tokens, they are one group; else those longer than half the longest are, and the rest is grouped so again.
+    Groups are read one after the other: padding, and the number of groups, then each cost at most as much again as the
+    tokens."""
     groups = []
     order = length.argsort(descending=True, stable=True)
     while len(order):
@@ -195,5 +198,5 @@ def read_documents(
     documents = Documents.of(starts, x, layer)
     if documents is None:
         return _read(layer, x, state, mask, options)
-    read = [_read(layer, g.split(x), g.begin(layer, x, state), g.mask(mask), options) for g in documents.groups]
-    return documents.join([y for y, _ in read]), documents.end([after for _, after in read])
+    results = [_read(layer, g.split(x), g.begin(layer, x, state), g.mask(mask), options) for g in documents.groups]
+    return documents.join([y for y, _ in results]), documents.end([after for _, after in results])

@@ -4,12 +4,12 @@ Each is a sigmoid of an affine map of x, one a head (and, for gamma, one a place
 measurement (docs/learning.md):
 
 * alpha: heads forget at different rates, with half-lives spread evenly in logarithm over ``HALF_LIVES`` tokens;
-* theta: ``START_THETA``, whatever ``every`` is: theta acts once a step;
+* theta: ``START_THETA``, however often the memory makes a step (``every``), since theta acts once a step;
 * eta: in (0, 1), starting at ``START_ETA``, a share of a full write. Where steps are bare (``bounded=False``), it
-  starts at that over the squared length of a lifted unit key. Bare steps of Muon have the length eta, whatever the
-  gradient: there eta is at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most
-  about 1, and it starts at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser);
-* delta: a softplus, starting where the bias says;
+  starts at ``START_ETA`` over the squared length of a lifted unit key. Bare steps of Muon have the length eta, whatever
+  the gradient: there eta is at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at
+  most about 1, and it starts at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser);
+* delta: no sigmoid but a softplus, starting where the bias says;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 
 The maps start with weights of standard deviation ``SPREAD`` / sqrt(dim): gates that differ from token to token from the
@@ -31,7 +31,7 @@ HALF_LIVES = (32.0, 8192.0)
 
 
 class GateProjection(nn.Module):
-    """x -> ``Gates``, those only that the rule reads.
+    """Makes ``Gates`` of x: only those that the rule reads.
 
     Args:
         dim: width of x.
@@ -71,13 +71,14 @@ class GateProjection(nn.Module):
         self.reset_parameters()
 
     def _bare(self, rule: Rule, dim: int) -> float:
-        """Where eta starts for a bare step that writes |phi(k)|^2 times eta under a key."""
+        """Where eta starts for bare steps: these write under a key k in proportion to eta |phi(k)|^2."""
         with torch.device("cpu"):
             key = torch.full((dim // self.heads,), (dim // self.heads) ** -0.5)
             return START_ETA / max(1.0, float(rule.features.squared_norm(key)))
 
     def _start(self, name: str) -> Tensor:
-        """The starting logits ``[heads]``."""
+        """What the bias of a gate starts with, ``[heads]``: the logit (for delta its softplus's input) of its starting
+        value."""
         if name == "alpha":
             half_life = torch.logspace(math.log10(HALF_LIVES[0]), math.log10(HALF_LIVES[1]), self.heads)
             return torch.logit(0.5 ** (1.0 / half_life))
@@ -102,7 +103,8 @@ class GateProjection(nn.Module):
                 self.up_bias.copy_(torch.cat(wide))
 
     def forward(self, x: Tensor) -> Gates:
-        """``[batch, time, dim]`` -> gates ``[batch, heads, time]`` (gamma ``[..., c]``), in at least float32."""
+        """x ``[batch, time, dim]`` -> gates ``[batch, heads, time]``, in at least float32. Channel-wise ones have a
+        last dimension dim / heads, and gamma c."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         found: dict[str, list[Tensor]] = {"eta": [], "alpha": [], "theta": [], "delta": [], "gamma": []}
         with torch.autocast(x.device.type, enabled=False):

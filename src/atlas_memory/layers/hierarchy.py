@@ -2,9 +2,12 @@
 
     o_t = f(V_{start of t's global chunk}, q_t) + sum over i of f(W_t^(i), P_t q_t)                    (Eqs. 7 and 15)
 
-V is written in large chunks, one after the other (Eq. 5). Each W^(i) is written in small chunks, and goes back to its
-learned M_0 at every ``shard``-th token (Eqs. 6 and 14): the shards of a call are independent of each other, and here
-they are rows of one batch. P_t: projection.py. Any rule can be the inner step; the paper's is ``RULES["tnt"]``.
+f(W, q) is what the memory network with the matrices W answers to q. V is the global memory, written in large chunks one
+after the other (Eq. 5), and q_t reads it as it stood before its chunk. Each W^(i) is a local memory. It is written in
+small chunks, and goes back to its learned M_0 at every ``shard``-th token (Eqs. 6 and 14). The stretches between, the
+shards, are independent of one another, and here they are read together as rows of one batch (shards.py). P_t projects
+the query onto the keys that a local memory has been taught (projection.py). Any rule can be the inner step; the paper's
+is ``RULES["tnt"]``.
 """
 
 from __future__ import annotations
@@ -27,15 +30,17 @@ from .stateful import Stateful
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Which memories there are, and when they are refreshed and reset.
+    """Which memories there are, when their frozen memory is refreshed, and when they are reset.
 
     Attributes:
-        global_chunk: C_G, tokens between refreshes of the global memory, whose reads lag by as much.
-        local_chunks: C_L of each local memory. A later stage of training, or decoding, may make them smaller.
+        global_chunk: C_G, tokens in a chunk of the global memory. A query reads it as it was before the query's chunk,
+            and so up to as many tokens late.
+        local_chunks: C_L, tokens in a chunk of each local memory. A later stage of training, or decoding, may make them
+            smaller.
         shard: S_L, tokens after which local memories begin anew; a multiple of every local chunk, so that chunks
             counted from the start of a shard or of the sequence are the same.
-        project: ask local memories for P_t q_t, P summed over the keys of the "shard" so far (TNT, App. C) or of the
-            "chunk" so far (Eq. 7); None: for q_t itself.
+        project: what local memories are asked: P_t q_t, with P_t summed over the keys of the "shard" so far (TNT,
+            App. C) or of the "chunk" so far (Eq. 7); None: q_t itself.
 
     Raises:
         ValueError: a size that is no whole number >= 1, no local chunk, a shard that is no multiple of one, or an
@@ -84,7 +89,7 @@ class Hierarchy:
         return cls(**value)
 
     def rules(self, rule: Rule) -> tuple[Rule, ...]:
-        """What the global memory and each local one make of ``rule``.
+        """``rule`` with the chunk and the ``read`` of the global memory, and of each local one.
 
         Raises:
             ValueError: a rule that cannot be read as it was before a chunk, or that cannot be reset.
@@ -108,9 +113,10 @@ class HierarchicalState(State):
     """What ``HierarchicalMemory`` carries; its size is constant, and every tensor has the batch first.
 
     Attributes:
-        memories: of the global memory and then each local one. Local ones count the tokens of the current shard; where
-            a shard has ended they have begun anew already.
-        projections: P, ``[batch, heads, dim, dim]``: one of the shard, or of the chunk of each local memory, or none.
+        memories: the state of the global memory, and then that of each local one. Those of local ones count the tokens
+            of the current shard; where a shard has ended they have begun anew already.
+        projections: P, ``[batch, heads, dim, dim]``. With ``project="shard"`` there is one, of the current shard; with
+            "chunk" one for each local memory, of its current chunk; with None there is none.
     """
 
     memories: tuple[MemoryState, ...]
@@ -123,15 +129,15 @@ class HierarchicalState(State):
 
 
 class HierarchicalGates(nn.ModuleList):
-    """A ``GateProjection`` for each memory of a hierarchy: gates of ``len(rules) * heads`` heads, the global memory's
-    first. Arguments as there, one rule a memory."""
+    """A ``GateProjection`` for each memory of a hierarchy. Together they make gates of ``len(rules) * heads`` heads,
+    the global memory's first. The arguments are those of ``GateProjection``, with one rule for each memory."""
 
     def __init__(self, dim: int, heads: int, rules: tuple[Rule, ...], rank: int | None = None) -> None:
         super().__init__(GateProjection(dim, heads, rule, rank) for rule in rules)
         self.heads = len(rules) * heads
 
     def forward(self, x: Tensor) -> Gates:
-        """``[batch, time, dim]`` -> gates ``[batch, members * heads, time]``."""
+        """x ``[batch, time, dim]`` -> gates ``[batch, members * heads, time]``; the members are the memories."""
         members = [projection(x) for projection in self]
 
         def joined(name: str) -> Tensor | None:
@@ -234,7 +240,7 @@ class HierarchicalMemory(Stateful):
             state = replace(state, memories=state.memories[1:])
         q, k, v = map(shards.fold, (q, k, v))
         if state is not None and shards.count > 1:
-            # The rows' first shards go on from the state, the others begin.
+            # The first shard of each row goes on from the state, the others begin anew.
             state = _join(lambda held, new: torch.cat([held, *[new] * (shards.count - 1)]), state, fresh)
         asked, projections = self._ask(shards, q, k, state)
         total: Tensor | None = None
@@ -255,7 +261,8 @@ class HierarchicalMemory(Stateful):
     def _ask(
         self, shards: Shards, q: Tensor, k: Tensor, state: HierarchicalState | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What each local memory is asked, from folded q and k, and P at the end of every row."""
+        """What each local memory is asked (q, or P_t q_t), from q and k as ``Shards.fold`` has laid them; and P after
+        the last token of every shard."""
         chunks = self.hierarchy.local_chunks
         if self.hierarchy.project is None:
             return (q,) * len(chunks), ()
@@ -274,22 +281,21 @@ class HierarchicalMemory(Stateful):
         return tuple(y.to(q.dtype) for y, _ in results), tuple(end for _, end in results)
 
     def _no_keys(self, q: Tensor) -> Tensor:
-        """P of no keys, for rows like those of q."""
+        """P before any key, zero, for a batch like that of q."""
         return q.new_zeros(*q.shape[:2], q.shape[-1], q.shape[-1])
 
     def _fresh(self, q: Tensor) -> HierarchicalState:
-        """The state before the first token, for rows like those of q."""
+        """The state before the first token, for a batch like that of q."""
         q = q.to(torch.promote_types(q.dtype, torch.float32))
         count = {"shard": 1, "chunk": len(self.members) - 1, None: 0}[self.hierarchy.project]
         memories = (initial_state(member.rule, member.params.initial, q) for member in self._members())
         return HierarchicalState(tuple(memories), (self._no_keys(q),) * count)
 
     def retrieve(self, q: Tensor, state: HierarchicalState | None = None) -> Tensor:
-        """What the memories as they are answer to q in sum, without writing; q and the result
-        ``[batch, heads, time, dim]``.
+        """The sum of what all memories of a state answer to q, without writing; q and the result are
+        ``[batch, heads, time, dim]``. None: fresh memories.
 
-        Nothing is projected: P_t takes in the key of the token that asks, and a query alone has none. Fresh memories
-        where ``state`` is None.
+        No query is projected: P_t has the key of the token that asks in it, and a query alone has no key.
         """
         held = (None,) * len(self.members) if state is None else state.memories
         answers = [member.retrieve(q, own) for member, own in zip(self._members(), held, strict=True)]
@@ -297,7 +303,7 @@ class HierarchicalMemory(Stateful):
 
 
 def split_heads(gates: Gates, members: int) -> list[Gates]:
-    """The gates of each member."""
+    """The gates of each memory of a hierarchy, from those of all, whose heads come one memory after the other."""
     parts = replace(gates, length=None).map
     width = gates.eta.shape[1] // members
 
@@ -308,6 +314,6 @@ def split_heads(gates: Gates, members: int) -> list[Gates]:
 
 
 def _join(fn: Callable[[Tensor, Tensor], Tensor], a: HierarchicalState, b: HierarchicalState) -> HierarchicalState:
-    """The state of fn(x, y) for each tensor x of a and y of b."""
+    """The state whose tensors are fn(x, y), with x a tensor of ``a`` and y the same one of ``b``."""
     others = b.tensors()
     return a.map(lambda x: fn(x, next(others)))

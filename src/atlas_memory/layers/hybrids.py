@@ -16,7 +16,7 @@ from .stateful import Stateful
 
 @dataclass(frozen=True, repr=False)
 class HybridState(State):
-    """State of a memory and of the attention with it."""
+    """The states of a memory and of the attention beside or after it."""
 
     memory: LayerState
     attention: AttentionState
@@ -25,8 +25,8 @@ class HybridState(State):
 class MemoryAsGate(Stateful):
     """The mixer "mag": sliding-window attention gated by the memory beside it (Titans, Eqs. 26-28).
 
-    `y = norm(SW-Attn*(x)) * silu(norm(M([p || x])))`, the norms with learnable vectors: both branches read x; every
-    window of the attention sees the persistent tokens p as well, and the memory reads them first.
+    `y = norm(SW-Attn*(x)) * silu(norm(M([p || x])))`, with learnable vectors in the norms. Attention and memory M both
+    read x. Persistent tokens p are seen from every window of the attention, and read by the memory before x.
 
     Args:
         dim: Width of the tokens.
@@ -77,7 +77,7 @@ class MemoryAsLayer(Stateful):
     """The mixer "mal": `y = SW-Attn(M(x))` (Titans, Eqs. 29-31).
 
     Its persistent tokens are in front of the sequence (`WithPersistentTokens`), so what the memory makes of them slides
-    out of the attention's window as anything else: Eq. 31 has no prefix, unlike Eq. 27.
+    out of the attention's window like any other token: Eq. 31 has no prefix, unlike Eq. 27.
 
     Args:
         dim: Width of the tokens.

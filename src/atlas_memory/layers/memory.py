@@ -24,16 +24,20 @@ from .omega import OmegaMemory
 from .stateful import Stateful
 
 START_GATE = 0.3
-"""Of the gate at the output, before SiLU."""
+"""Where the gate at the output starts on average, before SiLU."""
 
 LARGEST = 1e6
-"""Values are cut here: of a deep memory that holds values of 1e8 the outer gradients can overflow float32."""
+"""Values are cut to +-``LARGEST``: where a deep memory holds values of 1e8, outer gradients can overflow float32."""
 
 
 @dataclass(frozen=True, repr=False)
 class LayerState(State):
-    """What ``NeuralMemory`` carries: the memory's ``MemoryState``, with a hierarchy its ``HierarchicalState``; and the
-    convolution's last inputs ``[batch, size - 1, 3 dim]``."""
+    """What a memory layer carries from call to call.
+
+    Attributes:
+        memory: the memory's ``MemoryState``; with a hierarchy its ``HierarchicalState``.
+        past: the convolution's last inputs, ``[batch, taps - 1, 3 dim]``; of ``SelfModifyingMemory`` ``dim`` wide.
+    """
 
     memory: Any
     past: Tensor
@@ -42,9 +46,10 @@ class LayerState(State):
 class NeuralMemory(Stateful):
     """A layer that learns while it reads: ``y, state = memory(x)``, in place of an attention layer.
 
-    Projections to q, k, v; a depthwise convolution and SiLU on each; unit-length q and k a head; the memory of ``rule``
-    with gates computed from x; RMSNorm a head, an output gate and an output projection. No residual and no norm on x:
-    they belong to the block around it. The memory itself is computed in at least float32, whatever the dtype of x.
+    x is projected to q, k and v, and each goes through a depthwise convolution and SiLU. In each head q and k get unit
+    length, and the memory of ``rule`` reads q, k and v with gates computed from x. What the heads answer goes through
+    RMSNorm a head, an output gate and an output projection. There is no residual and no norm on x: they belong to the
+    block around the layer. The memory itself is computed in at least float32, whatever the dtype of x.
 
     >>> memory = NeuralMemory(dim=64, heads=4, rule="atlas", window=4, chunk_size=16)
     >>> x = torch.randn(2, 100, 64)
@@ -55,19 +60,20 @@ class NeuralMemory(Stateful):
         dim: width of x, a multiple of ``heads``.
         heads: memory heads of width dim / heads.
         rule: a name in ``RULES`` or a ``Rule``.
-        window: c of the Omega rule; None: the rule's.
+        window: c, the tokens in the inner loss; None: the rule's.
         chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's.
         conv_size: taps of the convolution.
-        key_lag: tokens by which keys begin behind values, see ``reset_parameters``. 0: a token's value goes under its
-            own key; 1: under that of the token before, so that a query is answered with what came next.
-        eps: of the RMSNorm on what is read.
-        gate_rank: make eta and alpha channel-wise through a map of this rank (Miras section 5.4: 32 or 64).
+        key_lag: by how many tokens keys are behind values in a fresh layer; see ``reset_parameters``. 0: a token's
+            value is written under its own key; 1: under that of the token before, so that a query is answered with
+            what came next.
+        eps: of the RMSNorm on what the memory answers.
+        gate_rank: make eta and alpha channel-wise, through a map of this rank (Miras section 5.4: 32 or 64).
         hierarchy: one global and N local memories of the rule instead of one (TNT): a ``Hierarchy`` or a mapping of its
             fields. The chunks are then the hierarchy's: leave ``chunk_size`` out.
 
     Attributes:
-        writes: set to False and the memory stays as it is, M_0 from a fresh state: what remains is a model without
-            test-time memory, for comparison.
+        writes: set to False, and nothing is written: the memory stays as the state has it, or without a state M_0. What
+            remains is a model without test-time memory, for comparison.
 
     Raises:
         ValueError: a width that is no multiple of ``heads``, an unknown rule, a size below 1, a ``key_lag`` that
@@ -115,17 +121,18 @@ class NeuralMemory(Stateful):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Let the projections begin together, so that a fresh layer recalls what it reads.
+        """Let the projections W_q, W_k, W_v and the output projection W_o begin in agreement, so that a fresh layer
+        recalls what it reads.
 
-        Keys begin as queries do, projection and convolution, ``key_lag`` tokens later: a token that comes back asks
-        for what was written when it was there before. The oldest taps, which the shift pushes out, come back as those
-        of the current token, small and not zero: a document's first token, which has none before it, would otherwise
-        have the key 0, where the gradient of x / |x| has no bound. Without a lag W_k begins at (W_q + W_k) / sqrt 2: a
-        query that equals the key of its own token would be answered with that token's value, and nothing older would
-        be felt. What is read is projected back as values were projected: W_o = W_v^T. The gate at the output begins at
-        SiLU(``START_GATE``) on average: around zero every token would read with other signs. The other weights stay
-        as they are. From random projections a layer learns all this in many hundreds of steps (docs/learning.md).
-        Ours; no paper says how the projections begin.
+        Keys begin with the projection and the convolution of queries, but ``key_lag`` tokens later: a token that comes
+        back asks for what was written when it was there before. The taps are shifted by the lag, and those that the
+        shift pushes out come back at the current token, small and not zero: a document's first token, which has none
+        before it, would otherwise have the key 0, where the gradient of x / |x| has no bound. Without a lag W_k begins
+        at (W_q + W_k) / sqrt 2: a query that equals the key of its own token would be answered with that token's value,
+        and nothing older would be felt. What the memory answers is projected back as values were projected,
+        W_o = W_v^T. The gate at the output begins at SiLU(``START_GATE``) on average: if it began around zero, its sign
+        would change from token to token. The other weights stay as they are. From random projections a layer learns all
+        this in many hundreds of steps (docs/learning.md). Ours; no paper says how the projections begin.
         """
         with torch.no_grad():
             (w_q, w_k, w_v), (taps_q, taps_k, _) = (
@@ -138,7 +145,7 @@ class NeuralMemory(Stateful):
 
     @property
     def rule(self) -> Rule:
-        """The rule, window and chunk included."""
+        """The memory's rule, with the layer's window and chunk."""
         return self.memory.rule
 
     def forward(
@@ -172,10 +179,10 @@ class NeuralMemory(Stateful):
         return self.read_real(x, state, mask)
 
     def retrieve(self, x: Tensor, memory: Any) -> Tensor:
-        """What a memory as it is answers to x: M*(q), read without writing (Titans, Eqs. 15 and 21).
+        """What the memory of a state answers to x, without writing: M*(q) (Titans, Eqs. 15 and 21).
 
-        The way of ``forward`` from x to y with the recurrence left out, and the convolution: queries of another stream
-        than the one that is written would need a second convolution state.
+        From x to y it is ``forward``, without the recurrence and without the convolution. Here x is another stream of
+        tokens than the one that is written, and would need a convolution state of its own.
 
         Args:
             x: ``[batch, time, dim]``.
@@ -189,8 +196,8 @@ class NeuralMemory(Stateful):
         return self._project(self.memory.retrieve(l2_normalise(q), memory), x)
 
     def lesson(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
-        """What the memory is taught at x ``[batch, time, dim]``, read on from ``state``: keys and values
-        ``[batch, heads, time, dim]`` and the gates, of which a hierarchy has more heads."""
+        """What the memory would be taught by x ``[batch, time, dim]`` after ``state``: keys and values
+        ``[batch, heads, time, dim / heads]``, and the gates, which a hierarchy has for each of its memories."""
         _, k, v, _ = self._look(x, state.past, None)
         return k, v, self.gates(x)
 
@@ -211,8 +218,8 @@ class NeuralMemory(Stateful):
     def _read_in_groups(
         self, memory: OmegaMemory, x: Tensor, state: LayerState | None, length: Tensor | None
     ) -> tuple[Tensor, LayerState]:
-        """As ``_read``, keeping for the backward pass a state for every group of chunks and nothing that is as long as
-        x but x itself."""
+        """As ``_read``. For the backward pass it keeps one state for every group of chunks, and no tensor as long as x
+        except x itself."""
         read = partial(checkpoint, self._read_group, use_reentrant=False, preserve_rng_state=False)
         like = x.new_zeros(len(x), self.heads, 0, x.shape[2] // self.heads, dtype=kept_dtype(x))
         params, reading = begin(memory.rule, memory.params, like, state.memory if state else None)
@@ -240,7 +247,7 @@ class NeuralMemory(Stateful):
         return self._project(y, x), past, reading
 
     def _look(self, x: Tensor, past: Tensor | None, length: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v ``[batch, heads, time, dim]`` in at least float32, and the convolution's last inputs."""
+        """q, k, v ``[batch, heads, time, dim / heads]`` in at least float32, and the last inputs of the convolution."""
         qkv, past = self.convolution(self.qkv(x), past, length)
         q, k, v = (
             y.transpose(1, 2) for y in F.silu(qkv).to(kept_dtype(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
@@ -248,6 +255,7 @@ class NeuralMemory(Stateful):
         return l2_normalise(q), l2_normalise(k), v.clamp(-LARGEST, LARGEST), past
 
     def _project(self, y: Tensor, x: Tensor) -> Tensor:
-        """What the heads read, ``[batch, heads, time, dim]``, normed, gated by x and projected."""
+        """The layer's output ``[batch, time, dim]``: what the heads answer, ``[batch, heads, time, dim / heads]``,
+        normed, gated by x and projected."""
         y = self.norm(y.to(x.dtype)).transpose(1, 2).flatten(2)
         return self.out(y * F.silu(self.gate(x)))

@@ -4,10 +4,10 @@ at different rates.
     y = MLP_K(... MLP_2(MLP_1(x)))                                                                         (Eq. 70)
     theta_l <- theta_l - step(sum of the last C_l gradients)  at every C_l-th time, else unchanged         (Eq. 71)
 
-The module here is the chain and the numbers C_l; changing its weights is the optimiser's business, and
-``atlas_memory.training.MultiPeriod`` puts Eq. 71 around any optimiser. **Our unit of time is the optimiser's step**;
-the paper's is the token. An outer optimiser moves once a batch, so C_l = 16 here means every 16th batch, and a trained
-model that only reads does not change its MLPs.
+theta_l are the weights of MLP_l, and C_l is its period. The module here is the chain and the numbers C_l. Changing its
+weights is the outer optimiser's business, and ``atlas_memory.training.MultiPeriod`` puts Eq. 71 around any optimiser.
+**Our unit of time is the outer optimiser's step**; the paper's is the token. An outer optimiser moves once a batch, so
+C_l = 16 here means every 16th batch, and a trained model that only reads does not change its MLPs.
 """
 
 from __future__ import annotations

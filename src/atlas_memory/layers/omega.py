@@ -1,4 +1,4 @@
-"""The bare memory, for people who computed q, k and v themselves."""
+"""The bare memory, without projections: for models that make q, k and v themselves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ INCREMENTAL_TOKENS = 2  # from a state, up to so many tokens are cheaper one by 
 
 
 class OmegaMemory(Stateful):
-    """A memory over q, k, v: owns M_0, the feature coefficients and, unless told not to, gates that see the keys.
+    """A memory over q, k and v. Its parameters are M_0, the coefficients of the features, gain and shift of a layer
+    norm, and, unless ``gates=False``, a projection that makes the gates of the keys.
 
     >>> omega = OmegaMemory(dim=16, heads=2, rule="omeganet", window=4)
     >>> q, k, v = torch.randn(3, 1, 2, 50, 16)
@@ -38,10 +39,10 @@ class OmegaMemory(Stateful):
         dim: width of a head.
         heads: number of heads, each with its own memory.
         rule: a name in ``RULES`` or a ``Rule``.
-        window: c of the Omega rule; None: the rule's.
+        window: c, the tokens in the inner loss; None: the rule's.
         chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's.
-        gates: whether to own a gate projection. Without, every call must bring ``gates``.
-        gate_rank: see ``GateProjection``.
+        gates: whether to own a gate projection. If not, every call must bring ``gates``.
+        gate_rank: the ``rank`` of ``GateProjection``.
 
     Attributes:
         recompute, compiled: how ``forward`` computes, as for ``chunkwise``; ``set_execution`` sets them in a model.
@@ -79,7 +80,7 @@ class OmegaMemory(Stateful):
 
     @property
     def grows(self) -> bool:  # type: ignore[override]
-        """Whether the state is longer the more has been read: with features that have no end."""
+        """Whether the state is longer the more has been read, as with ``Exponential`` features."""
         return self.rule.features.endless
 
     @property
@@ -111,10 +112,11 @@ class OmegaMemory(Stateful):
         Args:
             q, k, v: ``[batch, heads, time, dim]``.
             gates: your own; None: computed from the keys.
-            state: where an earlier call stopped; None: a fresh memory a row.
+            state: where an earlier call stopped; None: a fresh memory for each sequence of the batch.
 
         Returns:
-            y ``[batch, heads, time, dim]`` in q's dtype, y_t read after the write of token t; and the state.
+            y ``[batch, heads, time, dim]`` in q's dtype, y_t read after the write of token t unless the rule's window
+            says otherwise; and the state after the last token.
 
         Raises:
             ValueError: shapes that do not fit, or neither ``gates`` given nor owned.
@@ -146,14 +148,16 @@ class OmegaMemory(Stateful):
         return q, q, q, Gates(q[..., 0])
 
     def extra_repr(self) -> str:
-        """What ``print`` says of it."""
+        """What ``print`` shows of the memory."""
         return f"dim={self.dim}, heads={self.heads}, {self.rule}"
 
     def reads_in_groups(self, x: Tensor) -> bool:
-        """Whether a layer around this memory does well to bring q, k and v of x ``[batch, time, ...]`` by and by: where
-        what lies between groups of chunks is computed anew in the backward pass, what they are made by can be too.
+        """Whether a layer around this memory should read x ``[batch, time, ...]`` in groups of chunks, and make q, k
+        and v of one group at a time: where the memory computes a group again in the backward pass (``recompute``), the
+        layer can then compute projections and gates again with it, and need not keep them.
 
-        On a GPU, and under a compiler, groups of few chunks would leave most of it idle or unrolled.
+        Not on a GPU, most of which a group of few chunks would leave idle, nor under a compiler, which would unroll the
+        loop over groups.
         """
         if self.recompute is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
@@ -161,7 +165,7 @@ class OmegaMemory(Stateful):
 
     @property
     def group(self) -> int:
-        """Tokens of ``recompute`` chunks."""
+        """Tokens in a group of ``recompute`` chunks."""
         return (self.recompute or 1) * self.rule.window.chunk
 
     def retrieve(self, q: Tensor, state: MemoryState | None = None) -> Tensor:
@@ -176,13 +180,14 @@ class OmegaMemory(Stateful):
 
 
 def set_execution(module: nn.Module, *, recompute: int | None = None, compiled: bool = False) -> None:
-    """Say for every memory inside ``module`` how it is computed; what it computes stays the same.
+    """Set for every memory inside ``module`` how it is computed; what it computes stays the same.
 
     Args:
         module: a layer or a model.
-        recompute: chunks a group of which one memory state is kept for the backward pass; None: keep everything. On a
-            CPU ``NeuralMemory`` then keeps nothing else but its input; projections and gates are computed anew, too.
-        compiled: compile what happens in a chunk; see ``chunkwise``.
+        recompute: how many chunks make a group. Of each group the backward pass keeps one state of the memory, and
+            computes the rest again; None: keep everything. On a CPU ``NeuralMemory`` keeps only its input besides, and
+            computes projections and gates again, too.
+        compiled: whether to compile the reading of a chunk; see ``chunkwise``.
 
     Raises:
         ValueError: ``recompute`` below 1, or a module without memories to set.

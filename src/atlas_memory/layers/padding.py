@@ -1,8 +1,8 @@
 """Padding of any pattern, turned into padding on the right and back.
 
 A recurrence over time must not see padding at all: a padded token would move the memory, shift the window and
-advance the position. So every layer moves the real tokens of each row to the front, in their order, works on
-that, and puts the results back.
+advance the position. So every layer moves the real tokens of each row (a sequence of the batch) to the front, in
+their order, reads the packed rows, and puts the results back.
 """
 
 import torch

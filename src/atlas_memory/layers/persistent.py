@@ -10,7 +10,7 @@ from .stateful import Stateful
 
 
 class PersistentTokens(nn.Module):
-    """Learned tokens `weight` `[count, dim]`; they start at the scale of the normed tokens before which they stand.
+    """Learned tokens `weight` `[count, dim]`; they start at the scale of normed tokens, in front of which they stand.
 
     Raises:
         ValueError: `count` below 1.
@@ -29,10 +29,10 @@ class PersistentTokens(nn.Module):
 
 
 class WithPersistentTokens(Stateful):
-    """A mixer over `[p_1 .. p_N || x]` whose outputs for p are dropped.
+    """A mixer over `[p_1 .. p_N || x]`, the persistent tokens p before the sequence x; its outputs at p are dropped.
 
-    A fresh state reads p first, in every row: rows that are still empty, or padded on the left, need no further care,
-    and p is written once.
+    A call without a state reads p first, in all sequences of the batch, whether or not they have real tokens yet. So p
+    is read once, and padding on the left needs no further care.
 
     Args:
         mixer: A mixer, as `blocks` describes them.

@@ -1,9 +1,10 @@
 """Queries projected onto the keys that a memory has been trained on (TNT, arXiv 2511.07343, Eqs. 7 and 15, App. C).
 
-    P_t = sum over tau of  k_tau k_tau^T / |k_tau|^2            asked is P_t q_t
+    P_t = sum over tau of  k_tau k_tau^T / |k_tau|^2
 
-over the tokens tau <= t of a span. P is never made for each token: inside a block of tokens, P_t q_t is the causal
-product ``tril(q k^T) k``, and what came before the block is one d x d matrix.
+over the tokens tau <= t of a span, a shard or a chunk. In place of q_t a local memory is asked P_t q_t. P_t is never
+made for each token: inside a block of tokens, P_t q_t is the causal product ``tril(q k^T) k``, and what came before the
+block is one d x d matrix.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def project_since_chunk(
 
 
 def _causal(q: Tensor, k: Tensor) -> Tensor:
+    """sum over tau <= t of k_tau (k_tau . q_t), for unit keys: ``[..., time, dim]`` all."""
     return (q @ k.mT).tril() @ k
 
 

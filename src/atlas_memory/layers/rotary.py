@@ -19,7 +19,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def check_heads(dim: int, heads: int) -> None:
-    """Raise ValueError unless `dim` divides into `heads` of an even width, as pairs need."""
+    """Raise ValueError unless `dim` divides into `heads` heads of an even width, whose channels form pairs."""
     if heads < 1 or dim < 1 or dim % (2 * heads):
         raise ValueError(
             f"dim={dim} with heads={heads}: rotary attention needs heads of an even width; "

@@ -1,15 +1,16 @@
 """Self-modifying Titans: the memory of Hope (Nested Learning, arXiv 2512.24695, Sec. 8.1).
 
 Where ``NeuralMemory`` has projections and gates, this layer has memories, which learn while the model reads as the
-memory itself does. A head has five: M_memory answers the query, the others make what all five learn from,
+memory itself does. A head has five: M_memory answers the query, the other four make what all five learn from,
 
     k_t = M_k(x_t)    v_t = M_v(x_t)    eta_t = M_eta(x_t)    alpha_t = M_alpha(x_t)    q_t = W_q x_t
     M_t = M_{t-1} (alpha_t I - eta_t k_t k_t^T) - eta_t grad |M(k_t) - v^_t|^2,  v^_t = M(v_t)      for each M  (Eq. 88)
     y_t = M_memory,t-1(q_t)
 
-and by chunks (Eq. 90): k, v, eta, alpha, every v^ and every gradient are made by the memories as they stood before the
-chunk, so that the five are one call of the chunkwise form, five times as many heads wide. Errors see what the chunk has
-written to the last matrices, and what fades goes to M_0 (mathematics/step.py, retention.py): both ours.
+with v^_t the target that each M makes for itself. By chunks (Eq. 90), k, v, eta, alpha, every v^ and every gradient are
+made by the memories as they stood before the chunk, so that the five are one call of the chunkwise form with five times
+as many heads. Errors see what the chunk has written to the last matrices, and memories fade to M_0: both are ours
+(mathematics/step.py, retention.py).
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ MEMORIES = ("memory", "k", "v", "eta", "alpha")
 
 
 class GateReadout(nn.Module):
-    """eta and alpha from what their memories answer: a sigmoid of ``<w, M(x)> + b``, each its own w and b a head.
+    """eta and alpha from what their memories answer: sigmoids of ``<w, M(x)> + b``, with a w and b a gate and head.
 
-    alpha starts as that of ``GateProjection``, eta at 1/4: with more, what makes k differ from v wears off.
+    alpha starts as that of ``GateProjection``, eta at 1/4: with more, k and v come to differ less and less.
 
     Args:
         dim: width of a head.
@@ -81,15 +82,15 @@ class GateReadout(nn.Module):
 
 
 def _gates(weight: Tensor, bias: Tensor, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """``GateReadout`` with the parameters as arguments, for what is compiled or computed anew."""
+    """``GateReadout`` with the parameters as arguments, for what is compiled, or computed again in a backward pass."""
     weight, bias = weight.to(eta.dtype), bias.to(eta.dtype)
     logits = ((torch.stack([eta, alpha]) * weight[:, None, :, None]).sum(-1) + bias[:, None, :, None]).unbind(0)
     return logits[0].sigmoid(), logits[1].sigmoid()
 
 
 class _Lesson(NamedTuple):
-    """What the memories make of tokens: k and each memory's own target, ``[batch, 5 heads, time, dim]``, and the gates
-    ``[batch, 5 heads, time]``."""
+    """What the memories make of tokens: k and each memory's own target v^, ``[batch, 5 heads, time, dim]`` with dim the
+    width of a head, and the gates ``[batch, 5 heads, time]``."""
 
     k: Tensor
     target: Tensor
@@ -98,13 +99,12 @@ class _Lesson(NamedTuple):
 
 
 class SelfModifyingMemory(Stateful):
-    """A layer whose projections and gates learn while it reads too: ``y, state = memory(x)``, as ``NeuralMemory``.
+    """A layer whose projections and gates also learn while it reads: ``y, state = memory(x)``, as ``NeuralMemory``.
 
-    A depthwise convolution on x; the memories of a head see its share of the channels. Whatever a memory is asked has
-    unit length a head: q and k as in Sec. 8.3 and, ours, x and v too. A memory is trained at unit keys alone, and a
-    target M(v) at a long v would be larger than what it is made of: the memory would grow by itself. RMSNorm a head,
-    an output gate and an output projection as in ``NeuralMemory``. The memories are computed in at least float32,
-    whatever the dtype of x.
+    x goes through a depthwise convolution, and the memories of a head see its channels. What they are asked always has
+    unit length: q and k as in Sec. 8.3 and, ours, x and v too. A memory is trained at unit keys alone, and a target
+    M(v) at a long v would be longer than all that M has learned: it would grow by itself. RMSNorm a head, output gate
+    and output projection follow as in ``NeuralMemory``. Memories are computed in at least float32, whatever x's dtype.
 
     >>> memory = SelfModifyingMemory(dim=64, heads=4)
     >>> x = torch.randn(2, 100, 64)
@@ -114,20 +114,20 @@ class SelfModifyingMemory(Stateful):
     Args:
         dim: width of x, a multiple of ``heads``.
         heads: heads of width dim / heads, each with five memories.
-        rule: of all five; "hope", or it with parts changed, such as plain gradient descent for the delta step.
+        rule: of all five; "hope", or that with parts changed, such as plain gradient descent for the delta step.
         chunk_size: b, tokens between refreshes of the frozen memories, the same for all five; None: the rule's.
         conv_size: taps of the convolution.
-        eps: of the RMSNorm on what is read.
+        eps: of the RMSNorm on what the memories answer.
 
     Attributes:
-        writes: set to False and the memories stay as they are, M_0 from a fresh state, as in ``NeuralMemory``.
+        writes: set to False, and nothing is written to the memories, as in ``NeuralMemory``.
 
     Raises:
         ValueError: a width that is no multiple of ``heads``, a size below 1, or a rule that is unknown or needs more
             than k, v, eta and alpha of the current token.
 
-    As printed, with ``Decay()``, what makes k differ from v fades with M_0, and then nothing is left to learn; the rule
-    therefore fades to M_0: see docs/hope.md.
+    As printed, with ``Decay()``, M_0 fades away and with it what makes k differ from v; then nothing is left to learn.
+    The rule therefore fades to M_0: see docs/hope.md.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class SelfModifyingMemory(Stateful):
         return self.read_real(x, state, mask)
 
     def lesson(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
-        """What the memories are taught at x, all of one chunk; see ``NeuralMemory``. Of 5 times as many heads."""
+        """What the memories would be taught by x, all of one chunk; as in ``NeuralMemory``, of 5 times the heads."""
         mixed = self.convolution(x, state.past, None)[0].to(kept_dtype(x))
         u = l2_normalise(mixed.unflatten(-1, (self.heads, -1)).transpose(1, 2))
         found = _lesson(self.rule, self.memory.params, (self.gates.weight, self.gates.bias), u, state.memory.frozen)
@@ -216,8 +216,8 @@ class SelfModifyingMemory(Stateful):
     def _learn(
         self, q: Tensor, u: Tensor, state: MemoryState, length: Tensor | None, aligned: bool
     ) -> tuple[Tensor, MemoryState]:
-        """Read q and learn from u, both ``[batch, heads, time, dim]``, chunk after chunk. The rows are laid on a grid
-        of chunks; ``aligned``: all of them begin one."""
+        """Read with q and learn from u, the convolved x of unit length, both ``[batch, heads, time, dim]``, chunk after
+        chunk. ``aligned``: whether all sequences of the batch begin at the start of a chunk."""
         rule, chunk, time = self.rule, self.rule.window.chunk, u.shape[-2]
         if time == 0:
             return q, state
@@ -241,7 +241,7 @@ class SelfModifyingMemory(Stateful):
     def _learn_by_token(
         self, q: Tensor, u: Tensor, state: MemoryState, length: Tensor | None
     ) -> tuple[Tensor, MemoryState]:
-        """As ``_learn``, for a few tokens: constant work for each."""
+        """As ``_learn``, token by token, with constant work for each: for a few tokens."""
         outputs, gate = [q[..., :0, :]], (self.gates.weight, self.gates.bias)
         for t in range(u.shape[-2]):
             now = slice(t, t + 1)
@@ -252,7 +252,7 @@ class SelfModifyingMemory(Stateful):
         return torch.cat(outputs, -2), state
 
 
-Memory = tuple[Held, ...]
+Memory = tuple[Held, ...]  # the matrices of all five memories of each head, between two chunks
 
 
 def _read_chunks(
@@ -266,11 +266,11 @@ def _read_chunks(
     end: Tensor | int,
     memory: Memory,
 ) -> tuple[Tensor, Memory]:
-    """Read q and learn from u ``[batch, heads, chunks, b, dim]``; y ``[batch, heads, chunks * b, dim]``.
+    """Read with q and learn from u ``[batch, heads, chunks, b, dim]``; y ``[batch, heads, chunks * b, dim]``.
 
     Args:
-        inside: which slots are tokens of this call, ``[batch or 1, 1, chunks, b]``.
-        end: how many slots from the first chunk's start are read.
+        inside: which slots hold tokens of this call, bool ``[batch or 1, 1, chunks, b]``.
+        end: the slot behind each sequence's last token, ``[batch]`` or of all, from the first chunk's start.
     """
     chunk, outputs = rule.window.chunk, []
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
@@ -295,7 +295,7 @@ def _read_chunk(
     filled: Tensor | bool,
     memory: Memory,
 ) -> tuple[Tensor, Memory]:
-    """One chunk: q and u ``[batch, heads, b, dim]``, ``real`` as ``inside`` above, the rest as for ``read_chunk``."""
+    """One chunk: q and u ``[batch, heads, b, dim]``, ``real`` as ``inside`` above, the rest as in ``read_chunk``."""
     lesson = _lesson(rule, params, gate, u, tuple(held.start for held in memory))
     tokens = Chunk(
         kq=torch.cat([lesson.k, _for_all(q)], -2),
@@ -311,7 +311,7 @@ def _read_chunk(
 
 
 def _lesson(rule: Rule, params: Params, gate: tuple[Tensor, Tensor], u: Tensor, frozen: tuple[Tensor, ...]) -> _Lesson:
-    """What the ``frozen`` memories, as they stood before the current chunk, make of its tokens u."""
+    """What the ``frozen`` memories, as they stood before the current chunk, make of its tokens u: their lesson."""
     asked = read_out(rule, params, _for_all(u), frozen).unflatten(1, (len(MEMORIES), -1))
     _, k, v, eta, alpha = asked.unbind(1)
     target = read_out(rule, params, _for_all(l2_normalise(v)), frozen)
@@ -320,7 +320,7 @@ def _lesson(rule: Rule, params: Params, gate: tuple[Tensor, Tensor], u: Tensor, 
 
 
 def _answer(y: Tensor, heads: int) -> Tensor:
-    """Of what all memories answer, what the first of each head does."""
+    """What the first memory of each head answers, M_memory, from ``[batch, 5 heads, time, dim]`` of all."""
     return y[:, :heads]
 
 

@@ -10,10 +10,10 @@ from ..forms.bands import take
 
 
 class Shards:
-    """The tokens of a call cut where shards end, which is at another place in every row.
+    """The tokens of a call cut where shards end, which is at another place in every row (a sequence of the batch).
 
-    Row ``j * batch + i`` of a folded tensor is row i's j-th shard of the call, right padded; the first may have begun
-    in an earlier call.
+    ``fold`` makes the shards rows of a larger batch: row ``j * batch + i`` of a folded tensor is the j-th shard of row
+    i, right padded. The first shard of a row may have begun in an earlier call.
 
     Args:
         shard: tokens in a shard.
@@ -33,15 +33,15 @@ class Shards:
         self.count = -(-(time if seen is None else time + shard - 1) // shard)
         self._sliced = seen is None  # then shards are plain slices
         phase = torch.zeros(batch, dtype=torch.int64, device=q.device) if seen is None else seen % shard
-        read = torch.full_like(phase, time) if length is None else length
-        border = torch.arange(self.count, device=q.device)[:, None] * shard - phase
+        real = torch.full_like(phase, time) if length is None else length
+        border = torch.arange(self.count, device=q.device)[:, None] * shard - phase  # [count, batch]: shards' begins
         starts = border.clamp(min=0)
-        lengths = (torch.minimum(border + shard, read) - starts).clamp(min=0)
+        lengths = (torch.minimum(border + shard, real) - starts).clamp(min=0)
         whole = length is None and (self.count == 1 or (self._sliced and time % shard == 0))
         self.lengths = None if whole else lengths.flatten()
-        self.ended = (phase + read) % shard == 0
+        self.ended = (phase + real) % shard == 0
         row, token = torch.arange(batch, device=q.device), torch.arange(time, device=q.device)
-        self._last = ((phase + read) // shard).clamp(max=self.count - 1) * batch + row
+        self._last = ((phase + real) // shard).clamp(max=self.count - 1) * batch + row
         # Where the tokens of the folded rows come from, and where those of the call go: [batch, n] each.
         at = starts[..., None] + torch.arange(self._width, device=q.device)
         self._source = at.clamp(max=time - 1).transpose(0, 1).flatten(1)
@@ -66,5 +66,5 @@ class Shards:
         return rows[..., : self._time, :] if self._sliced else take(rows, self._goal)
 
     def last(self, x: Tensor) -> Tensor:
-        """Of ``[count * batch, ...]``, what belongs to the shard in which each row stopped: ``[batch, ...]``."""
+        """From ``[count * batch, ...]`` the shard in which each row of the call stopped: ``[batch, ...]``."""
         return x if self.count == 1 else x[self._last]

@@ -1,4 +1,5 @@
-"""What every layer with a state offers besides reading: the state before the first token, and states in files."""
+"""What every layer with a state has in common: the check of its inputs, the state before the first token, and states in
+files."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ FORMAT = "atlas-memory state, 1"
 
 class Stateful(nn.Module):
     """A layer ``y, state = layer(x, state)``, whose state is a ``State``: a frozen dataclass of tensors, the batch
-    first in each. It must read x of no tokens, ``[batch, 0, dim]``, of which ``initial_state`` is made."""
+    first in each. ``initial_state`` is the state after no tokens, so that a layer must read x ``[batch, 0, dim]``."""
 
     dim: int
-    """Width of x; a layer sets it."""
+    """Width of x; each layer sets it."""
     grows = False
     """Whether the state is longer the more has been read."""
 
@@ -57,8 +58,8 @@ class Stateful(nn.Module):
         raise NotImplementedError
 
     def read_real(self, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """``_read`` of the tokens where ``mask`` ``[batch, time]`` is not zero; the outputs of the others are zero, and
-        all else is as if there were none."""
+        """``_read`` of the tokens at which ``mask`` ``[batch, time]`` is not zero. Outputs at the others are zero, and
+        all else is as if those tokens did not exist. None: all tokens are real."""
         if mask is None:
             y, after = self._read(x, state, None)
         else:
@@ -68,8 +69,8 @@ class Stateful(nn.Module):
         return self.with_every_parameter(y, state), after
 
     def with_every_parameter(self, y: Tensor, state: Any) -> Tensor:
-        """``y``, in whose gradient every parameter has a part. What reads on from a state does not read M_0 or
-        persistent tokens; their gradient is zero then in place of none, for which data-parallel training would wait."""
+        """``y``, made to depend on every parameter. A call that goes on from a ``state`` uses neither M_0 nor
+        persistent tokens; their gradient is then zero and not missing, for data-parallel training would wait for it."""
         if state is None or not torch.is_grad_enabled():
             return y
         return y + sum((p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad), start=y.new_zeros(()))
@@ -80,7 +81,7 @@ class Stateful(nn.Module):
         return self(*self.empty(batch))[1]
 
     def save_state(self, state: State, path: str | Path) -> None:
-        """Write a state to a safetensors file, whole or not at all; what it is of is written with it.
+        """Write a state to a safetensors file, whole or not at all, with the layer's kind and rules beside it.
 
         Raises:
             ValueError: a state of another layer.
@@ -129,13 +130,14 @@ def _brief(value: Any) -> str:
 
 
 def _what(layer: nn.Module) -> str:
-    """A layer in words: its kind, and the rules of its memories."""
+    """A layer in words, to tell whose state a file holds: its kind, and the rules of its memories."""
     rules = sorted({repr(m.rule) for m in layer.modules() if hasattr(m, "rule")})
     return f"{type(layer).__name__}({'; '.join(rules)})"
 
 
 def _check(layer: nn.Module, tensors: dict[str, Tensor], like: State, where: str) -> None:
-    """Whether names, kinds and shapes are those of ``like``, the batch and what grows apart."""
+    """Raise ValueError unless names, dtypes and shapes are those of ``like``, whatever the batch and, where a state
+    grows with what is read, its length."""
     expected = dict(like.named_tensors())
     if missing := [name for name in expected if name not in tensors]:
         raise ValueError(f"{where} lacks {', '.join(missing)}: it is of another layer than this {type(layer).__name__}")

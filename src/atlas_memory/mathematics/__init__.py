@@ -6,11 +6,14 @@
     features.py        phi                         networks.py        M;  activations.py: sigma and its slope
     bias.py            the inner loss              retention.py       what alpha keeps
     step.py            the inner step, bounded     optimisers.py      its kinds;  orthogonal.py: O in Muon
-    windows.py         c and b                     gates.py           alpha, eta, theta, gamma
+    windows.py         c and b                     gates.py           alpha, eta, theta, gamma, delta
     recurrent.py       the definition, any batch   state.py           what is carried between calls
     precision.py       what every form checks, and in which precision it works
 
-Letters (ATLAS's): alpha retention (1 keeps), eta step size, theta momentum decay, gamma window gates, c window,
-b chunk, M_0 initial memory, S momentum. Titans calls the momentum decay eta and the step
-theta, and its alpha is 1 - ours. The public names are in ``atlas_memory.memory``.
+Letters (ATLAS's): k, v, q keys, values and queries, phi the feature map, M the memory and W a matrix of it, M_0 the
+memory before the first token, M_f the frozen memory, at which gradients are taken, S momentum, c window, b chunk. The
+gates: alpha retention (1 keeps), eta step size, theta momentum decay, gamma window gates, delta a threshold of the
+bias. phi*, the infinite features of ``Exponential``, are known by their kernel only. Titans calls the momentum decay
+eta and the step theta, and its alpha is 1 - ours. docs/notation.md has all letters. The public names are in
+``atlas_memory.memory``.
 """

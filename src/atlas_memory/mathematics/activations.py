@@ -1,4 +1,5 @@
-"""The hidden units' activations and their slopes, which the inner gradients need: both from one pass."""
+"""The activations sigma of the hidden units, and their slopes sigma', which the inner gradients need: both from one
+pass."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class _WithSlope(torch.autograd.Function):
 
 
 class _Gelu(_WithSlope):
-    """h Phi(h), and Phi(h) + h N(h), with Phi and N the normal distribution and its density."""
+    """GELU, h Phi(h), and its slope Phi(h) + h N(h), with Phi and N the normal distribution and its density."""
 
     @staticmethod
     def forward(h: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +47,7 @@ class _Gelu(_WithSlope):
 
 
 class _Silu(_WithSlope):
-    """h s(h), and s(h) (1 + h (1 - s(h))), with s the sigmoid."""
+    """SiLU, h s(h), and its slope s(h) (1 + h (1 - s(h))), with s the sigmoid."""
 
     @staticmethod
     def forward(h: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,4 +65,5 @@ class _Silu(_WithSlope):
 
 
 def _density(h: Tensor) -> Tensor:
+    """That of the standard normal distribution at h."""
     return (h * h).mul(-0.5).exp() * (1.0 / math.sqrt(2.0 * math.pi))

@@ -1,9 +1,9 @@
 """Attentional bias: the inner loss l(M; k, v) that the memory minimises while it reads (Miras's name for it).
 
-A bias is a function of the prediction M(phi(k)) and the value v alone. ``Bias`` says which three methods it has. They
-and their gradients must be finite where the error is zero: padding has no error, and one number there that is not
-finite would spoil a whole chunk. So |e| is smoothed (``SMOOTH``) in the biases here. All of this is tried when a rule
-is made (contracts.py).
+A bias is a function of the prediction M(phi(k)) and the value v alone; e = M(phi(k)) - v is the error. ``Bias`` says
+which three methods it has. Their results and the gradients of these must be finite where the error is zero: padding has
+no error, and one number there that is not finite would spoil a whole chunk. So |e| is smoothed (``SMOOTH``) in the
+biases here. A bias of your own is tried for all of this when a rule is made with it (contracts.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SMOOTH = 1e-6
 """Miras's epsilon: |x| is taken as sqrt(x^2 + SMOOTH), so that every bias has a gradient everywhere."""
 
 FAR = 1e9
-"""The largest error that ``Lp`` sees, whose powers are raised; the others see up to its square."""
+"""Errors are cut here by ``Lp``, which raises them to a power; ``Huber`` and ``RobustL2`` cut them at its square."""
 
 
 class Bias:
@@ -27,10 +27,10 @@ class Bias:
     """
 
     has_delta = False
-    """Whether a gate delta is read, one more number a token: the last entry of ``v``, then ``[..., dim + 1]``."""
+    """Whether a gate delta is read, one more number a token. It is then the last entry of ``v``, ``[..., dim + 1]``."""
     is_linear = False
-    """Whether the derivative does not depend on the prediction. Then nothing that a chunk has written changes its
-    errors."""
+    """Whether the derivative does not depend on the prediction. Then nothing that a chunk has written changes the
+    errors of its tokens."""
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
         """The loss of each token, summed over its coordinates: ``[..., dim], [..., dim] -> [...]``. The definition
@@ -47,7 +47,7 @@ class Bias:
         raise NotImplementedError(f"{type(self).__name__} has no method curvature(prediction, v)")
 
     def start_delta(self, dim: int) -> float:
-        """Where the gate delta starts, for heads of ``dim``."""
+        """The value at which a layer lets the gate delta start, for heads of ``dim``."""
         return 1.0
 
 
@@ -97,7 +97,7 @@ class DotProduct(Bias):
         return -v.expand_as(prediction)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[...]``: 1, see above."""
+        """``[...]``: 1, as the class says."""
         return torch.ones_like(prediction[..., 0])
 
 
@@ -175,7 +175,7 @@ class Huber(Bias):
         return torch.where(e.norm(dim=-1, keepdim=True) <= delta, e, far)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[...]``: 1; far out in the mixture, whose slope jumps, |derivative| / |error|."""
+        """``[...]``: 1; in the mixture, whose slope jumps, beyond delta a bound on |derivative| / |error|."""
         if self.over != "mixture":
             return torch.ones_like(prediction[..., 0])
         e, delta = _error(prediction, v)

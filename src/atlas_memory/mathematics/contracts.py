@@ -1,10 +1,12 @@
-"""What a bias, an inner optimiser and a retention must give the forms. Each value is tried on a few small numbers when
-the first rule is made with it, so that a choice of one's own is refused by its name, and not somewhere deep in a form.
+"""What the forms require of a bias, an inner optimiser and a retention that is not the library's own. Each is tried on
+a few small numbers when the first rule is made with it, so that one that does not fit is refused by its name, and does
+not fail somewhere deep in a form.
 
-The library's own are tried by a test (tests/memory/test_contracts.py), so that importing them takes no longer.
+The library's own are tried by a test (tests/memory/test_contracts.py), and not when they are imported, which would take
+longer.
 
-The sizes of what is tried are all different: a sum over the wrong dimension then does not fit by chance. All of it is
-computed in float64 on the CPU, in whatever mode the caller is.
+The sizes of the tensors on which a part is tried are all different, so that a sum over the wrong dimension does not fit
+by chance. All of it is computed in float64 on the CPU, whatever modes the caller is in.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ BATCH, HEADS, TIME, DIM = 2, 3, 5, 4
 ROWS, COLUMNS = 2 * DIM, 7
 MATRIX = (BATCH, HEADS, ROWS, COLUMNS)
 NOTHING = 2
-"""So many tokens of those that are tried have no error."""
+"""How many of the ``TIME`` tokens on which a bias is tried have no error: the first ones."""
 
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Outside of all modes that the caller may be in."""
+    """Leave all modes that the caller may be in: inference, autograd, default device, autocast."""
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         yield
 
@@ -44,7 +46,7 @@ def _numbers(*shape: int, frequency: float = 1.0) -> Tensor:
 
 
 def _call(part: object, method: str, given: str, *arguments: Any) -> Any:
-    """What a method gives; a ValueError that names it where it fails."""
+    """What the method of a part returns; where it fails, a ValueError that names it and says what it was ``given``."""
     try:
         return getattr(part, method)(*arguments)
     except Exception as error:
@@ -63,7 +65,8 @@ def _check_shape(part: object, what: str, found: Any, shape: Sequence[int], word
 
 @lru_cache(maxsize=256)
 def _try_bias(bias: Bias) -> None:
-    """Shapes; finite numbers with finite gradients; and a derivative that is that of the value."""
+    """Check the shapes a bias gives, that its numbers and their gradients are finite, that its derivative is that of
+    its value, and that its curvature is not too small."""
     name, shape = type(bias).__name__, (BATCH, HEADS, TIME)
     with _apart():
         prediction, v = 2.0 * _numbers(*shape, DIM), _numbers(*shape, DIM + bias.has_delta, frequency=0.7)
@@ -130,7 +133,7 @@ def _sums(optimiser: InnerOptimiser) -> Sums:
 
 
 def _at(optimiser: InnerOptimiser, channels: bool, under: Callable[[Tensor], Tensor]) -> At:
-    """A token, with gates of a head or of channels."""
+    """What a step is told of a token (``At``), with one gate a head or one a channel."""
     theta, eta = (0.5 + 0.4 * _numbers(BATCH, HEADS, *(DIM,) * n) for n in (0, int(channels)))
     chunk = optimiser.every or 4
     size = 1.0 + theta if optimiser.bounded else None
@@ -140,7 +143,8 @@ def _at(optimiser: InnerOptimiser, channels: bool, under: Callable[[Tensor], Ten
 
 @lru_cache(maxsize=256)
 def _try_optimiser(optimiser: InnerOptimiser) -> None:
-    """The sums and the step, with gates of a head and, unless it takes none, of channels; and what errors see."""
+    """Check the sums and the step with one gate a head and, unless the optimiser refuses them, with channel-wise gates;
+    and what it says errors see (``written``)."""
     with _apart():
         sums, weights, g = _sums(optimiser), _numbers(*MATRIX), _numbers(*MATRIX, frequency=0.7)
         for channels in (False,) if optimiser.mixes_rows else (False, True):
@@ -151,13 +155,14 @@ def _try_optimiser(optimiser: InnerOptimiser) -> None:
             made = _call(optimiser, "step", given, sums, weights, g, _at(optimiser, channels, lambda w: w))
             _check_step(optimiser, made, len(sums))
         if optimiser.sees:
-            seen = _call(optimiser, "written", f"{len(sums)} sums", sums, weights, g)
-            _check_shape(optimiser, "written(sums, weights, frozen)", seen, MATRIX, "a matrix, [..., rows, columns]")
+            found = _call(optimiser, "written", f"{len(sums)} sums", sums, weights, g)
+            _check_shape(optimiser, "written(sums, weights, frozen)", found, MATRIX, "a matrix, [..., rows, columns]")
         _check_first_step(optimiser, weights, g)
 
 
 def _check_first_step(optimiser: InnerOptimiser, weights: Tensor, g: Tensor) -> None:
-    """A step whose sums are still zero goes down; it is finite, with a finite gradient, where g is zero as well."""
+    """Check the first step, whose sums are zero: it goes down; and where the gradient g is zero as well, the step is
+    finite, with a finite gradient."""
     name, at = type(optimiser).__name__, _at(optimiser, False, lambda w: w)
     nothing = tuple(torch.zeros_like(g) for _ in _sums(optimiser))
     if ((optimiser.step(nothing, torch.zeros_like(g), g, at)[1] * g).sum((-2, -1)) < 0.0).any():
@@ -199,7 +204,7 @@ def takes_any_columns(optimiser: InnerOptimiser) -> bool:
     with _apart():
         sums, weights, g = _sums(optimiser), _numbers(*MATRIX), _numbers(*MATRIX, frequency=0.7)
         basis = _numbers(COLUMNS, 6, frequency=0.9)
-        f = basis[0]  # the features of the first key; W is known by its columns C, W = C B
+        f = basis[0]  # the first key's features, as each row of B is one key's. W = C B is known by its columns C
 
         def of_columns(w: Tensor) -> Tensor:
             return torch.nn.functional.pad((w @ (basis @ f))[..., None], (0, COLUMNS - 1))
@@ -219,7 +224,7 @@ def takes_any_columns(optimiser: InnerOptimiser) -> bool:
 
 @lru_cache(maxsize=256)
 def _try_keep(retention: AnyRetention) -> None:
-    """The memory with which it begins, and what it keeps of one."""
+    """Check the memory with which a retention begins, and what it keeps of one."""
     name, shape = type(retention).__name__, (HEADS, ROWS, COLUMNS)
     with _apart():
         initial = _call(retention, "start", "noise and a variance of 1", _numbers(*shape), 1.0)
@@ -243,11 +248,11 @@ TRIED: dict[str, tuple[type, Callable[[Any], None]]] = {
     "optimiser": (InnerOptimiser, _try_optimiser),
     "retention": (AnyRetention, _try_keep),
 }
-"""The axes of which choices are tried: what they derive from, and how they are tried."""
+"""The axes of a rule whose choices are tried: the class from which they derive, and the function that tries one."""
 
 
 def check_part(axis: str, part: object) -> None:
-    """Try the choice on an axis of ``TRIED``, once a value.
+    """Try the choice on an axis of ``TRIED``; an equal one that has been tried before is not tried again.
 
     Raises:
         ValueError: one that does not derive from the axis's class, cannot be hashed, lacks a method, fails, or gives

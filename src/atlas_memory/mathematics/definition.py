@@ -8,11 +8,11 @@ With c the window, b the chunk, M_t the memory after token t and M_f the memory 
     M_t    = alpha_t M_{t-1} - e_t O(S_t)                                           (ATLAS Eqs. 32 and 57)
     y_t    = M_t(phi(q_t))                                                          (or as Window.read says)
 
-with a_t, e_t and O as optimisers.py lists them, and M_0 for what alpha takes away where the retention says so. That a_t
-and e_t are bounded, and errors live, is the library's: ``bounded=False`` and ``live=False`` are what is printed. How
-S_t becomes a step is said by the optimiser's ``step``, how the old memory and the step make the new one by the
-retention's ``keep``. Read it as one sequence and one head: the dimensions ``[batch, heads]`` that come before those of
-a token or a matrix are carried along. ``recurrent`` (recurrent.py) takes any batch here.
+with a_t, e_t and O as optimisers.py lists them; where the retention says so, M_0 comes in for what alpha takes away.
+That a_t and e_t are bounded, and errors live, is the library's: ``bounded=False`` and ``live=False`` are what is
+printed. The optimiser's ``step`` says how S_t becomes a step, and the retention's ``keep`` how the old memory and the
+step make the new one. Read it as one sequence and one head: the dimensions ``[batch, heads]`` that come before those of
+a token or a matrix are carried along. ``recurrent`` (recurrent.py) brings any batch to this function.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .step import At
 def definition(
     rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: CompleteGates, memory: list[Matrix], seen: int
 ) -> tuple[Tensor, list[Matrix]]:
-    """Read q ``[time, dim]``, learning from k and v; ``memory`` is what ``seen`` tokens have left, a ``Matrix`` of
-    ``[rows, columns]`` each. On phi*, infinite features that are known by their kernel, it has the columns of M_0, and
-    one for every key that there will be, zero until it is written.
+    """Answer the queries q ``[time, dim]``, learning from k and v. ``memory`` is what the ``seen`` tokens before these
+    have left, a list of ``Matrix`` of ``[rows, columns]``. On phi*, the infinite features of ``Exponential``, a matrix
+    has the columns of M_0, and one for every key that there will be, zero until it is written.
 
-    Every shape has ``[batch, heads]`` in front: what stands at the same token is read at once.
+    Every shape has ``[batch, heads]`` in front; all sequences of the batch have read equally many tokens before.
 
     Args:
-        k, v: ``[past + time, dim]``, preceded by those of at least c - 1 tokens before; on phi* by one for every column
-            that there is. v has one more entry, the gate delta, where the bias reads it.
+        k, v: ``[past + time, dim]``: those of the tokens, and before them those of at least c - 1 earlier tokens; on
+            phi* of one for every column that there is. Where the bias reads the gate delta, it is v's last entry.
         gates: ``[time]``, gamma ``[time, c]``, whose entry j weighs token t - j; eta and alpha may be channel-wise,
             ``[time, dim]``.
 
@@ -51,10 +51,10 @@ def definition(
     """
     c, b, optimiser, model, y = rule.window.size, rule.window.chunk, rule.optimiser, Model(rule, params, k, v), []
     for t in range(q.shape[-2]):
-        n = (seen + t) % b  # place in its chunk
+        n = (seen + t) % b  # the place of token t in its chunk
         first, last = n == 0, n + 1 == b
-        follows, due = n % rule.every == 0, (n + 1) % rule.every == 0  # a step was taken before it, is due after it
-        # Of token t: its place in k and v, how many window tokens are older, its gates.
+        follows, due = n % rule.every == 0, (n + 1) % rule.every == 0  # a step was taken before t, is due after t
+        # Its place in k and v, how many tokens of its window are older, and its gates:
         now, older, gate = k.shape[-2] - q.shape[-2] + t, min(c - 1, seen + t), gates.at(t)
         window, gamma = slice(now - older, now + 1), gate.gamma[..., : older + 1].flip(-1)  # the oldest first
         frozen, after = [m.frozen for m in memory], []
@@ -77,13 +77,14 @@ def definition(
             settled, sums = (kept.settled, optimiser.turn(sums)) if last else (m.frozen, sums)
             memory = [*memory[:i], Matrix(kept.weights, settled, sums, kept.dual), *memory[i + 1 :]]
         memory = model.forget(memory, now) if last else memory
-        read = model.apply({"after": after, "before": before, "frozen": frozen}[rule.window.read])
-        y.append(rule.network.forward(read, q[..., t, None, :], params.norm))
+        answering = model.apply({"after": after, "before": before, "frozen": frozen}[rule.window.read])
+        y.append(rule.network.forward(answering, q[..., t, None, :], params.norm))
     return torch.cat(y, -2) if y else q, memory
 
 
 class Model(NamedTuple):
-    """M(phi(x)) and its gradient; k and v are those of ``definition``."""
+    """M(phi(x)) and its gradient, given the weights; k and v are those of ``definition``. Matrices are counted by i,
+    and u ``[..., tokens, width]`` is what one is given: keys or queries where it is lifted, else hidden units."""
 
     rule: Rule
     params: Params
@@ -91,16 +92,16 @@ class Model(NamedTuple):
     v: Tensor
 
     def features(self, i: int, u: Tensor) -> Tensor:
-        """What matrix i multiplies: phi(u), on phi* u and its products with the keys of all columns, or u itself."""
+        """What matrix i multiplies: phi(u); on phi* u and its kernel with the keys of all columns; else u itself."""
         return self.rule.features.columns(u, self.k, self.params.sqrt_a) if self.rule.network.lifted[i] else u
 
     def write_input(self, i: int, u: Tensor, window: slice) -> Tensor:
-        """What a write to matrix i multiplies: the same, or on phi* the one-hot columns of the window's own keys."""
+        """The right factor of a write to matrix i: those features, or on phi* one-hot columns of the window's keys."""
         first, keys = self.params.initial[i].shape[-1], self.k.shape[-2]
         return torch.eye(first + keys).to(u)[first:][window] if self.rule.by_key(i) else self.features(i, u)
 
     def apply(self, weights: list[Tensor]) -> Apply:
-        """``(i, u)``: W_i phi(u), or W_i u."""
+        """The function of (i, u) that gives W_i phi(u), or W_i u where matrix i is not lifted."""
         return lambda i, u: self.features(i, u) @ weights[i].mT
 
     def moved(self, memory: list[Matrix], at_frozen: Trace, response: Tensor) -> Tensor | float:
@@ -114,9 +115,10 @@ class Model(NamedTuple):
     def gradient(
         self, frozen: list[Tensor], at_frozen: Trace, window: slice, gamma: Tensor, moved: Tensor | float
     ) -> list[Tensor]:
-        """Of sum_i gamma_i (bias(M(phi(k_i)), v_i) + <moved_i, body of M(phi(k_i))>) at M_f; the second term is linear,
-        and its gradient at the body is moved_i. By autograd down to what a matrix puts out, z_i = W f_i, and then
-        dl/dW = sum_i (dl/dz_i) f_i^T, since on phi* there is no W as such."""
+        """For each matrix the gradient, at M_f, of l = sum over window tokens j of
+        gamma_j (bias(M(phi(k_j)), v_j) + <moved_j, body of M(phi(k_j))>). The second term adds moved_j to the error at
+        the body. Autograd goes down to what a matrix puts out, z_j = W f_j; from there dl/dW = sum_j (dl/dz_j) f_j^T,
+        since on phi* there is no W as such."""
         network, k, held = self.rule.network, self.k[..., window, :], self.apply(frozen)
         with torch.enable_grad():
             # Zero, added to what each matrix puts out, to differentiate by.
@@ -129,17 +131,17 @@ class Model(NamedTuple):
         return [0.0 * w if d is None else d.mT @ x for d, x, w in zip(to, f, frozen, strict=True)]
 
     def under(self, i: int, at_frozen: Trace, now: int) -> Callable[[Tensor], Tensor]:
-        """W -> W f_t f_t^T, for f_t the input of matrix i at M_f."""
+        """The function W -> W f_t f_t^T, with f_t the input of matrix i at M_f for token t, whose place is ``now``."""
         u = at_frozen.inputs[i][..., -1:, :]
         return lambda w: (self.features(i, u) @ w.mT).mT @ self.write_input(i, u, slice(now, now + 1))
 
     def forget(self, memory: list[Matrix], now: int) -> list[Matrix]:
-        """Clear the columns of tokens that are older than phi*'s horizon, if it has one."""
+        """Clear on phi* the columns of tokens that are older than the horizon, if there is one."""
         kept = torch.arange(self.k.shape[-2]).to(self.k) > now - (self.rule.features.horizon or now + 1)
         kept = torch.cat([kept.new_ones(self.k.shape[-1]), kept])  # M_0 stays
         return [m.map(lambda w: w * kept) if self.rule.by_key(i) else m for i, m in enumerate(memory)]
 
     def old(self, i: int, m: Matrix) -> Old:
-        """Matrix i for its retention."""
+        """Matrix i as its retention wants it."""
         initial = self.params.initial[i]
         return Old(m.weights, m.frozen, m.dual, initial, *self.rule.home(initial, m.weights))

@@ -1,8 +1,9 @@
 """Feature maps phi: what the memory's first matrices see instead of the raw key or query.
 
-ATLAS, section 3.1 and Eq. 5. A feature map is a value with two faces that agree by construction:
-``expand(x)`` gives phi(x) explicitly, ``kernel(x, y)`` gives phi(x) . phi(y) without forming phi. The chunkwise form
-uses the kernel inside a chunk, so its cost there does not depend on the feature dimension.
+ATLAS, section 3.1 and Eq. 5. A feature map has two methods that agree by construction: ``expand(x)`` gives phi(x)
+itself, ``kernel(x, y)`` gives phi(x) . phi(y) without forming phi. The chunkwise form uses the kernel inside a chunk,
+so its cost there does not depend on the length of phi(x). ``sqrt_a`` are coefficients that an outer model may learn;
+only ``Polynomial`` has them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 class _Normalise(torch.autograd.Function):
-    """``l2_normalise`` and its gradient, (g - y (y . g)) / sqrt(|x|^2 + eps^2), in few passes."""
+    """``l2_normalise`` and its gradient, (g - y (y . g)) / sqrt(|x|^2 + eps^2), in few passes over memory."""
 
     generate_vmap_rule = True
 
@@ -53,23 +54,25 @@ class _Normalise(torch.autograd.Function):
 
 
 class WithEntries:
-    """What feature maps share whose phi(x) is a vector of known length."""
+    """What those feature maps share whose phi(x) is a vector of known length."""
 
     endless = False
-    """Whether phi is known by its kernel only; a matrix on it then has a column for each key."""
+    """Whether phi(x) has infinitely many entries and is known by its kernel only. A matrix that multiplies it is then
+    held as a column for each key."""
     horizon: int | None = None
-    """For an endless one, after how many tokens a key is forgotten; None: never."""
+    """Of an endless map: after how many tokens a key is forgotten; None: never."""
 
     def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
         """phi(x): ``[..., dim] -> [..., size(dim)]``."""
         raise NotImplementedError
 
     def columns(self, x: Tensor, keys: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """What the columns of a matrix are multiplied by: phi(x) ``[..., size(dim)]``, whatever the keys."""
+        """The numbers by which the columns of a matrix are multiplied: phi(x) ``[..., size(dim)]``, whatever ``keys``
+        there are."""
         return self.expand(x, sqrt_a)
 
     def expansion_cost(self, dim: int) -> int:
-        """Multiply-adds of phi(x) that are matrix products, for x of length ``dim``."""
+        """Multiply-adds of the matrix products that make phi(x), for x of length ``dim``."""
         return 0
 
 
@@ -103,9 +106,9 @@ class Polynomial(WithEntries):
     """All monomials of degree <= ``degree``, weighted so that phi(x).phi(y) = sum_j a_j (x.y)^j  (ATLAS Eq. 5).
 
     Each distinct monomial of degree j carries sqrt(multinomial coefficient) and sqrt(a_j); the bare monomials the paper
-    prints would not give that kernel. The learnable numbers are ``sqrt_a`` (one a degree, 0..degree), so that
-    a_j = sqrt_a_j^2 >= 0; they start at a_j = 1/j!, the Taylor series of exp: the learnable Taylor kernel, cut off at
-    ``degree``, with a state of constant size.
+    prints would not give that kernel. What is learned is ``sqrt_a`` (one number a degree, 0..degree), so that
+    a_j = sqrt_a_j^2 >= 0. It starts at a_j = 1/j!, the Taylor series of exp cut off at ``degree``. The state of a
+    memory on these features has a constant size.
     """
 
     degree: int = 2
@@ -119,7 +122,7 @@ class Polynomial(WithEntries):
         return math.comb(dim + self.degree, self.degree)
 
     def expansion_cost(self, dim: int) -> int:
-        """The two factors of the monomials of degree 2."""
+        """Those that pick the two factors of the monomials of degree 2."""
         return dim**2 * (dim + 1) if self.degree > 1 else 0
 
     def initial_sqrt_a(self) -> Tensor:
@@ -172,11 +175,11 @@ class Polynomial(WithEntries):
 class Exponential:
     """phi(x).phi(y) = exp(x.y): phi* of ATLAS Eqs. 22-23, all monomials of all degrees, each weighted as in Polynomial.
 
-    It has infinitely many entries and exists as a kernel only. A matrix W that multiplies phi*(x) is held as attention
-    holds its cache: the keys x_j, and a column of coefficients for each. Its learned M_0 lies in the entries of degree
-    1, which are x itself, and has the first ``dim`` columns: W phi*(x) = W_0 x + sum_j column_j exp(x_j . x). The state
-    grows with the tokens read, unless ``horizon`` bounds it: then, at the end of each chunk, tokens that are
-    ``horizon`` or more tokens old leave the memory.
+    phi*(x) has infinitely many entries and exists as a kernel only. A matrix W that multiplies it is held as attention
+    holds its cache: the keys x_j that were read, and a column of coefficients for each. The learned M_0 (W_0 for this
+    matrix) multiplies the entries of degree 1, which are x itself, and is the first ``dim`` columns:
+    W phi*(x) = W_0 x + sum_j column_j exp(x_j . x). The state grows with the tokens read, unless ``horizon`` bounds it:
+    then, at the end of each chunk, tokens that are ``horizon`` or more tokens old leave the memory.
     """
 
     horizon: int | None = None
@@ -200,7 +203,7 @@ class Exponential:
         return None
 
     def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """Refused: there is no end to it."""
+        """Refused: phi*(x) has no end."""
         raise TypeError("Exponential features are infinitely many: they have a kernel, and no phi(x)")
 
     def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
@@ -208,8 +211,8 @@ class Exponential:
         return (x @ y.mT).exp()
 
     def columns(self, x: Tensor, keys: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """What the columns of a matrix are multiplied by: x, then its kernel with the keys that have one,
-        ``[..., n, dim], [..., m, dim] -> [..., n, dim + m]``."""
+        """The numbers by which the columns of a matrix are multiplied: x for those of M_0, then the kernel of x with
+        each of the ``keys``, ``[..., n, dim], [..., m, dim] -> [..., n, dim + m]``."""
         return torch.cat([x, self.kernel(x, keys)], -1)
 
     def squared_norm(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
@@ -221,7 +224,7 @@ FeatureMap = Identity | Polynomial | Exponential
 
 
 def _kept(make: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
-    """``make`` with a cache, which a compiler, that makes constants of its own, does not see."""
+    """``make`` with a cache. A compiler makes constants of its own, and is led past the cache."""
     known = lru_cache(maxsize=64)(make)
     return lambda dim, i: make(dim, i) if torch.compiler.is_compiling() else known(dim, i)
 
@@ -239,8 +242,8 @@ def _multinomials(dim: int, degree: int) -> list[float]:
     return [math.factorial(degree) / n for n in repeats]
 
 
-# A compiler cannot trace itertools. This is all that torch.compiler.assume_constant_result does to a function; to call
-# it would import the compiler, which takes longer than all else here.
+# A compiler cannot trace itertools, and must take the result as a constant. The mark below is all that
+# torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes longer than all else.
 _multinomials._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Gates:
-    """What the outer model tells the inner problem.
+    """What the outer model tells the inner problem of each token: how much to keep, to write and to weigh.
 
     Attributes:
-        eta: step size >= 0, ``[batch, heads, time]``; or channel-wise, ``[batch, heads, time, dim]``: diag(eta) from
-            the left, each channel serving rows / dim adjoining rows of a matrix (Miras section 5.4). Not for Muon,
-            whose steps mix rows.
+        eta: step size >= 0, ``[batch, heads, time]``; or channel-wise, ``[batch, heads, time, dim]``, where diag(eta)
+            multiplies from the left and each channel serves rows / dim adjoining rows of a matrix (Miras section 5.4).
+            Not for Muon, whose steps mix rows.
         alpha: retention in [0, 1], shaped as eta may be; multiplies the old memory. None: 1.
         theta: momentum decay in [0, 1], ``[batch, heads, time]``. None: 0. Read by momentum and Muon.
         gamma: window gates in [0, 1], ``[batch, heads, time, c]``; entry j of token t weighs token t - j. None: 1.
@@ -66,7 +66,7 @@ class Gates:
             raise ValueError(f"gates.length must be from 0 to time={shape[2]}, got {length.tolist()}")
 
     def complete(self, q: Tensor, size: int) -> CompleteGates:
-        """With what is None filled in, for q ``[batch, heads, time, dim]`` and a window of ``size``."""
+        """The gates for q ``[batch, heads, time, dim]`` and a window of ``size``, each None replaced by its meaning."""
         shape = q.shape[:3]
         ones = q.new_ones(shape)
         return CompleteGates(
@@ -87,7 +87,7 @@ class Gates:
 
 
 class CompleteGates(NamedTuple):
-    """Gates of known shapes, none missing."""
+    """The gates of ``Gates``, none missing; without the length, which is no gate."""
 
     eta: Tensor
     alpha: Tensor
@@ -101,15 +101,15 @@ class CompleteGates(NamedTuple):
 
 
 def rows(gate: Tensor, matrix: Tensor) -> Tensor:
-    """A gate ``[...]`` times a matrix ``[..., rows, columns]``; or one of channels ``[..., dim]``, each of which serves
-    rows / dim adjoining rows."""
+    """A gate ``[...]`` times a matrix ``[..., rows, columns]``; or a channel-wise gate ``[..., dim]``, each channel of
+    which multiplies rows / dim adjoining rows."""
     if gate.dim() < matrix.dim() - 1:
         return gate[..., None, None] * matrix
     return gate.repeat_interleave(matrix.shape[-2] // gate.shape[-1], -1)[..., None] * matrix
 
 
 def pick(condition: Tensor | bool, new: Tensor, old: Tensor) -> Tensor:
-    """``new`` where the condition holds, for all or for each row of the batch, ``[batch]``."""
+    """``new`` where the condition holds, else ``old``; the condition is one for all, or one a sequence, ``[batch]``."""
     if isinstance(condition, bool):
         return new if condition else old
     return torch.where(condition.view(-1, *(1,) * (new.dim() - 1)), new, old)

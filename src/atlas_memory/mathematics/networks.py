@@ -1,20 +1,21 @@
 """The memory network M(W, x): explicit weights per sequence and head, with closed-form inner gradients.
 
-A network is described by its matrices, in the order in which they act. A *lifted* matrix multiplies phi(x); the others
-multiply hidden activations. Every loss gradient is an outer product a token, dl/dW_l = delta_l f_l^T, with f_l the
-matrix's input and delta_l the error at its output. Each network therefore says
+A network is described by its matrices W_l, in the order in which they act. A *lifted* matrix multiplies phi(x); the
+others multiply hidden activations. For one token, the gradient of the loss by a matrix is an outer product,
+dl/dW_l = delta_l f_l^T, with f_l the matrix's input and delta_l the error at its output. Each network therefore says
 
-* ``sees``: what its l-th matrix multiplies, given what the matrices before it put out. A forward pass is a loop over
+* ``sees``: the input of its l-th matrix, given what the matrices before it put out. A forward pass is a loop over
   matrices; the chunkwise form writes that loop itself, since its weights differ at every token;
 * ``body_error`` and ``back``: the back-propagation that yields delta_l, first through the ending, then to the matrices;
 * ``gains``: per token and matrix a bound on the squared spectral norm of d body / d (W_l f_l), and ``ending_gain`` on
   that of d prediction / d body;
 * ``shares``: what part of a step each matrix may make (step.py).
 
-All end in the same way: M(x) = x + LN(body(x)), the residual x and the layer norm LN (Miras section 5.3, TTT; its gain
-and shift are outer parameters) each if asked for. The body is what the last matrix puts out: linear in that matrix.
-Where keys are lifted, the residual is the un-lifted key, so that dimensions match. The memories of ATLAS have no biases
-(Eqs. 42-43); TTT's have: a first layer's is the constant in phi of ``Polynomial(1)``, a hidden layer's is ``MLP.bias``.
+All networks end in the same way: M(x) = x + LN(body(x)). The residual x and the layer norm LN (Miras section 5.3, TTT;
+its gain and shift are outer parameters) are each there if asked for. The body is what the last matrix puts out, and so
+is linear in that matrix. Where keys are lifted, the residual is the un-lifted key, so that dimensions match. The
+memories of ATLAS have no biases (Eqs. 42-43); TTT's have: a first layer's is the constant in phi of ``Polynomial(1)``,
+a hidden layer's is ``MLP.bias``.
 """
 
 from __future__ import annotations
@@ -29,25 +30,27 @@ from torch import Tensor
 from .activations import ACTIVATIONS, with_slope
 
 Apply = Callable[[int, Tensor], Tensor]
-"""``(l, u)``: W_l phi(u) where matrix l is lifted, else W_l u."""
+"""A pass through one matrix: the function of (l, u) that gives W_l phi(u) where matrix l is lifted, else W_l u."""
 Norm = tuple[Tensor, Tensor]
+"""Gain and shift of a layer norm, ``[heads, dim]`` each."""
 NORM_EPS = 1e-6
 
 POWER_STEPS = 4
-"""Steps of power iteration for a spectral norm."""
+"""How many power iterations estimate a spectral norm."""
 
 EARLIER_SHARE = 0.1
-"""What part of a step the matrices before the last one make together; see step.py for why not more."""
+"""The share of a step that the matrices before the last one make together; see step.py for why not more."""
 
 Sight = tuple[Tensor, tuple[Tensor, ...]]
-"""What a matrix sees of every token ``[..., time, width]``, and what ``back`` needs of it where gradients follow."""
+"""The input of a matrix for every token ``[..., time, width]``, un-lifted; and what ``back`` needs of it, such as the
+slopes of activations: nothing where no gradients follow."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One pass at fixed weights. ``inputs[l]``: what matrix l multiplies (un-lifted where it is lifted); ``hidden``:
-    what ``back`` needs of the hidden units, as the network says; ``body``: before norm and residual; all
-    ``[..., time, width]``; ``prediction`` ``[..., time, dim]``."""
+    """What is kept of one forward pass at fixed weights: ``prediction``, M(x) ``[..., time, dim]``; ``inputs[l]``, the
+    input of matrix l, x itself where it is lifted; ``hidden``, what ``back`` needs of the hidden units, different for
+    each network; and ``body``, what the last matrix puts out, before norm and residual; all ``[..., time, width]``."""
 
     prediction: Tensor
     inputs: tuple[Tensor, ...]
@@ -76,19 +79,19 @@ class Ending:
     def trace(self, apply: Apply, x: Tensor, norm: Norm | None = None) -> Trace:
         """As ``forward``, keeping what the gradients need."""
         outputs: list[Tensor] = []
-        seen: list[Sight] = []
+        sights: list[Sight] = []
         for i in range(len(self.lifted)):
-            seen.append(self.sees(i, x, outputs, slopes=True))
-            outputs.append(apply(i, seen[-1][0]))
-        return self.traced(x, seen, outputs[-1], norm)
+            sights.append(self.sees(i, x, outputs, slopes=True))
+            outputs.append(apply(i, sights[-1][0]))
+        return self.traced(x, sights, outputs[-1], norm)
 
-    def traced(self, x: Tensor, seen: Sequence[Sight], body: Tensor, norm: Norm | None) -> Trace:
-        """A ``Trace`` of what every matrix saw, and what the last one put out."""
-        hidden = tuple(part for _, parts in seen for part in parts)
-        return Trace(self.end(x, body, norm), tuple(u for u, _ in seen), hidden, body)
+    def traced(self, x: Tensor, sights: Sequence[Sight], body: Tensor, norm: Norm | None) -> Trace:
+        """A ``Trace``, made of the ``Sight`` of every matrix and of what the last one put out."""
+        hidden = tuple(part for _, parts in sights for part in parts)
+        return Trace(self.end(x, body, norm), tuple(u for u, _ in sights), hidden, body)
 
     def end(self, x: Tensor, body: Tensor, norm: Norm | None) -> Tensor:
-        """The prediction x + LN(body), each part if asked for."""
+        """The prediction x + LN(body), or without the residual x or the norm LN where the network has none."""
         out = _layer_norm(body, norm) if self.norm else body
         return x + out if self.residual else out
 
@@ -105,8 +108,8 @@ class Ending:
     def ending_gain(self, trace: Trace, norm: Norm | None = None) -> Tensor:
         """A bound on |d prediction / d body|^2 ``[..., time]``: that of a layer norm is (gain / std)^2.
 
-        A body longer than its gain counts as if it were as long: a memory that ends in a layer norm cannot get shorter
-        by learning, and steps that grew with it would let it grow without end.
+        Where the std of a body is above 1, it counts as 1. A memory that ends in a layer norm cannot get shorter by
+        learning, and steps that grew with its length would let it grow without end.
         """
         if not self.norm:
             return torch.ones_like(trace.body[..., 0])
@@ -116,7 +119,7 @@ class Ending:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """What part of a step each matrix may make; they sum to 1."""
+        """The share of a step that each matrix may make; they sum to 1."""
         earlier = len(self.lifted) - 1
         return (EARLIER_SHARE / earlier,) * earlier + (1.0 - EARLIER_SHARE,) if earlier else (1.0,)
 
@@ -135,7 +138,7 @@ class Ending:
 
     @property
     def starts_at_zero(self) -> bool:
-        """Whether M_0 is zero."""
+        """Whether M_0 is zero in a fresh layer, and not random."""
         return False
 
     @property
@@ -144,12 +147,12 @@ class Ending:
         raise NotImplementedError
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
-        """What matrix i multiplies (x itself where it is lifted), given x ``[..., time, dim]`` and what the matrices
-        before it put out; with ``slopes``, also its part of ``Trace.hidden``."""
+        """The input of matrix i (x itself where it is lifted), given x ``[..., time, dim]`` and the ``outputs`` of the
+        matrices before it; with ``slopes``, also its part of ``Trace.hidden``."""
         raise NotImplementedError
 
     def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
-        """``deltas`` from the error at the body."""
+        """As ``deltas``, from the error at the body, dl / d body ``[..., time, dim]``."""
         raise NotImplementedError
 
     def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
@@ -165,7 +168,8 @@ class Linear(Ending):
 
     @property
     def starts_at_zero(self) -> bool:
-        """There its first write is the plain outer product; under a layer norm zero has no direction."""
+        """Without a layer norm M_0 is zero, so that the first write is the plain outer product; under one it is not,
+        since zero has no direction."""
         return not self.norm
 
     @property
@@ -178,7 +182,7 @@ class Linear(Ending):
         return ((dim, features),)
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
-        """x."""
+        """The input of the only matrix, x itself."""
         return x, ()
 
     def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
@@ -219,7 +223,7 @@ class MLP(Ending):
         return tuple(zip(rows, columns, strict=True))
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
-        """x, then the activated outputs of the layer before; the slopes of every hidden layer."""
+        """x for the first matrix, then the activated outputs of the layer before, with the slopes of each."""
         if i == 0:
             return x, ()
         u, kept = _activate(self.activation, outputs[-1], slopes)
@@ -261,7 +265,7 @@ class GatedMLP(Ending):
 
     @property
     def through(self) -> tuple[int, ...]:
-        """The last."""
+        """The last one."""
         return (2,)
 
     def shapes(self, features: int, dim: int) -> tuple[tuple[int, int], ...]:
@@ -274,7 +278,8 @@ class GatedMLP(Ending):
         return 1.0
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
-        """x twice, then gated values; slope * value, and the activated gate."""
+        """x for the first two, gated values for the last; with that, slope * value and the activated gate, by which
+        ``back`` multiplies the errors at gate and value."""
         if i < 2:
             return x, ()
         gate, value = outputs
@@ -312,7 +317,7 @@ def squared_spectral_norm(matrix: Tensor) -> Tensor:
     size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
     unit = matrix / size  # squares of huge entries must not overflow
     u, fixed = (start / start.norm()).expand(*matrix.shape[:-2], 1, rows), unit.detach()
-    for _ in range(POWER_STEPS):  # of the singular value's gradient the direction has no part
+    for _ in range(POWER_STEPS):  # no gradient flows through the direction u: the singular value's does not need it
         u = (u @ fixed) @ fixed.mT
         u = u / u.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
     return ((u @ unit).square().sum(-1) * size[..., 0].square())[..., 0]
@@ -324,7 +329,7 @@ def _layer_norm(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def _layer_norm_vjp(x: Tensor, norm: Norm | None, error: Tensor) -> Tensor:
-    """The error at the input of a layer norm from that at its output."""
+    """The error at x, the input of a layer norm, from ``error``, that at its output; ``[..., time, dim]`` all."""
     error = error if norm is None else error * norm[0][..., None, :]
     centred = x - x.mean(-1, keepdim=True)
     inverse = (centred.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()

@@ -10,12 +10,14 @@ All are instances of one recurrence, per matrix, with g_t the gradient of the wi
     delta              theta = 0, a = 1,   e = s,    O = identity, and a step of -e_t W_{t-1} f_t f_t^T besides
                                                      (see ``DeltaGradientDescent``)
 
-What is written is added to S and subtracted from W; ATLAS's Table 1 prints signs that would climb. eta is the step size
-and theta the decay of the momentum, as in ATLAS; Titans has the two letters the other way round.
+Each optimiser says with a_t and e_t whether the step size s_t weighs a gradient as it enters the sum S or the step that
+is made of S; O is what becomes of S on the way, and f_t is the input of the matrix. Gradients are added to S, and steps
+subtracted from W: ATLAS's Table 1 prints signs that would climb. eta is the gate of the step size and theta the decay
+of the momentum, as in ATLAS; Titans has the two letters the other way round.
 
 Two things are the library's and no paper's: the step size s_t is bounded by what the step changes, and the errors in
-g_t are taken at what the last matrix answers now. ``bounded=False`` is the printed s_t = eta_t, and ``live=False`` the
-printed gradient at the frozen memory. step.py says how both are done.
+g_t are taken at what the memory's last matrix answers now. ``bounded=False`` is the printed s_t = eta_t, and
+``live=False`` the printed gradient at the frozen memory. step.py says how both are done.
 """
 
 from __future__ import annotations
@@ -44,16 +46,16 @@ class GradientDescent(InnerOptimiser):
 
 @dataclass(frozen=True)
 class DeltaGradientDescent(InnerOptimiser):
-    """W_t = W_{t-1} (alpha_t I - s_t f_t f_t^T) - s_t g_t, with f_t the matrix's input and g_t its gradient: what stood
-    under the key is taken out before the new is written (Nested Learning, Eqs. 57 and 88).
+    """W_t = W_{t-1} (alpha_t I - s_t f_t f_t^T) - s_t g_t, with f_t the matrix's input and g_t its gradient: what the
+    matrix answered to this input is taken out before the new is written (Nested Learning, Eqs. 57 and 88).
 
-    The first factor acts on the memory as it is now, not on the frozen one. With the dot-product bias, where
-    g_t = -v_t k_t^T, this is therefore the delta rule to the letter at any chunk size. With ``after_decay`` the part
-    that is taken out is one of what alpha has left, W_{t-1} alpha_t (I - s_t f_t f_t^T), as in Gated DeltaNet. Only for
-    windows of one token.
+    What is taken out is taken from the matrix as it is now, not from the frozen one. With the dot-product bias, where
+    g_t = -v_t k_t^T, this is therefore the delta rule to the letter at any chunk size. With ``after_decay`` it is taken
+    from what alpha has left of the matrix, W_{t-1} alpha_t (I - s_t f_t f_t^T), as in Gated DeltaNet. Only for windows
+    of one token.
 
-    Where steps are ``bounded``, |f_t|^2 is added to lambda (step.py) for what is taken out. Otherwise s = eta; with
-    unit keys that is stable up to eta = 2, as long as g does not depend on the memory.
+    Where steps are ``bounded``, lambda (step.py) has |f_t|^2 more, for what is taken out. Otherwise s = eta; with unit
+    keys that is stable up to eta = 2, as long as g does not depend on the memory.
     """
 
     bounded: bool = True
@@ -64,8 +66,8 @@ class DeltaGradientDescent(InnerOptimiser):
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
         """See ``InnerOptimiser``."""
-        stands = rows(at.alpha, weights) if self.after_decay else weights
-        return sums, rows(at.apply, g + rows(at.gamma, at.under(stands)))
+        old = rows(at.alpha, weights) if self.after_decay else weights
+        return sums, rows(at.apply, g + rows(at.gamma, at.under(old)))
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ class Momentum(InnerOptimiser):
 
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
         """theta, a = s and e = 1; where steps are bounded, s is multiplied by 1 - theta."""
-        step = over(eta, None if size is None else size / (1.0 - theta).clamp_min(1e-6))
-        return Rates(theta, step, torch.ones_like(eta))
+        s = over(eta, None if size is None else size / (1.0 - theta).clamp_min(1e-6))
+        return Rates(theta, s, torch.ones_like(eta))
 
 
 @dataclass(frozen=True)
@@ -94,30 +96,31 @@ class Muon(InnerOptimiser):
 
     ATLAS prints S_t = theta_t S_{t-1} + g_t (Eq. 33) and W_t = alpha_t W_{t-1} - eta_t NS_steps(S_t) (Eq. 32). That is
     ``Muon(bounded=False)`` here. Its step has the length eta however little is left to learn. Where that is little, the
-    direction of the step is chaos: outer gradients grow with every step, and nothing but eta can keep a token from
-    being written.
+    direction of the step turns on the smallest differences: outer gradients grow with every step, and nothing but eta
+    can keep a token from being written.
 
     ``bounded``, the default, has eta inside S, as the paper's second form has it (S_t in Eq. 58, W_t in Eq. 57). Two
-    things are added to that form by the library. eta becomes the bounded step size s_t (step.py), and S gets a floor
-    under its singular values, since [S, L I] is orthogonalised in place of S:
+    things are added to that form by the library. eta becomes the bounded step size s_t (step.py), and in place of S the
+    wider matrix [S, L I] is orthogonalised, which has no singular value below the number L:
 
         S_t = theta_t S_{t-1} + s_t g_t,     W_t = alpha_t W_{t-1} - (S_t S_t^T / L^2 + I)^(-1/2) S_t,
 
     L is ``limit`` times the square root of the number of rows of the matrix, which is ``limit`` times the length of a
     column with entries of size 1. A singular value of S that is small against L is written as it is, as by momentum;
-    one that is large comes to L. (Where the largest is tens of L, five steps do not converge, and small ones are
+    one that is large comes to L. (Where the largest is tens of L, five iterations do not converge, and small ones are
     written smaller than they are.)
 
-    With ``every = r``, a divisor of the chunk, the step is taken only at tokens r - 1, 2r - 1, ... of the sequence.
-    ``every = 1`` is the paper's Eq. 40, Newton-Schulz after every token. None takes one step a chunk, at its end, as
-    LaCT does. With ``shows``, what waits in S for its step answers meanwhile, as if it were written without being
-    orthogonalised: W_t - S_t is read, and W_t just after a step.
+    ``steps`` are the iterations of Newton-Schulz; ``every`` says how often the memory makes a step. With ``every`` = n,
+    a divisor of the chunk, it makes one only at tokens n - 1, 2n - 1, ... of the sequence. ``every = 1`` is the paper's
+    Eq. 40, Newton-Schulz after every token. None makes one step a chunk, at its end, as LaCT does. With ``shows`` the
+    memory answers meanwhile as if what waits in S had been written without being orthogonalised: it is read with
+    W_t - S_t, and just after a step with W_t.
 
     ``precise`` is for ``bounded=False``: float32 inputs are then computed in float64 within a call. The printed
     Newton-Schulz multiplies small directions of S by up to 3.4445^5 = 485, and rounding errors with them. In float32
-    two exact forms therefore differ by 1e-5 to 1e-3 of their output. Training does not feel that, and ``precise=False``
-    is up to three times as fast on a CPU; but two runs could not be compared to the last digits. Bounded steps make
-    nothing larger, and need no more than float32.
+    two forms that are exact in theory therefore differ by 1e-5 to 1e-3 of their output. Training does not feel that,
+    and ``precise=False`` is up to three times as fast on a CPU; but two runs could not be compared to the last digits.
+    Bounded steps make nothing larger, and need no more than float32.
 
     Raises:
         ValueError: ``steps`` or ``every`` below 1 or not whole, a ``limit`` that is not above 0, or ``shows`` where
@@ -148,16 +151,16 @@ class Muon(InnerOptimiser):
 
     @property
     def in_float64(self) -> bool:
-        """Where rounding errors would be multiplied."""
+        """Where steps are not bounded, rounding errors would be multiplied."""
         return self.precise and not self.bounded
 
     @property
     def sees(self) -> bool:
-        """Where steps are bare, what they change has no measure that an error could see."""
+        """Of steps that are not bounded errors see nothing: for them no plain step has a size to go by."""
         return self.live and self.bounded
 
     def sums(self, live: bool) -> int:
-        """S, and where errors are live also D, what the chunk's gradients would have changed by plain steps."""
+        """S; where errors are live also D, what the chunk's gradients would have changed by plain steps (step.py)."""
         return 2 if live else 1
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
@@ -169,16 +172,16 @@ class Muon(InnerOptimiser):
     def direction(
         self, s: Tensor, orthogonalise: Callable[[Tensor, int], Tensor], saturate: Callable[[Tensor, int], Tensor]
     ) -> Tensor:
-        """O(S), ``[..., rows, columns]``."""
+        """O(S), the step for the sum S ``[..., rows, columns]``, of the same shape."""
         most = self.most(s.shape[-2])
         return most * saturate(s / most, self.steps) if self.bounded else orthogonalise(s, self.steps)
 
     def most(self, rows: int) -> float:
-        """L of a matrix with so many rows."""
+        """L, the largest singular value that a bounded step of a matrix with so many rows can have."""
         return self.limit * rows**0.5
 
     def turn(self, sums: Sums) -> Sums:
-        """No token of the next chunk has changed anything yet."""
+        """S goes on, and D is zero again: no token of the next chunk has changed anything yet."""
         return (sums[0], *map(torch.zeros_like, sums[1:]))
 
     def shown(self, sums: Sums, weights: Tensor, stepped: Tensor | bool) -> Tensor:
@@ -186,7 +189,7 @@ class Muon(InnerOptimiser):
         return pick(stepped, weights, weights - sums[0]) if self.shows else weights
 
     def written(self, sums: Sums, weights: Tensor, frozen: Tensor) -> Tensor:
-        """What the chunk's gradients would have changed by plain steps."""
+        """-D, what the chunk's gradients would have changed by plain steps."""
         return -sums[-1]
 
     def largest_step(self, every: int, chunk: int) -> float:

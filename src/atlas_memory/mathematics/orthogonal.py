@@ -10,7 +10,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of the quintic used by Muon (Jordan et al. 2024): steep at 0, and about 1 from 0.1 on."""
 
 CONVERGENT = (15 / 8, -10 / 8, 3 / 8)
-"""a, b, c of the quintic that converges to 1, from below: for singular values that are not small."""
+"""a, b, c of the quintic that converges to 1, from below: for ``saturate``, where no singular value is small."""
 
 
 def orthogonalise(s: Tensor, steps: int = 5) -> Tensor:
@@ -24,12 +24,13 @@ def orthogonalise(s: Tensor, steps: int = 5) -> Tensor:
 
 
 def saturate(s: Tensor, steps: int = 5) -> Tensor:
-    """(S S^T + I)^(-1/2) S by the same iteration: the columns of S in NS([S, I]), which has no small singular values,
-    so that it converges. Begun at [S, I] / sqrt(|S|_F^2 + 1).
+    """(S S^T + I)^(-1/2) S, by the same iteration with ``CONVERGENT`` coefficients. It is what stands in the columns of
+    S when the wider matrix [S, I] is orthogonalised, which converges since [S, I] has no small singular values. The
+    iteration begins at [S, I] / sqrt(|S|_F^2 + 1).
 
-    A singular value sigma of S becomes sigma / sqrt(sigma^2 + 1), or less where S is so large that the steps do not
-    converge: what is small stays as it is, what is large comes to 1, and nothing is ever made larger. NS(S) has the
-    slope 1 / |S| instead: where little is left to learn, its direction is chaos at full length.
+    A singular value sigma of S becomes sigma / sqrt(sigma^2 + 1), or less where S is so large that ``steps`` iterations
+    do not converge: what is small stays as it is, what is large comes to 1, and nothing is ever made larger. NS(S) has
+    the slope 1 / |S| instead: where little is left to learn, it makes a step of full length of the least noise.
     """
     rows = s.shape[-2]
     size = s.detach().abs().amax((-2, -1), keepdim=True).clamp_min(1.0)

@@ -15,7 +15,7 @@ from .state import MemoryState
 Form = Callable[..., tuple[Tensor, MemoryState]]
 
 FAR = 1e25
-"""The largest entry of a key or value that a memory sees: what comes of larger ones overflows in float32."""
+"""The largest entry of a key or value that a memory is given: what is computed of larger ones overflows in float32."""
 
 
 def working_dtype(rule: Rule, x: Tensor) -> torch.dtype:
@@ -51,12 +51,13 @@ def compute(
 
 
 class Broken(NamedTuple):
-    """Tokens whose key, value or gates are not finite. The memory is lost from such a token on, and its outputs are not
-    numbers; but in a product over the tokens of a chunk, 0 x NaN would reach back to outputs before it. So these tokens
-    are computed as zeros, and their mark is put on outputs and state afterwards.
+    """Tokens whose key, value or gates are not finite. From such a token on the memory is lost, and its outputs are
+    NaN. But in a product over the tokens of a chunk, 0 x NaN would reach back to outputs before it. So the memory is
+    computed with zeros in place of these tokens, and NaN is put into outputs and state afterwards.
 
     Attributes:
-        token: ``[batch, heads, time]`` bool; since: the same, from the first such token on.
+        token: which tokens are such, ``[batch, heads, time]`` bool.
+        since: which tokens are such or come after one, of the same shape.
     """
 
     token: Tensor
@@ -64,7 +65,7 @@ class Broken(NamedTuple):
 
     @staticmethod
     def among(k: Tensor, v: Tensor, gates: Gates) -> Broken:
-        """Of the real tokens."""
+        """Those among the real tokens; padding does not count."""
         token = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
         for gate in (gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta):
             if gate is not None:
@@ -74,30 +75,30 @@ class Broken(NamedTuple):
         return Broken(token, token.cumsum(-1) > 0)
 
     def taken_out(self, x: Tensor) -> Tensor:
-        """Zero in place of these tokens, and nothing beyond ``FAR``; what is not ``[batch, heads, time, ...]``, such as
-        lengths, stays."""
+        """x with zero in place of these tokens, and cut to +-``FAR``; an x that is not ``[batch, heads, time, ...]``,
+        such as lengths, stays as it is."""
         if x.shape[:3] != self.token.shape:
             return x
         return torch.where(self.token if x.dim() == 3 else self.token[..., None], 0.0, x).clamp(-FAR, FAR)
 
     def outputs(self, y: Tensor) -> Tensor:
-        """Not a number from the first such token on."""
+        """y ``[batch, heads, time, dim]`` with NaN from the first such token on."""
         return torch.where(self.since[..., None], torch.nan, y)
 
     def state(self, x: Tensor) -> Tensor:
-        """Not a number in the heads that met one; counts and what is empty stay."""
+        """A tensor of the state with NaN in the heads that met such a token; counts, which are integers, stay."""
         if not x.is_floating_point() or not self.token.shape[-1]:
             return x
         return torch.where(self.since[..., -1, None, None], torch.nan, x)
 
 
 def kept_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of states for inputs like ``x``."""
+    """The dtype in which states are kept for inputs like ``x``."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """What brings a tensor of numbers to ``dtype``, and leaves one of integers or truth values as it is."""
+    """The function that brings a floating-point tensor to ``dtype``, and leaves one of integers or bools as it is."""
     return lambda t: t.to(dtype) if t.is_floating_point() else t
 
 

@@ -1,4 +1,5 @@
-"""The definition on any batch: rows at different tokens of theirs, of different length, going on from a state."""
+"""The definition on any batch: its rows, which are sequences, may be of different length, and may go on from a state in
+which they have read different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def recurrent(
 def _by_rows(
     rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None
 ) -> tuple[Tensor, MemoryState]:
-    """Rows that stand at the same token and are equally long go together, others one by one."""
+    """If all rows have read equally many tokens and are equally long, they go together; otherwise one by one."""
     time = q.shape[-2]
     gate = gates.complete(q, rule.window.size)
     v = torch.cat([v, gate.delta[..., None]], -1) if rule.bias.has_delta else v
@@ -62,14 +63,14 @@ def _by_rows(
         parts = [slice(row, row + 1) for row in range(len(where))]
     if not parts:
         return q, state
-    read = []
+    results = []
     for part in parts:
         seen, n = where[part.start or 0]
         q_n, k_n, v_n = (x[part, :, :n] for x in (q, k, v))
         of_part = CompleteGates(*(g[part, :, :n] for g in gate))
         y, end = _together(rule, params, q_n, k_n, v_n, of_part, state.map(itemgetter(part)), seen)
-        read.append((F.pad(y, (0, 0, 0, time - n)), end))
-    outputs, states = zip(*read, strict=True)
+        results.append((F.pad(y, (0, 0, 0, time - n)), end))
+    outputs, states = zip(*results, strict=True)
     most = max(end.keys.shape[-2] for end in states)
     flat = zip(*(_with_columns(rule, end, most).tensors() for end in states), strict=True)
     joined = iter([torch.cat(same) for same in flat])
@@ -86,7 +87,7 @@ def _together(
     state: MemoryState,
     seen: int,
 ) -> tuple[Tensor, MemoryState]:
-    """Rows of which ``seen`` tokens have been read before these, and that all read these to their end."""
+    """``definition`` on rows of which each has read ``seen`` tokens before these, and none of which is padded."""
     time = q.shape[-2]
     past_k, past_v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
     keys, values = past_k, past_v
@@ -104,7 +105,7 @@ def _together(
 
 
 def _with_columns(rule: Rule, state: MemoryState, count: int) -> MemoryState:
-    """The state on phi* with ``count`` columns: the oldest left out, or empty ones before them."""
+    """For phi*: the state with ``count`` columns of keys. The oldest are left out, or empty ones put before them."""
     if not rule.features.endless:
         return state
     room = count - state.keys.shape[-2]

@@ -3,13 +3,16 @@
 Letters: in ATLAS alpha multiplies the old memory, 1 keeps everything. In Titans alpha is the amount forgotten, and
 1 - alpha multiplies; alpha here is always ATLAS's.
 
-**Linear retention** (``Decay``, ``Keep``) is all of W_t = alpha_t W_{t-1} - step.
+Here W is one matrix of the memory of one head, and ``step`` is what the inner optimiser subtracts from it.
 
-**Non-linear retention** (Miras, section 5.2; the others here) is applied to one token a chunk, as Miras trains it
-(section 5.4): within a chunk the memory moves linearly, W_t = alpha_t W_{t-1} - step, and beside it an accumulator
-A_t = alpha_t A_{t-1} - step; at the chunk's exact token W_t = ``settle``(A_t). With ``chunk=1`` every token is exact:
-the paper's own recurrence. The exact token is the chunk's last; Memora's is its first (``lag``). The next chunk's
-gradients are taken at ``settle``(A_b), and its accumulator starts from ``restart``. Every matrix and head by itself.
+**Linear retention** (``Decay``, ``Keep``) is W_t = alpha_t W_{t-1} - step at every token.
+
+**Non-linear retention** (Miras, section 5.2; all others here) computes W from an accumulator A, a matrix of the same
+shape: W_t = ``settle``(A_t). It does so at one token of each chunk, the chunk's *exact* token, as Miras trains it
+(section 5.4). At the other tokens W moves linearly, W_t = alpha_t W_{t-1} - step, and at all tokens so does A:
+A_t = alpha_t A_{t-1} - step. With ``chunk=1`` every token is exact, which is the paper's own recurrence. The exact
+token is the chunk's last; Memora's is its first (``lag``). The next chunk takes its gradients at ``settle``(A_b), with
+A_b the accumulator after the chunk's last token, and its accumulator begins as ``restart`` says.
 
 **What fades, fades to zero or to M_0.** As printed, alpha takes everything to zero. A memory of more than one matrix
 does not come back from there, since every gradient has another matrix as a factor; a simplex whose logits are zero is
@@ -30,8 +33,8 @@ from .orthogonal import reciprocal_or_zero
 
 
 class Old(NamedTuple):
-    """One matrix before a token, ``[..., rows, columns]`` each: W; W before the chunk; A, where there is one; the
-    learned M_0; and what W and A fade to, None for zero."""
+    """One matrix before a token, ``[..., rows, columns]`` each: W; W before the chunk (``frozen``); the accumulator A
+    (``dual``), where there is one; the learned M_0; and what W and A fade to, None for zero."""
 
     weights: Tensor
     frozen: Tensor
@@ -42,7 +45,8 @@ class Old(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The matrix after it: W; where the next chunk's gradients are taken if this one ends; and A."""
+    """The matrix after the token: W; ``settled``, the matrix at which the next chunk's gradients are taken if the token
+    ends its chunk; and A."""
 
     weights: Tensor
     settled: Tensor
@@ -50,14 +54,14 @@ class Kept(NamedTuple):
 
 
 def widened(home: Tensor, like: Tensor) -> Tensor:
-    """What W fades to, with zeros for the columns that W has besides: on phi* those of keys. ``[..., rows, columns]``
-    both, ``like`` being W."""
+    """What W fades to, ``home``, with zeros for the further columns that W has: on phi* (``Exponential`` features)
+    those of keys. ``home`` and ``like``, which is W, are ``[..., rows, columns]``."""
     more = like.shape[-1] - home.shape[-1]
     return F.pad(home, (0, more)) if more else home
 
 
 def faded(alpha: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:
-    """alpha W, or what is alpha of the way from ``home`` to W."""
+    """alpha W; or home + alpha (W - home), where W does not fade to zero but to ``home``."""
     return rows(alpha, matrix) if home is None else home + rows(alpha, matrix - home)
 
 
@@ -69,12 +73,12 @@ class AnyRetention:
     gated = True
     """Whether alpha is read."""
     lag = False
-    """Whether that token is the chunk's first; else it is the last."""
+    """Whether the exact token is the chunk's first; else it is the last."""
     to_start = False
-    """Whether what fades, fades to what it began with."""
+    """Whether W and A fade to what they began with; else to zero."""
 
     def start(self, noise: Tensor, variance: float) -> Tensor:
-        """A random M_0 of entries with this variance, from one with variance 1."""
+        """A random M_0 whose entries have this variance, from ``noise`` with variance 1."""
         return noise * variance**0.5
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -90,11 +94,11 @@ class LinearRetention(AnyRetention):
     """What linear retentions share: no accumulator."""
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
-        """M_0."""
+        """W_0 = M_0, and no accumulator."""
         return initial, None
 
     def keep(self, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> Kept:
-        """What is kept of one matrix after a token: alpha W - step."""
+        """One matrix after a token: alpha W - step, with ``alpha`` as ``At`` has it."""
         new = faded(alpha, old.weights, old.home) - step
         return Kept(new, new, None)
 
@@ -120,13 +124,13 @@ class Decay(LinearRetention):
 
 @dataclass(frozen=True)
 class Keep(LinearRetention):
-    """M_t = M_{t-1} + update: nothing is forgotten but by being overwritten; the gate alpha is not read."""
+    """M_t = M_{t-1} + update: nothing is forgotten except by being overwritten; the gate alpha is not read."""
 
     gated = False
 
 
 class NonLinearRetention(AnyRetention):
-    """What the others share: M_0 is learned as an accumulator, W_0 = ``settle``(M_0)."""
+    """What non-linear retentions share: the learned M_0 is an accumulator, and W_0 = ``settle``(M_0)."""
 
     settles = True
     gated = True
@@ -136,12 +140,12 @@ class NonLinearRetention(AnyRetention):
         return self.begin(initial) if self.to_start else (None, None)
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
-        """M_0 settled, and what A goes on from."""
+        """W_0, which is M_0 settled, and A_0."""
         settled = self.settle(initial, initial, initial)
         return settled, self.restart(initial, settled)
 
     def keep(self, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> Kept:
-        """What is kept of one matrix after a token; ``first``, ``last``: whether it is its chunk's."""
+        """One matrix after a token; ``first`` and ``last`` say whether the token is the first or last of its chunk."""
         assert old.dual is not None
         linear, a = faded(alpha, old.weights, old.home) - step, faded(alpha, old.dual, old.dual_home) - step
         exact = self.settle(a, old.frozen, old.initial)
@@ -169,14 +173,14 @@ class LqNorm(NonLinearRetention):
             raise ValueError(f"LqNorm q must be >= 2, got {self.q!r}")
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """See the class."""
+        """W from A, as the class says."""
         size = a.detach().abs().amax((-2, -1), keepdim=True)  # powers of huge or tiny entries must not overflow
         unit = a * reciprocal_or_zero(size)
         norm = unit.abs().pow(self.q).sum((-2, -1), keepdim=True).clamp_min(0.5).pow((2.0 - self.q) / self.q)
         return a * norm * size.clamp_min(1e-6).pow(2.0 - self.q)
 
     def start(self, noise: Tensor, variance: float) -> Tensor:
-        """|A|_q = 1, where W = A: what is written into A is in W as it was written."""
+        """An A with |A|_q = 1, where W = A: what is written into A is in W as it was written."""
         return noise / noise.abs().pow(self.q).sum((-2, -1), keepdim=True).pow(1.0 / self.q)
 
 
@@ -199,11 +203,11 @@ class Softmax(NonLinearRetention):
             raise ValueError(f"Softmax scale must be > 0, got {self.scale!r}")
 
     def start(self, noise: Tensor, variance: float) -> Tensor:
-        """Logits of variance 1."""
+        """M_0 as logits of variance 1, whatever ``variance`` is asked for."""
         return noise
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """See the class."""
+        """W from A, as the class says."""
         return self.scale * a.shape[-1] * a.softmax(-1)
 
 
@@ -219,11 +223,11 @@ class Sigmoid(NonLinearRetention):
             raise ValueError(f"Sigmoid scale must be > 0, got {self.scale!r}")
 
     def start(self, noise: Tensor, variance: float) -> Tensor:
-        """Logits of variance 1."""
+        """M_0 as logits of variance 1, whatever ``variance`` is asked for."""
         return noise
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """See the class."""
+        """W from A, as the class says."""
         return self.scale * a.sigmoid()
 
 
@@ -231,8 +235,9 @@ class Sigmoid(NonLinearRetention):
 class ElasticNet(NonLinearRetention):
     """W = soft(A, threshold) = sign(A) max(|A| - threshold, 0): many entries are exactly zero.
 
-    ``local``: A goes on from W, so what falls below the threshold is lost (Miras Eq. 22, its lambda being our alpha and
-    its zeta our eta); otherwise A goes on by itself, and it comes back when more is written (FTRL, Eq. 23).
+    With ``local``, the next chunk's A begins as W, so that what falls below the threshold is lost (Miras Eq. 22, its
+    lambda being our alpha and its zeta our eta). Otherwise A goes on by itself, and what has fallen below the threshold
+    comes back when more is written (FTRL, Eq. 23).
     """
 
     threshold: float = 0.01
@@ -243,11 +248,11 @@ class ElasticNet(NonLinearRetention):
             raise ValueError(f"ElasticNet threshold must be >= 0, got {self.threshold!r}")
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """See the class."""
+        """W from A, as the class says."""
         return torch.nn.functional.softshrink(a, self.threshold)
 
     def restart(self, a: Tensor, settled: Tensor) -> Tensor:
-        """W for the local one."""
+        """W where it is ``local``, else A."""
         return settled if self.local else a
 
 
@@ -269,7 +274,7 @@ class FDivergence(NonLinearRetention):
             raise ValueError(f"FDivergence scale must be > 0, got {self.scale!r}")
 
     def start(self, noise: Tensor, variance: float) -> Tensor:
-        """Logits of variance 1."""
+        """M_0 as logits of variance 1, whatever ``variance`` is asked for."""
         return noise
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -277,9 +282,10 @@ class FDivergence(NonLinearRetention):
         return self.scale * initial.shape[-1] * initial.softmax(-1), torch.zeros_like(initial)
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """See the class."""
-        # sum_j w_j max(0, a_j - x) = scale * columns, x = zeta - 1, is solved on the largest entries of a: the right
-        # number of them is the last at which the smallest still lies above the x that they give.
+        """W from A, as the class says."""
+        # In each row, with w_j the entries of W_f, x = zeta - 1 solves sum_j w_j max(0, a_j - x) = scale * columns.
+        # Only the largest a_j lie above x. Any number of them gives an x of its own (``level``), and the right number
+        # is the largest for which the smallest of them still lies above the x that they give.
         ordered, order = a.sort(-1, descending=True)
         mass = frozen.gather(-1, order).cumsum(-1)
         level = ((frozen * a).gather(-1, order).cumsum(-1) - self.scale * a.shape[-1]) / mass.clamp_min(1e-30)
@@ -288,27 +294,27 @@ class FDivergence(NonLinearRetention):
         return frozen * (a - level.gather(-1, last)).clamp_min(0.0)
 
     def restart(self, a: Tensor, settled: Tensor) -> Tensor:
-        """Zero."""
+        """Zero: A is the sum of one chunk's steps."""
         return torch.zeros_like(a)
 
 
 @dataclass(frozen=True)
 class RowNorm(NonLinearRetention):
-    """Every row of W goes back to its length in M_0 after each chunk: LaCT's weight normalisation."""
+    """After each chunk every row of W is given the length that it has in M_0: LaCT's weight normalisation."""
 
     gated = False
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
-        """M_0, twice."""
+        """W_0 = A_0 = M_0."""
         return initial, initial
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """See the class."""
+        """W from A, as the class says."""
         length = initial.square().sum(-1, keepdim=True).sqrt()
         return a * (length / (a.square().sum(-1, keepdim=True) + 1e-10).sqrt())
 
     def restart(self, a: Tensor, settled: Tensor) -> Tensor:
-        """W itself."""
+        """A goes on from W."""
         return settled
 
 

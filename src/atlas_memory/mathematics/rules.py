@@ -113,7 +113,7 @@ class Rule:
                 )
 
     def _check_steps(self) -> None:
-        """Refuse steps now and then where nothing can wait for them, or on other tokens in every chunk."""
+        """Refuse an ``every`` above 1 where no sum holds what waits for a step, or that does not divide the chunk."""
         optimiser, every = type(self.optimiser).__name__, self.every
         if every > 1 and not self.optimiser.has_momentum:
             raise ValueError(
@@ -167,20 +167,20 @@ class Rule:
 
     @property
     def live(self) -> bool:
-        """Whether errors are taken at what the last matrix answers now; those of the dot product never change."""
+        """Whether errors are taken at what the last matrix answers now; those of the dot product depend on none."""
         return self.optimiser.sees and not self.bias.is_linear
 
     @property
     def accumulators(self) -> int:
-        """In how many sums a matrix's momentum is kept."""
+        """How many sums the optimiser keeps of each matrix."""
         return self.optimiser.sums(self.live)
 
     def by_key(self, i: int) -> bool:
-        """Whether matrix i is on phi*, which has a kernel only: then it has a column a key, after those of M_0."""
+        """Whether matrix i multiplies phi*, which has a kernel only: then it has a column a key, after those of M_0."""
         return self.features.endless and self.network.lifted[i]
 
     def home(self, initial: Tensor, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What W and A fade to, given M_0 and W; None for zero."""
+        """What W and the accumulator A fade to, given M_0 (``initial``) and W (``like``); None for zero."""
         return self.retention.home(widened(initial, like))
 
     def shapes(self, dim: int) -> tuple[tuple[int, int], ...]:
@@ -188,12 +188,12 @@ class Rule:
         return self.network.shapes(self.features.size(dim), dim)
 
     def response(self, trace: Trace, v: Tensor, params: Params) -> Tensor:
-        """How fast the error at the body grows with the body, at most: ``[..., time]``; see step.py."""
+        """r_t of step.py, ``[..., time]``: how fast the error at the body grows with the body, at most."""
         bound = self.bias.curvature(trace.prediction, v) * self.network.ending_gain(trace, params.norm)
         return bound.clamp_min(1e-6)  # a layer norm may learn a gain of zero
 
     def sizes(self, weights: Sequence[Tensor], trace: Trace, response: Tensor, params: Params) -> tuple[Tensor, ...]:
-        """lambda_l / share_l of every token and matrix, ``[..., time]`` each: what bounds a step (step.py)."""
+        """lambda_l,t / share_l of step.py, which bounds the steps: for every matrix, ``[..., time]`` each."""
         network, found = self.network, []
         gains = network.gains(weights, trace)
         for lifted, u, gain, share in zip(network.lifted, trace.inputs, gains, network.shares, strict=True):
@@ -202,15 +202,16 @@ class Rule:
         return tuple(found)
 
     def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
-        """A random M_0, one ``[heads, rows, columns]`` a matrix: normal, with variance 1 for logits. Lifted matrices
-        give a unit key, whatever its features, hidden units of the variance that the network asks for; those after have
-        variance 1 / columns. The papers do not state theirs. A matrix memory starts at zero, where its first write is
-        the plain outer product (a layer norm has no direction at zero: under one it starts random too)."""
+        """A random M_0, one ``[heads, rows, columns]`` a matrix, with normal entries. Those of a lifted matrix have the
+        variance at which a unit key, whatever its features, gives hidden units of the variance that the network asks
+        for; those of the matrices after have 1 / columns; where the retention takes M_0 as logits, they have 1. The
+        papers do not state theirs. A matrix memory starts at zero, where its first write is the plain outer product (a
+        layer norm has no direction at zero: under one it starts random too)."""
         if self.network.starts_at_zero:
             return tuple(torch.zeros(heads, *shape) for shape in self.shapes(dim))
         retention = self.retention
         with torch.device("cpu"):  # wherever the weights will lie
-            # Of a unit key, lifted; on phi* as far as M_0 sees it.
+            # |phi(key)|^2 of a unit key; on phi* that of the key itself, which is all that M_0 multiplies.
             unit = torch.full((dim,), dim**-0.5)
             length = 1.0 if self.features.endless else float(self.features.squared_norm(unit))
 

@@ -1,6 +1,6 @@
 """The state of a memory between calls: everything the recurrence needs to go on.
 
-Its size does not depend on what was read, but for ``Exponential`` features without a horizon.
+Its size does not depend on how many tokens were read, except with ``Exponential`` features without a horizon.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _named(name: str, tree: Tree) -> Iterator[tuple[str, Tensor]]:
 
 
 class State:
-    """What states share: dataclasses of tensors, other states, None and tuples of these, the batch first in each
-    tensor, so that rows can be selected, repeated and reordered."""
+    """What states share: they are dataclasses of tensors, other states, None and tuples of these. Every tensor has the
+    batch as its first dimension, so that sequences can be selected, repeated and reordered."""
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """The state with ``fn`` applied to every tensor, e.g. ``state.map(lambda x: x.to("cuda"))``."""
@@ -67,8 +67,8 @@ class State:
 
     def anchored(self, fresh: Self) -> Self:
         """The state, which has no graph, with the gradient of ``fresh``, a layer's ``initial_state``: as if it were
-        that and what was added since, and nothing of it forgotten. For training on from carried states: without it,
-        M_0 would be trained by fresh sequences alone."""
+        ``fresh`` plus what was written since, and nothing of ``fresh`` forgotten. For training on from carried states:
+        without it, M_0 would be trained by fresh sequences alone."""
         starts = fresh.tensors()
 
         def anchor(held: Tensor) -> Tensor:
@@ -89,12 +89,12 @@ class State:
 
 @dataclass(frozen=True, repr=False)
 class Matrix(State):
-    """One matrix of a memory, ``[batch, heads, rows, columns]`` each; on phi* it has the columns of M_0
-    and then one for every key.
+    """One matrix of a memory, and what is kept beside it, ``[batch, heads, rows, columns]`` each. On phi*, the infinite
+    features of ``Exponential``, the columns are those of M_0 and then one for every key.
 
     Attributes:
         weights: W_t, the matrix now.
-        frozen: W before the current chunk, where gradients are taken.
+        frozen: W before the current chunk, at which gradients are taken.
         sums: what the optimiser keeps of gradients, such as S_t; see its ``step``. Empty without momentum.
         dual: the accumulator A_t of a retention that settles; None for a linear one.
     """
@@ -107,10 +107,10 @@ class Matrix(State):
 
 @dataclass(frozen=True, repr=False)
 class MemoryState(State):
-    """Every tensor has the batch as its first dimension, so that rows can be selected, repeated and reordered.
+    """A memory between two calls: its matrices, and what the next token needs of the past.
 
     Attributes:
-        matrices: of the memory network, in the order in which they act.
+        matrices: those of the memory network, in the order in which they act.
         k, v: the last c - 1 keys and values, ``[batch, heads, c - 1, dim]``, zero where the sequence is younger. Values
             carry the gate delta as a last entry if the bias reads one.
         keys: ``[batch, heads, n, dim]``, the key of each column of the lifted matrices, the latest at the right; n is 0
@@ -135,30 +135,30 @@ class MemoryState(State):
         return tuple(m.frozen for m in self.matrices)
 
     def shown(self, rule: Rule) -> tuple[Tensor, ...]:
-        """What every matrix answers with (``InnerOptimiser.shown``)."""
+        """The matrices with which the memory answers now (``InnerOptimiser.shown``)."""
         stepped = self.seen % rule.every == 0
         return tuple(rule.optimiser.shown(m.sums, m.weights, stepped) for m in self.matrices)
 
     def answering_with(self, weights: tuple[Tensor, ...]) -> MemoryState:
-        """A state of which ``retrieve`` gives what these matrices answer."""
+        """A state for ``retrieve`` alone, which then answers with these matrices."""
         return replace(self, matrices=tuple(Matrix(w, w) for w in weights))
 
     def map_lifted(self, rule: Rule, fn: Callable[[Tensor], Tensor], keys: Tensor) -> MemoryState:
-        """The state on phi* with ``fn`` applied to the columns of keys in all matrices that have such, and other
-        ``keys``."""
+        """For phi*: the state with ``fn`` applied to the keys' columns of all matrices that have such, and with
+        ``keys`` in place of its own."""
         of_keys = partial(map_columns, fn, keys.shape[-1])
         matrices = tuple(m.map(of_keys) if rule.by_key(i) else m for i, m in enumerate(self.matrices))
         return replace(self, matrices=matrices, keys=keys)
 
 
 def map_columns(fn: Callable[[Tensor], Tensor], first: int, w: Tensor) -> Tensor:
-    """A matrix with ``fn`` applied to its columns but the ``first`` few."""
+    """The matrix ``w`` with ``fn`` applied to all of its columns except the ``first`` few."""
     return torch.cat([w[..., :first], fn(w[..., first:])], -1)
 
 
 def initial_state(rule: Rule, initial: tuple[Tensor, ...], k: Tensor) -> MemoryState:
-    """The state before the first token: W and A as the retention begins from M_0 (``initial``, each
-    ``[heads, rows, columns]``), S_0 = 0; on phi* without keys.
+    """The state before the first token: W and A as the retention makes them of M_0 (``initial``, each
+    ``[heads, rows, columns]``), S_0 = 0; on phi* zero columns for the c - 1 window tokens before.
 
     ``k`` ``[batch, heads, time, dim]`` gives batch, dim, dtype and device.
     """

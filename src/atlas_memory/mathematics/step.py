@@ -1,26 +1,29 @@
 """The inner step: where its gradients are taken, how long it may be, and what every inner optimiser must say.
 
-**Where gradients are taken.** ATLAS (Eqs. 15-16) takes the b gradients of a chunk at the memory frozen at its start, so
-that they cannot see one another's writes. Titans prints the gradient at M_{t-1}, the memory just before the token.
-``live``, the default and the library's own, lies between. The body of a memory, which is what its last matrix puts out,
-is linear in that matrix. Each error is therefore taken at what the last matrix answers as it stands, W_{t-1}, and sent
-back through the frozen memory. With f_t the input of the last matrix at the frozen memory,
+**Where gradients are taken.** ATLAS (Eqs. 15-16) takes the b gradients of a chunk at M_f, the memory frozen at the
+chunk's start, so that they cannot see one another's writes. Titans prints the gradient at M_{t-1}, the memory just
+before the token. ``live``, the default and the library's own, lies between. The body of a memory is what its last
+matrix W puts out, before the layer norm and the residual, and it is linear in W. Each error is therefore taken at what
+W answers as it stands just before the token, W_{t-1}, and from there back-propagated through the frozen memory. With
+W_f the last matrix of M_f, and f_t its input for the key of token t,
 
     error_t = d bias / d body at M_f  +  r_t (W_{t-1} - W_f) f_t,
 
-where r_t says how fast the error grows with the body. For L2 without a layer norm r_t is 2, exactly. For the other
-biases, and under a layer norm, it is a bound, made of the curvature of the bias. For the dot product, whose error is
-the value whatever is answered, it is 0. The errors of a chunk then solve one triangular system (forms/live.py), as
-those of the delta rule do. ``live=False`` is the printed, frozen gradient. With chunk = 1 the two are the same for
-every bias.
+where the number r_t says how fast the error grows with the body. For L2 without a layer norm r_t is 2, exactly. For the
+other biases, and under a layer norm, it is a bound, made of the curvature of the bias. For the dot product, whose error
+is the value whatever is answered, it is 0. Each error of a chunk then depends on the earlier ones, and together they
+solve one triangular system (forms/live.py), as those of the delta rule do. ``live=False`` is the printed gradient, all
+of it taken at M_f. With a chunk of one token the two are the same for every bias.
 
-The steps of Muon are not sums of writes. Under Muon the errors therefore see what the same gradients would have changed
-by plain steps: -D_{t-1} f_t takes the place of (W_{t-1} - W_f) f_t, with D_t = alpha_t D_{t-1} + s_t g_t, which is zero
-at the chunk's start. For a single key that is what Muon's steps come to, whenever they are taken.
+The steps of Muon are not sums of gradients. Under Muon the errors therefore see what the gradients of the chunk would
+have changed by plain steps, of the size s_t below: -D_{t-1} f_t takes the place of (W_{t-1} - W_f) f_t, with
+D_t = alpha_t D_{t-1} + s_t g_t, which is zero at the chunk's start. Where all tokens have a single key, this is what
+Muon's steps come to, whenever they are taken.
 
-**Bounded steps**, the default and the library's own too, are measured by what they change. Let f_l be the input of
-matrix l, and J_l the derivative of the body by what matrix l puts out. When matrix l moves by its own gradient, times a
-small number s, the error at the key of that token moves by at most about s lambda_l,t times itself, with
+**Bounded steps** are the default and the library's own, too. Their size s is chosen by what they change. Let f_l be the
+input of matrix l, and J_l the derivative of the body by what matrix l puts out, both at M_f for the key of token t.
+When matrix l moves by its own gradient, times a small number s, the error at this key changes by at most about
+s lambda_l,t times itself, with
 
     lambda_l,t = r_t (|J_l|^2 + FLOOR) (|f_l|^2 + FLOOR).
 
@@ -30,19 +33,19 @@ Matrix l therefore makes a step of the size
 
 so that the effect of a write goes to zero with eta, and eta = 1 moves the answer most of the way. The share is 0.9 for
 the last matrix, and 0.1 for all those before it together. With these shares, tokens of equal key and value cannot make
-the memory diverge, however long the chunk. The last matrix sees its own writes, and so the error shrinks by the factor
-1 - 0.9 eta at each token. All errors together are at most 1 / (0.9 eta) times the first one. The matrices before the
-last do not see what they have written; each error makes them move the answer by at most 0.1 eta of itself, which is
+the memory diverge, however long the chunk. For the errors see what has been written to the last matrix, and so shrink
+by the factor 1 - 0.9 eta at each token: the sum of all is at most 1 / (0.9 eta) times the first. They do not see what
+has been written to the matrices before it. There each error moves the answer by at most 0.1 eta of itself, which is
 0.1 eta / (0.9 eta) = 1/9 of the first error in all. (This holds to first order in the earlier matrices, for L2 without
-a layer norm, and without what the delta step takes out. Elsewhere it was measured: docs/choices.md.)
+a layer norm, and leaves aside what the delta step takes out. Elsewhere it was measured: docs/choices.md.)
 
 Momentum and Muon multiply s by 1 - theta, so that all steps that one gradient makes over time add up to one. Muon
 divides it by b where errors see nothing of the chunk (``live=False``). ``bounded=False`` is the printed s = eta.
 
-**Steps that are not taken at every token.** With ``every = r``, a divisor of the chunk, a step is taken after every r
-tokens, and what is written waits in S until then. theta is the momentum from one step to the next: it acts once a step,
-at the token that follows one, and is 1 at the others, so that all that waits has the same weight. alpha acts at every
-token. r = 1 is what is printed.
+**Steps that are not taken at every token.** With ``every`` = n, a divisor of the chunk, a step is taken after every n
+tokens, and until then the gradients are summed in S. theta is how much of S is kept from one step to the next: it acts
+at the first token after a step, and is 1 at the others, so that all gradients of one step have the same weight. alpha
+acts at every token. n = 1 is what is printed.
 """
 
 from __future__ import annotations
@@ -56,15 +59,16 @@ from torch import Tensor
 from .orthogonal import orthogonalise, saturate
 
 FLOOR = 0.05
-"""What is added to both squared lengths in lambda. An input that is shorter than about a fifth is then not written at
-full strength, and neither is a matrix that can hardly move the body. Without it, a memory that has faded would be
-written with giant steps."""
+"""What is added to both squared lengths in lambda. Steps are then less than full where the input is shorter than about
+a fifth, and where a matrix can hardly move the body. Without it, a memory that has faded would be written with giant
+steps."""
 
 
 class Rates(NamedTuple):
-    """What weighs the sum, the gradient and the step in the recurrence of optimisers.py, for one matrix: theta, a_t
-    (``write``) and e_t (``apply``). theta is ``[batch, heads, time]``, and so are the others, or
-    ``[batch, heads, time, dim]`` where eta is channel-wise. For a single token there is no ``time``."""
+    """The three factors in the recurrence of optimisers.py, for one matrix: theta in front of the sum S_{t-1}, a_t
+    (``write``) in front of the gradient, and e_t (``apply``) in front of the step. theta is ``[batch, heads, time]``,
+    and so are the others, or ``[batch, heads, time, dim]`` where eta is channel-wise. For a single token there is no
+    ``time``."""
 
     theta: Tensor
     write: Tensor
@@ -75,14 +79,14 @@ class Rates(NamedTuple):
 
 
 class At(NamedTuple):
-    """Token t, as one matrix of the memory meets it. ``...`` are dimensions in front, such as batch and heads.
+    """What an optimiser is told of token t, for one matrix. ``...`` are dimensions in front, such as batch and heads.
 
     Attributes:
         theta, write, apply, plain: as in ``Rates``: theta ``[...]``, the others ``[...]`` or a channel ``[..., dim]``.
         alpha: the retention gate, shaped as eta.
-        gamma: the window gate of the token itself, ``[...]``.
-        under: the function W -> W f_t f_t^T: what a matrix holds under the token's input f_t.
-        orthogonalise, saturate: functions of S and of a number of steps; see orthogonal.py.
+        gamma: gamma_t^(t), the window gate of the token itself, ``[...]``.
+        under: the function W -> W f_t f_t^T, the part of a matrix W that answers to the token's input f_t.
+        orthogonalise, saturate: functions of S and of a number of iterations; see orthogonal.py.
     """
 
     theta: Tensor
@@ -97,6 +101,7 @@ class At(NamedTuple):
 
 
 Sums = tuple[Tensor, ...]
+"""What an optimiser keeps of earlier gradients of one matrix, such as the momentum S: ``[..., rows, columns]`` each."""
 
 
 class InnerOptimiser:
@@ -104,16 +109,16 @@ class InnerOptimiser:
 
     A new one is a frozen dataclass with a ``step``. It sets ``has_momentum`` where that step reads theta or keeps a
     sum, and it has ``rates`` of its own where the step size s_t belongs in front of the gradient and not in front of
-    the step that is made. The definition and the decoder call these methods and nothing else. ``chunkwise`` calls them
-    token by token, unless forms/counterparts.py has a fast form of the class. When a rule is made with one, it is
-    tried on a few numbers, and refused by its name if it does not fit (contracts.py).
+    the step that is made. ``recurrent`` and ``incremental`` call these methods and nothing else. ``chunkwise`` calls
+    them token by token, unless forms/counterparts.py has a fast form of the class. When a rule is made with a new
+    optimiser, it is tried on a few numbers, and refused by its name if it does not fit (contracts.py).
 
     ``bounded``, ``live`` and ``every`` can be fields of the dataclass. Only where a class declares them as fields, with
     their types, can a rule change them (``Rule.vary``).
     """
 
     bounded: bool = True
-    """Whether the step size is measured by what a step changes; otherwise it is eta."""
+    """Whether the step size is chosen by what a step changes; otherwise it is eta."""
     live: bool = True
     """Whether the errors of a chunk see what the chunk has written before."""
     has_momentum = False
@@ -121,23 +126,25 @@ class InnerOptimiser:
     every: int | None = 1
     """A step is taken after every so many tokens, a divisor of the chunk; None: at the end of a chunk."""
     erases = False
-    """Whether a step takes out what stood under the key, besides the gradient."""
+    """Whether a step also takes out what the matrix answered to the key (``At.under``), besides the gradient."""
     after_decay = False
-    """Whether what it takes out is a part of what alpha has left, and not of what stood before."""
+    """Where a step ``erases``: whether it takes that out of what alpha has left of the matrix, and not of the matrix
+    before it faded."""
     waits = False
     """Whether errors see an estimate of what the chunk has changed, since part of it still waits in S for a step. It is
     true where a class has a ``written`` of its own, and is not set by hand. The fast forms ask for it, and a retention
     with a lag token, which knows no such estimate, refuses it."""
     turns = False
-    """Whether the sums become others after the last token of a chunk. True where a class has a ``turn`` of its own."""
+    """Whether the sums are changed after the last token of a chunk. True where a class has a ``turn`` of its own."""
     shows = False
-    """Whether what waits in S for a step answers meanwhile (``shown``)."""
+    """Whether the memory answers as if what waits in S for a step had been written (``shown``)."""
     mixes_rows = False
     """Whether a step mixes the rows of a matrix, as an orthogonalised one does. Gates of channels, which weigh single
     rows, then have no meaning: eta and alpha are one a head."""
     bare_eta: float | None = None
-    """With ``bounded=False``, where the gate eta begins, as a share of ``largest_step``. None: where the first write of
-    a unit key is nearly a full one, which is right for steps that grow with their gradient."""
+    """The value at which a layer lets the gate eta begin with ``bounded=False``, as a share of ``largest_step``. None:
+    the value at which the first write of a unit key is nearly a full one, which is right for steps that grow with their
+    gradient."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -146,16 +153,16 @@ class InnerOptimiser:
 
     @property
     def in_float64(self) -> bool:
-        """Whether float32 inputs are worked in float64."""
+        """Whether float32 inputs are computed in float64."""
         return False
 
     @property
     def sees(self) -> bool:
-        """Whether the errors of a chunk see its earlier writes."""
+        """Whether the errors of a chunk can see its earlier writes: ``live``, unless the steps do not allow it."""
         return self.live
 
     def sums(self, live: bool) -> int:
-        """In how many sums S is kept, all zero at first, for a rule whose errors are live or not."""
+        """How many sums there are, all zero at first, for a rule whose errors are live or not."""
         return int(self.has_momentum)
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
@@ -177,12 +184,13 @@ class InnerOptimiser:
         return sums
 
     def written(self, sums: Sums, weights: Tensor, frozen: Tensor) -> Tensor:
-        """What the chunk has changed so far, as its errors see it."""
+        """What the chunk has changed so far in a matrix, W_{t-1} - W_f, as the errors see it: all three arguments and
+        the result are ``[..., rows, columns]``."""
         return weights - frozen
 
     def shown(self, sums: Sums, weights: Tensor, stepped: Tensor | bool) -> Tensor:
-        """The matrix that answers. ``stepped`` says whether a step has just been taken: a bool for the whole batch, or
-        one for each of its rows, ``[batch]``."""
+        """The matrix with which the memory answers. ``stepped`` says whether a step has just been taken: a bool for the
+        whole batch, or one for each of its sequences, ``[batch]``."""
         return weights
 
     def largest_step(self, every: int, chunk: int) -> float:
@@ -190,12 +198,13 @@ class InnerOptimiser:
         return 1.0
 
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
-        """theta (0 without momentum), a = 1 and e = s.
+        """The factors of one matrix. As here, without a method of the optimiser's own: theta (0 without momentum),
+        a = 1 and e = s.
 
         Args:
             theta, eta: the gates, ``[batch, heads, time]``; eta may be ``[batch, heads, time, dim]``.
-            size: what eta is divided by to make a bounded step, ``[batch, heads, time]``: the denominator in the
-                formula of s over the share. None where steps are not bounded; then s = eta.
+            size: what eta is divided by to make a bounded step, s = eta / size, ``[batch, heads, time]``: the
+                denominator in the formula of s_l,t, over the share. None where steps are not bounded; then s = eta.
             every, chunk: a step is taken after every so many tokens of a chunk of so many.
         """
         return Rates(theta if self.has_momentum else torch.zeros_like(theta), torch.ones_like(eta), over(eta, size))

@@ -1,10 +1,11 @@
 """The Omega window and the chunk schedule (ATLAS Eqs. 8-9 and 15-16).
 
-At token t the inner loss sums over the last c tokens, token i weighted by a gate gamma_i^(t). Its gradient is taken
-at the memory as it stood before the chunk of b tokens to which t belongs (the *frozen* memory), with errors at what
-its last matrix answers now (step.py); b = 1 is the exact recurrence. The window crosses chunk boundaries: the c
-- 1 tokens before a chunk are evaluated again at the new frozen memory. Chunks are counted from each sequence's first
-token, wherever calls or padding fall.
+The window: at token t the inner loss is a sum over the last c tokens, in which token i is weighted by a gate
+gamma_i^(t). The chunk: a sequence is divided into chunks of b tokens. The gradient of every token is taken at the
+*frozen* memory, which is the memory as it stood before the token's chunk, except that errors are taken at what the last
+matrix of the memory answers now (step.py). With b = 1 this is the exact recurrence. A window reaches back over the
+start of its chunk: the c - 1 tokens before a chunk are evaluated again at the new frozen memory. Chunks are counted
+from each sequence's first token, wherever calls or padding fall.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Window:
-    """``size`` = c tokens in the inner loss, ``chunk`` = b tokens between refreshes of the frozen memory.
+    """``size`` = c, the tokens in the inner loss, and ``chunk`` = b, the tokens that have one frozen memory.
 
     ``read``: which memory answers q_t. "after" the write of token t, M_t (ATLAS); "before" it, M_{t-1} (Hope); or the
     "frozen" one before the chunk (TNT's global memory).
