@@ -60,7 +60,7 @@ class Rounded(LinearRetention):
 @pytest.mark.parametrize("name", ["titans", "omeganet", "memora", "dot", "tnt", "atlas++"])
 def test_an_optimiser_of_which_only_the_step_is_known(name, part):
     if name == "dot" and isinstance(part, SignMomentum):  # whose memory has no entries that could have a sign
-        with pytest.raises(ValueError, match=r"SignMomentum or .* reads the entries"):
+        with pytest.raises(ValueError, match="SignMomentum reads the entries"):
             replace(RULES[name], optimiser=part)
         return
     rule = resized(replace(RULES[name], optimiser=part), 3, 4)
