@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .mixers import DIM, MIXERS, build, grows, tensors
+from .mixers import DIM, MIXERS, OWN, build, grows, tensors
 
 NEAR = {"rtol": 0.0, "atol": 1e-8}
 
@@ -130,3 +130,15 @@ def test_a_state_or_mask_of_another_shape_is_refused(name):
         mixer(x[:1], mixer(x)[1])
     with pytest.raises(ValueError, match=r"mask has shape \[2, 4\]"):
         mixer(x, None, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS if name not in OWN])
+def test_an_input_or_a_state_of_another_kind_is_refused(name):
+    layer = build(name)
+    for x, state, message in (
+        (torch.randn(5, DIM), None, rf"x must be \[batch, time, {DIM}\], got \[5, {DIM}\]"),
+        (torch.ones(1, 5, DIM, dtype=torch.int64), None, "x must be floating point, got torch.int64"),
+        (torch.randn(1, 5, DIM), torch.randn(2, 3), r"state must be the .*State .*, or None, got a tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(x, state)

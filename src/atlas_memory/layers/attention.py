@@ -50,8 +50,10 @@ class _Attention(Stateful):
         """`state`, or an empty one of so many slots.
 
         Raises:
-            ValueError: The state is of another batch size.
+            ValueError: x or the state is of another kind, or of another batch size.
         """
+        self.check_x(x, self.qkv.weight)
+        self.check_state(state, AttentionState)
         batch = x.shape[0]
         if state is None:
             empty = x.new_zeros(batch, self.heads, slots, self.head_dim)
@@ -86,8 +88,8 @@ class FullAttention(_Attention):
         """Attend; continue from `state` if there is one. Arguments and results as for `SlidingWindowAttention`."""
         if document_starts is not None:
             return read_documents(self, x, state, mask, document_starts)
-        batch, time, dim = x.shape
         state = self._start(x, 0, state)
+        batch, time, dim = x.shape
         lengths: Tensor | int = time
         if mask is not None:
             x, lengths, order = pack(x, mask)
@@ -161,12 +163,12 @@ class SlidingWindowAttention(_Attention):
             y `[batch, time, dim]` in x's dtype, and the new state.
 
         Raises:
-            ValueError: The state is of another batch size, or the mask does not fit x.
+            ValueError: x or the state is of another kind, the state of another batch size, or the mask does not fit x.
         """
         if document_starts is not None:
             return read_documents(self, x, state, mask, document_starts, prefix=prefix)
-        batch, time, dim = x.shape
         state = self._start(x, self.window - 1, state)
+        batch, time, dim = x.shape
         if mask is None:
             lengths = torch.full((batch,), time, device=x.device)
         else:

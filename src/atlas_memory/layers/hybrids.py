@@ -66,6 +66,7 @@ class MemoryAsGate(Stateful):
         """x `[batch, time, dim]`, mask and document_starts `[batch, time]`; y `[batch, time, dim]` and the state."""
         if document_starts is not None:
             return read_documents(self, x, state, mask, document_starts)
+        self.check_state(state, HybridState)
         prefix = self.memory.tokens.weight if isinstance(self.memory, WithPersistentTokens) else None
         memory, memory_state = self.memory(x, state.memory if state else None, mask)
         attention, attention_state = self.attention(x, state.attention if state else None, mask, prefix)
@@ -103,6 +104,7 @@ class MemoryAsLayer(Stateful):
         """x `[batch, time, dim]`, mask and document_starts `[batch, time]`; y `[batch, time, dim]` and the state."""
         if document_starts is not None:
             return read_documents(self, x, state, mask, document_starts)
+        self.check_state(state, HybridState)
         x, memory_state = self.memory(x, state.memory if state else None, mask)
         y, attention_state = self.attention(x, state.attention if state else None, mask)
         return y, HybridState(memory_state, attention_state)
