@@ -49,8 +49,8 @@ def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
         "hidden_size": dim,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        # As good a byte model a token as the deep memories at this size, at about half their time a token, and no worse
-        # at recall (docs/learning.md). Deep ones are a word away: rule="titans", "omeganet", "atlas", "hope".
+        # The best byte model at equal minutes, and no worse at recall. "omeganet" learns more from each token, in five
+        # times the time (docs/learning.md); deep memories are a word away: rule="omeganet", "titans", "atlas", "hope".
         "rule": "gated-deltanet",
         "rule_options": LAPTOP,
         "window": 4,
