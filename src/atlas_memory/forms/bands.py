@@ -86,9 +86,14 @@ def overlapping(x: Tensor, width: int, step: int) -> Tensor:
     return _Overlapping.apply(x, width, step)
 
 
+def added(x: Tensor, step: int) -> Tensor:
+    """The transpose of ``overlapping``: stretches that begin every ``step`` tokens, added where they overlap,
+    ``[..., n, width, dim] -> [..., time, dim]``."""
+    return _Added.apply(x, step)
+
+
 class _Overlapping(torch.autograd.Function):
-    """``overlapping`` with its gradient. PyTorch's own gradient of ``unfold`` goes number by number; this one adds as
-    many slices as there are whole or begun steps in ``width``."""
+    """``overlapping`` with its gradient, for PyTorch's own gradient of ``unfold`` goes number by number."""
 
     generate_vmap_rule = True
 
@@ -98,17 +103,36 @@ class _Overlapping(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
-        ctx.width, ctx.step = inputs[1:]
+        ctx.step = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        width, step, count = ctx.width, ctx.step, g.shape[-3]
+        return added(g, ctx.step), None, None
+
+
+class _Added(torch.autograd.Function):
+    """``added`` with its gradient: as many slices are added as there are whole or begun steps in a stretch, in place,
+    which PyTorch's own gradient would copy each time."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, step: int) -> Tensor:
+        count, width = x.shape[-3:-1]
         shifts = -(-width // step)
-        total = g.new_zeros(*g.shape[:-3], count + shifts - 1, step, g.shape[-1])
+        total = x.new_zeros(*x.shape[:-3], count + shifts - 1, step, x.shape[-1])
         for shift in range(shifts):
-            part = g[..., shift * step : (shift + 1) * step, :]
+            part = x[..., shift * step : (shift + 1) * step, :]
             total[..., shift : shift + count, : part.shape[-2], :] += part
-        return total.flatten(-3, -2)[..., : (count - 1) * step + width, :], None, None
+        return total.flatten(-3, -2)[..., : (count - 1) * step + width, :]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        ctx.width, ctx.step = inputs[0].shape[-2], inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return overlapping(g, ctx.width, ctx.step), None
 
 
 def shift_right(x: Tensor, by: Tensor | None, length: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ the queries, each of which meets the updates that its memory has by then, and is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from ..mathematics.rules import Params, Rule
 from .columns import Columns
 from .counterparts import counterpart
 from .errors import erasing, live_errors
-from .fast_weight import Seen, Steps
+from .fast_weight import Seen, Steps, Tokens, scale_rows
 from .lifting import Lift, add, see_hidden
 from .live import Pairs
 from .muon_steps import waiting
@@ -62,12 +62,12 @@ def read_chunk(
         write = lift.write if network.lifted[i] else partial(add, keys.inputs)
         initial = params.initial[i]
         parts.append(Part(setting, held, initial, *rule.retention.home(initial), keys, write, plan))
-    deltas = _updates(parts, trace, error, response)
+    written = _updates(parts, trace, error, response)
     outputs: list[Tensor] = []
     after = []
-    for i, (part, delta) in enumerate(zip(parts, deltas, strict=True)):
+    for i, (part, tokens) in enumerate(zip(parts, written, strict=True)):
         u, queries = network.sees(i, q, outputs)[0], met[i][1]
-        out, held = _read_matrix(part, see_hidden(u, part.keys.inputs) if queries is None else queries, delta)
+        out, held = _read_matrix(part, see_hidden(u, part.keys.inputs) if queries is None else queries, tokens)
         outputs.append(out)
         after.append(held)
     return network.end(q, outputs[-1], params.norm), tuple(after)
@@ -79,24 +79,40 @@ def pairs_of(rule: Rule, chunk: Chunk) -> Pairs:
     return Pairs(size, b, chunk.v.shape[-2] - b - size + 1)
 
 
-def _updates(parts: Sequence[Part], trace: Trace, error: Tensor, response: Tensor | None) -> tuple[Tensor, ...]:
-    """The updates of each matrix, ``[..., N, rows]`` or ``[..., b c, rows]``: what is written to it under every token.
+def _updates(parts: Sequence[Part], trace: Trace, error: Tensor, response: Tensor | None) -> list[Tokens]:
+    """What is written to each matrix.
 
-    They are the deltas, back-propagated from ``error``, the errors at the body that the frozen memory makes,
+    The updates are the deltas, back-propagated from ``error``, the errors at the body that the frozen memory makes,
     ``[..., N, dim]``. Two kinds of updates depend on what the chunk has written before, and solve a triangular system:
     those of the last matrix where errors are live, and those of every matrix where steps erase."""
     rule, pairs = parts[0].setting.rule, parts[0].setting.pairs
-    last: tuple[Tensor, ...] = ()
+    back = partial(rule.network.back, [part.held.start for part in parts])
+    last: list[Tokens] = []
     if rule.live and response is not None:
         error, updates = live_errors(parts[-1], trace, error, response)
-        last = (updates,)
-    if pairs is not None:
-        trace = replace(trace, hidden=tuple(map(pairs.of, trace.hidden)))
-    deltas = rule.network.back([part.held.start for part in parts], trace, error)
-    deltas = deltas[: len(parts) - len(last)]
+        last = [parts[-1].tokens(updates)]
+    deltas = back(trace if pairs is None else replace(trace, hidden=tuple(map(pairs.of, trace.hidden))), error)
+    earlier = list(zip(parts[: len(parts) - len(last)], deltas, strict=False))
     if rule.optimiser.erases:
-        deltas = tuple(erasing(part, d) for part, d in zip(parts, deltas, strict=False))
-    return (*deltas, *last)
+        earlier = [(part, erasing(part, d)) for part, d in earlier]
+    written = [part.tokens(d) for part, d in earlier]
+    if pairs is not None:
+        written = [_summed_first(tokens, i, partial(back, trace), error, pairs) for i, tokens in enumerate(written)]
+    return written + last
+
+
+def _summed_first(
+    tokens: Tokens, i: int, back: Callable[[Tensor], tuple[Tensor, ...]], error: Tensor, pairs: Pairs
+) -> Tokens:
+    """The tokens of matrix i, whose updates ``back`` makes of the errors of pairs, with sums of errors in place of sums
+    of updates. They are shorter, and the errors of all pairs of a token are back-propagated in the same way."""
+
+    def summed(numbers: Tensor) -> Tensor:
+        if numbers.shape[-2] > 1:  # the channels of this matrix are not those of the errors
+            return tokens.summed(numbers)
+        return back(pairs.fold(scale_rows(numbers, error)))[i]
+
+    return replace(tokens, summed=summed)
 
 
 Met = tuple[Seen, Seen | None]
@@ -127,11 +143,11 @@ def _at_frozen(rule: Rule, lift: Lift, memory: Sequence[Held], k: Tensor, norm: 
     return network.traced(k, sights, outputs[-1], norm), met
 
 
-def _read_matrix(part: Part, queries: Seen, deltas: Tensor) -> tuple[Tensor, Held]:
-    """What one matrix puts out for every query, ``[..., b, rows]``, and what it is after the chunk, given its updates
-    ``deltas``."""
+def _read_matrix(part: Part, queries: Seen, tokens: Tokens) -> tuple[Tensor, Held]:
+    """What one matrix puts out for every query, ``[..., b, rows]``, and what it is after the chunk, given what is
+    written to it."""
     rule, filled, frozen = part.setting.rule, part.setting.filled, part.held.start
-    tokens, of_optimiser = part.tokens(deltas), counterpart(rule)
+    of_optimiser = counterpart(rule)
     if part.setting.pairs is not None and not rule.optimiser.waits:  # what waits is summed over pairs before it is read
         near, columns = queries.kernel, part.setting.pairs.columns
         queries = replace(queries, kernel=lambda: columns(near()))

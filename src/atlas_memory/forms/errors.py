@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..mathematics.networks import Trace
+from .blocks import solve_pairs
 from .fast_weight import identity_steps, join_channels, scale_rows, split_channels
 from .live import before_each_token, solve, stood
 from .parts import Part, Setting
@@ -25,13 +26,13 @@ def live_errors(part: Part, trace: Trace, error: Tensor, response: Tensor) -> tu
         error: the errors at the body that the frozen memory makes, ``[..., N, dim]``.
         response: r_t of step.py, ``[..., N]``.
     """
-    setting, plan, kernel = part.setting, part.plan, part.keys.kernel()
+    setting, plan = part.setting, part.plan
     base, rate = error - response[..., None] * trace.body, response
     if setting.pairs is not None:
         pairs = setting.pairs
-        base, kernel, rate = pairs.of(base), pairs.columns(pairs.of(kernel)), pairs.of(rate[..., None])[..., 0]
+        base, rate = pairs.of(base), pairs.of(rate[..., None])[..., 0]
     if setting.rule.optimiser.waits:
-        errors = solve(base, rate[..., None, :], _by_plain_steps(part, trace), kernel, _plain(part), setting.pairs)
+        errors = _solve(part, base, rate[..., None, :], _by_plain_steps(part, trace), _plain(part))
         return errors, errors
     s = part.held.sums[0] if part.held.sums else None
     before = stood(part.keys, part.held.weights, s, part.home, plan, setting.pairs)
@@ -40,7 +41,7 @@ def live_errors(part: Part, trace: Trace, error: Tensor, response: Tensor) -> tu
     both = rate[..., None, :]
     if setting.rule.optimiser.erases:
         both = both + _kept(setting)
-    updates = solve(base, both, before, kernel, plan.mixing(), setting.pairs)
+    updates = _solve(part, base, both, before, plan.mixing())
     if not setting.rule.optimiser.erases:
         return updates, updates
     channels = both.shape[-2]
@@ -52,7 +53,15 @@ def erasing(part: Part, deltas: Tensor) -> Tensor:
     """The updates of a delta step, ``[..., b, rows]``: ``deltas``, the errors at what the matrix puts out, and what
     W_{t-1} answers to each key, which is taken out."""
     before = stood(part.keys, part.held.weights, None, part.home, part.plan, None)
-    return solve(deltas, _kept(part.setting), before, part.keys.kernel(), part.plan.mixing(), None)
+    return _solve(part, deltas, _kept(part.setting), before, part.plan.mixing())
+
+
+def _solve(part: Part, base: Tensor, rate: Tensor, before: Tensor, mixing: Tensor) -> Tensor:
+    """The updates that the triangular system has for its solution; arguments as for ``solve``, ``mixing`` not late."""
+    pairs, kernel = part.setting.pairs, part.keys.kernel()
+    if pairs is not None:
+        return solve_pairs(base, rate, before, kernel, mixing, part.plan.onward, pairs)
+    return solve(base, rate, before, kernel, before_each_token(mixing, 0.0, None))
 
 
 def _plain(part: Part) -> Tensor:

@@ -53,6 +53,12 @@ class Inertia(NamedTuple):
     shown: tuple[Tensor, Tensor] | None = None
 
 
+Onward = tuple[tuple[Tensor, Tensor], ...]
+"""What W and, where there is a momentum, S have to do with later tokens, from each of E tokens n on (blocks.py): how
+much of the matrix as it is after n is in W_t, ``[..., b, E]``, and how much of each update of a pair is in the matrix
+after n, R[n] or P[n], ``[..., E, b c]``."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The numbers by which W_0, S_0 and the updates of one matrix are weighted over one chunk of b tokens. Leading
@@ -70,6 +76,7 @@ class Schedule:
         inertia: what the momentum needs; None without momentum.
         mix: R ``[..., b, b c]``, how much of each update is in the matrix after each token, where errors are live and
             steps are not Muon's; None: R is ``decay`` times ``in_sum``.
+        onward: for the errors of pairs, from the last token of each block on; else empty.
     """
 
     retained: Tensor
@@ -79,6 +86,7 @@ class Schedule:
     before: bool
     inertia: Inertia | None
     mix: Tensor | None = None
+    onward: Onward = ()
 
     @property
     def moving(self) -> Inertia:
@@ -135,13 +143,14 @@ class Tokens:
         inputs: f_i of each window token.
         deltas: the updates delta_i, ``[..., N, m]``, or those of pairs (live.py), ``[..., b c, m]``.
         write: the function of W and A ``[..., N, m]`` that gives W + sum_i A_i f_i^T.
-        fold: the function that sums rows of updates into rows of their window tokens, ``[..., N, m]``.
+        summed: the function of numbers ``[..., C, N]`` that multiplies the updates by them: ``[..., N, m]``. Of numbers
+            for pairs, ``[..., C, b c]``, and then sums what belongs to one window token.
     """
 
     inputs: Seen
     deltas: Tensor
     write: Callable[[Tensor, Tensor], Tensor]
-    fold: Callable[[Tensor], Tensor] = lambda rows: rows
+    summed: Callable[[Tensor], Tensor]
 
 
 class Steps(NamedTuple):
@@ -161,7 +170,6 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
         s: S_0, of the same shape; None without momentum.
         tokens, plan: the updates, and the numbers that weigh them.
     """
-    deltas = split_channels(tokens.deltas, plan.decay.shape[-3])
 
     def read(queries: Seen) -> Tensor:
         out = scale_rows(plan.retained_for_queries(), queries.held(w))
@@ -171,22 +179,22 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
         mask = -plan.for_queries(plan.mixing())
         if mask.shape[-3] == 1:
             return add_product(out, mask[..., 0, :, :] * queries.kernel(), tokens.deltas)
+        deltas = split_channels(tokens.deltas, mask.shape[-3])
         return out + join_channels((mask * queries.kernel()[..., None, :, :]) @ deltas)
 
     def weights(row: int, start: Tensor) -> Tensor:
-        rows = slice(row, row + 1 or None)
+        mixing = plan.mixing(slice(row, row + 1 or None))[..., 0, :]
         end = scale(plan.retained[..., row], start)
         if s is not None:
             end = end - scale((plan.decay[..., row, :] * plan.moving.at_steps).sum(-1), s)
-        return tokens.write(end, tokens.fold(join_channels(-plan.mixing(rows).mT * deltas)))
+        return tokens.write(end, tokens.summed(-mixing))
 
     return Steps(read, weights)
 
 
 def last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:
     """The momentum S after the chunk, from S_0 before it, both ``[batch, heads, m, F]``."""
-    added = plan.moving.last[..., None] * split_channels(tokens.deltas, plan.moving.last.shape[-2])
-    return tokens.write(scale(plan.moving.carried[..., -1], s), tokens.fold(join_channels(added)))
+    return tokens.write(scale(plan.moving.carried[..., -1], s), tokens.summed(plan.moving.last))
 
 
 def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ form of DeltaNet. For DeltaNet rate = 1 and base = -v; a live error has the rate
 
 With a window of c > 1 tokens every token of the window has an error of its own at every t at which it is in the window.
 The updates p are then of *pairs* (t, i), c for each of the b tokens of the chunk, in the order of t and then from the
-oldest i. ``[..., b c]`` below counts pairs; with c = 1 they are the tokens.
+oldest i. ``[..., b c]`` below counts pairs; with c = 1 they are the tokens. The system of pairs is solved in blocks
+(blocks.py).
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .bands import overlapping
+from .bands import added, overlapping
 from .fast_weight import Schedule, Seen, join_channels, scale_rows, split_channels
+
+BLOCK = 128
+"""About how many pairs a block has."""
 
 
 class Pairs(NamedTuple):
@@ -34,7 +38,17 @@ class Pairs(NamedTuple):
 
     size: int
     chunk: int
-    spare: int
+    spare: int = 0
+
+    @property
+    def block(self) -> int:
+        """How many tokens a block of blocks.py has."""
+        return max(BLOCK // self.size, 1)
+
+    @property
+    def ends(self) -> slice:
+        """The last token of every block."""
+        return slice(self.block - 1, None, self.block)
 
     def of(self, x: Tensor) -> Tensor:
         """Rows of pairs ``[..., b c, d]`` from rows of window tokens ``[..., N, d]``."""
@@ -56,9 +70,7 @@ class Pairs(NamedTuple):
 
     def fold(self, x: Tensor) -> Tensor:
         """Rows of pairs summed into the rows of their window tokens: ``[..., b c, d] -> [..., N, d]``."""
-        at, after = x.unflatten(-2, (self.chunk, self.size)), self.size - 1
-        parts = (F.pad(at[..., j, :], (0, 0, self.spare + j, after - j)) for j in range(self.size))
-        return torch.stack(list(parts)).sum(0)
+        return F.pad(added(x.unflatten(-2, (self.chunk, self.size)), 1), (0, 0, self.spare, 0))
 
 
 def before_each_token(rows: Tensor, at_start: float, pairs: Pairs | None) -> Tensor:
@@ -92,16 +104,15 @@ def stood(
     return out if to_home is None else out + to_home
 
 
-def solve(base: Tensor, rate: Tensor, stood: Tensor, kernel: Tensor, mixing: Tensor, pairs: Pairs | None) -> Tensor:
-    """The updates u ``[..., b c, m]``, from the letters of the equations above.
+def solve(base: Tensor, rate: Tensor, stood: Tensor, kernel: Tensor, reach: Tensor) -> Tensor:
+    """The updates u ``[..., n, m]`` of n tokens or pairs, from the letters of the equations above.
 
     Args:
-        base, stood: ``[..., b c, m]``.
-        rate: ``[..., C or 1, b c]``, with C the number of channels where gates are channel-wise, else 1.
-        kernel: f_p . f_p' ``[..., b c, b c]``.
-        mixing: R, how much of each update is in the matrix after each token, ``[..., C, b, b c]``.
+        base, stood: ``[..., n, m]``.
+        rate: ``[..., C or 1, n]``, with C the number of channels where gates are channel-wise, else 1.
+        kernel: f_p . f_p' ``[..., n, n]``.
+        reach: R a row late, how much of each update is in the matrix just before each token, ``[..., C, n, n]``.
     """
-    reach = before_each_token(mixing, 0.0, pairs)
     channels = max(reach.shape[-3], rate.shape[-2])
     system = rate[..., None] * reach * kernel[..., None, :, :]
     right = split_channels(base, channels) + rate[..., None] * split_channels(stood, channels)

@@ -50,8 +50,8 @@ def muon_sums(part: Part, tokens: Tokens) -> tuple[Tensor, ...]:
     nothing = torch.zeros_like(s)
     if filled is True or plan.moving.plain is None:
         return s, nothing
-    added = plan.moving.plain[..., 0, -1, :, None] * tokens.deltas  # what plain steps would have changed
-    changed = tokens.write(fade(plan.retained[..., -1], sums[1]), tokens.fold(added))
+    added = tokens.summed(plan.moving.plain[..., -1, :])  # what plain steps would have changed
+    changed = tokens.write(fade(plan.retained[..., -1], sums[1]), added)
     return s, pick(filled, nothing, changed)
 
 
@@ -61,7 +61,7 @@ def _feature_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
     groups, carried = _groups(part, tokens), _matrix(plan.moving.at_steps)
     taken = []  # O(S_n) of the J' steps of each group: [..., J', m, F]
     for group in groups:
-        new = _weighted(plan, tokens, tokens.deltas, group).mT @ features[..., None, : group.seen, :]
+        new = _weighted(plan, tokens, group).mT @ features[..., None, : group.seen, :]
         sums = carried[..., group.steps, :, :] * s[..., None, :, :] + new
         taken.append(muon.direction(sums, newton_schulz, saturated))
 
@@ -91,7 +91,7 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
     parts = []  # of the J' steps of each group, which see N' tokens: cT_n, E_n [..., J', N', m], Q_n [..., J', m, m]
     for group in groups:
         upto, cut = slice(group.seen), carried[..., group.steps, :, :] / inverse[..., None, :, :]
-        weighted = _weighted(plan, tokens, tokens.deltas, group)
+        weighted = _weighted(plan, tokens, group)
         scale = _scale(muon, torch.maximum(_largest(weighted), cut))
         cut, weighted = cut * scale, weighted * scale
         # The two cross terms are one another's transpose: one is added twice, and all made symmetric.
@@ -124,12 +124,12 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
     return Steps(read, weights)
 
 
-def _weighted(plan: Schedule, tokens: Tokens, deltas: Tensor, group: StepGroup) -> Tensor:
+def _weighted(plan: Schedule, tokens: Tokens, group: StepGroup) -> Tensor:
     """E_n = diag(P[n]) Delta ``[..., J', N', m]`` for the J' steps of a group and the N' window tokens they see."""
     if plan.in_sum.shape[-1] != tokens.inputs.inputs.shape[-2]:  # of pairs
-        of_pairs = plan.in_sum[..., 0, group.steps, :, None] * deltas[..., None, :, :]
-        return tokens.fold(of_pairs)[..., : group.seen, :]
-    return plan.in_sum[..., 0, group.steps, : group.seen, None] * deltas[..., None, : group.seen, :]
+        each = plan.in_sum[..., group.steps, :].unbind(-2)
+        return torch.stack([tokens.summed(step) for step in each], -3)[..., : group.seen, :]
+    return plan.in_sum[..., 0, group.steps, : group.seen, None] * tokens.deltas[..., None, : group.seen, :]
 
 
 def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], plan: Schedule) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..mathematics.retention import widened
 from ..mathematics.rules import Rule
 from ..mathematics.state import Matrix
-from .fast_weight import Schedule, Seen, Tokens
+from .fast_weight import Schedule, Seen, Tokens, scale_rows
 from .live import Pairs
 from .spaces import Spaces
 
@@ -121,5 +121,9 @@ class Part:
 
     def tokens(self, deltas: Tensor) -> Tokens:
         """The window tokens with their updates ``deltas``, ``[..., N, rows]``, or ``[..., b c, rows]`` of pairs."""
-        tokens = Tokens(self.keys, deltas, self.write)
-        return tokens if self.setting.pairs is None else replace(tokens, fold=self.setting.pairs.fold)
+
+        def summed(numbers: Tensor) -> Tensor:
+            weighted = scale_rows(numbers, deltas)
+            return weighted if self.setting.pairs is None else self.setting.pairs.fold(weighted)
+
+        return Tokens(self.keys, deltas, self.write, summed)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..mathematics.networks import Trace
 from ..mathematics.rules import Params, Rule
 from .bands import EVERYTHING, decay_matrix
-from .fast_weight import Inertia, Schedule
+from .fast_weight import Inertia, Onward, Schedule
 from .live import Pairs
 from .parts import Chunk
 
@@ -105,15 +105,17 @@ def _schedule(rule: Rule, chunk: Chunk, fading: Fading, size: Tensor | None, pai
     at, before = tokens_of_steps(rule), rule.window.read == "before"
     decay = fading.to_steps * torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, at]
     if rule.live and not rule.optimiser.waits:
-        mix, gamma, inertia = _of_live(fading, decay, write, chunk, pairs)
-        return Schedule(fading.retained, decay, gamma, rule.every, before, inertia, mix)
+        return _of_live(rule, fading, decay, write, chunk, pairs)
     written = write * chunk.window[..., None, :] if single else write[..., None] * chunk.window[..., None, :, :]
     if fading.momentum is None:  # then diag(a) Gamma is P
         return Schedule(fading.retained, decay, written, rule.every, before, None)
     plain, shown, (carried, by_theta) = None, None, fading.momentum
+    onward: Onward = ()
     if fading.plain is not None and rates.plain is not None:
         in_sum = _of_pairs(by_theta * write[..., None, :], chunk, pairs)  # P, of pairs
         plain = _of_pairs(fading.plain * by_channel(rates.plain)[..., None, :], chunk, pairs)
+        if pairs is not None:
+            onward = ((fading.plain[..., pairs.ends], plain[..., pairs.ends, :]),)
     else:
         in_sum = by_theta * written[..., None, :] if single else by_theta @ written  # P
     last = in_sum[..., -1, :]
@@ -122,7 +124,7 @@ def _schedule(rule: Rule, chunk: Chunk, fading: Fading, size: Tensor | None, pai
     if in_sum.shape[-2] > decay.shape[-1]:
         in_sum = in_sum[..., at, :]
     inertia = Inertia(carried, carried[..., at], last, plain, shown)
-    return Schedule(fading.retained, decay, in_sum, rule.every, before, inertia)
+    return Schedule(fading.retained, decay, in_sum, rule.every, before, inertia, onward=onward)
 
 
 def _of_pairs(x: Tensor, chunk: Chunk, pairs: Pairs | None) -> Tensor:
@@ -152,19 +154,24 @@ def _from_step_to_step(rule: Rule, theta: Tensor) -> Tensor:
     return torch.where(slot % rule.every == 0, theta, 1.0)
 
 
-def _of_live(
-    fading: Fading, decay: Tensor, write: Tensor, chunk: Chunk, pairs: Pairs | None
-) -> tuple[Tensor, Tensor, Inertia | None]:
-    """R, gamma and the momentum, where updates are those of pairs. R is computed here once, since both the triangular
-    system of the errors and the queries need it."""
-    gamma, mix, inertia = chunk.window if pairs is None else pairs.gates(chunk.window), decay, None
-    gamma = gamma[..., None, :]
+def _of_live(rule: Rule, fading: Fading, decay: Tensor, write: Tensor, chunk: Chunk, pairs: Pairs | None) -> Schedule:
+    """The ``Schedule`` of live errors, whose updates are those of pairs. R is computed here once, since both the
+    triangular system of the errors and the queries need it."""
+    mix, inertia = decay, None
+    onward: Onward = ()
     if fading.momentum is not None:
         carried, by_theta = fading.momentum
         in_sum = by_theta * write[..., None, :]  # D_theta diag(a), P without its gamma
-        mix, last = decay @ in_sum, in_sum[..., -1, :]
-        inertia = Inertia(carried, carried, (last if pairs is None else pairs.each(last, -1)) * gamma)
-    return (mix if pairs is None else pairs.each(mix, -1)) * gamma[..., None, :], gamma, inertia
+        mix = decay @ in_sum
+        inertia = Inertia(carried, carried, _of_pairs(in_sum[..., -1:, :], chunk, pairs)[..., 0, :])
+        if pairs is not None:
+            later = decay @ by_theta.tril(-1)[..., pairs.ends]  # what the steps after n take of S_n
+            onward = ((later, _of_pairs(in_sum[..., pairs.ends, :], chunk, pairs)),)
+    gamma = (chunk.window if pairs is None else pairs.gates(chunk.window))[..., None, :]
+    mix = _of_pairs(mix, chunk, pairs)
+    if pairs is not None:
+        onward = ((fading.to_steps[..., pairs.ends], mix[..., pairs.ends, :]), *onward)
+    return Schedule(fading.retained, decay, gamma, rule.every, rule.window.read == "before", inertia, mix, onward)
 
 
 def _from_start(factor: Tensor, fading: Tensor) -> Tensor:
