@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from atlas_memory.forms import live
 from atlas_memory.forms.spaces import Spaces
 from atlas_memory.mathematics.retention import RowNorm
 from atlas_memory.memory import (
@@ -114,8 +116,9 @@ def rules(draw) -> Rule:
     dim=st.integers(1, 5),
     channels=st.booleans(),
     eigenvalues=st.booleans(),
+    block=st.sampled_from([1, 6, 20, live.BLOCK]),
 )
-def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, eigenvalues):
+def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, eigenvalues, block):
     channels = channels and not isinstance(rule.optimiser, Muon)
     # A layer norm of two numbers is their order, a row of one number under RowNorm and a matrix of one number under
     # Newton-Schulz their signs: gradients are zero, and what is computed of them rounding.
@@ -125,7 +128,8 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, 
     oracle = everything(recurrent, problem)
     for name, form in FORMS.items():
         given = partial(form, spaces=Spaces(eigenvalues=eigenvalues)) if form is chunkwise else form
-        gap, where = worst(everything(given, problem), oracle)
+        with patch.object(live, "BLOCK", block):
+            gap, where = worst(everything(given, problem), oracle)
         # A memory on phi* is zero at first, and a layer norm of zero is so steep that one ulp of k moves the definition
         # itself by 1e-9.
         allowed = 1e-6 if rule.network.norm and isinstance(rule.features, Exponential) else 1e-8
@@ -164,6 +168,18 @@ def test_forms_agree_on_the_named_rules(name, dtype):
         for form, compute in FORMS.items():
             gap, where = worst(everything(compute, problem), oracle if truth is None else truth)
             assert gap < allowed, f"{form}: {where} is off by {gap:.1e} at time={time} dim={dim} c={size} b={chunk}"
+
+
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.live and rule.window.size > 1])
+@pytest.mark.parametrize("block", [1, 7, 24])
+@pytest.mark.parametrize("channels", [False, True])
+def test_errors_of_windows_in_blocks(monkeypatch, name, block, channels):
+    """The last block of the chunk is a short one with 7 and 24 pairs a block (2 and 8 tokens)."""
+    monkeypatch.setattr(live, "BLOCK", block)
+    rule = resized(RULES[name], 3, 13)
+    problem = random_problem(rule, 4, time=31, channels=channels and not isinstance(rule.optimiser, Muon))
+    gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
+    assert gap < 1e-8, where
 
 
 @pytest.mark.parametrize("every", [1, 2, 4, 8])
