@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from atlas_memory.forms.live import BLOCK
 from atlas_memory.memory import Rule
 
 
@@ -17,8 +18,10 @@ def triangular(rule: Rule, dim: int) -> int:
     """Multiply-adds of a chunk's triangular systems for one head, which PyTorch does not count."""
     rows = [m for m, _ in rule.shapes(dim)]
     solved = rows if rule.optimiser.erases else rows[-1:] if rule.live else []
-    updates = rule.window.chunk * (rule.window.size if rule.live else 1)
-    return sum(updates**2 * m // 2 for m in solved)
+    chunk, size = rule.window.chunk, rule.window.size if rule.live else 1
+    tokens = max(BLOCK // size, 1) if size > 1 else chunk  # in a block of pairs
+    updates = [min(tokens, chunk - start) * size for start in range(0, chunk, tokens)]
+    return sum(n**2 * m // 2 for m in solved for n in updates)
 
 
 def _added_in_place(x: list[int], a: list[int], b: list[int], *others: Any, **options: Any) -> int:

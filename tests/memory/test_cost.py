@@ -16,7 +16,8 @@ from tests.counting import flop_counter, triangular
 
 from .problems import Problem, random_problem
 
-# Variants that no row has: steps now and then, a memory that fades to M_0, other reads, three layers.
+# Variants that no row has: steps now and then, a memory that fades to M_0, other reads, three layers, windows over
+# several blocks.
 VARIANTS = {
     "every-third": RULES["atlas-linear"].vary(optimiser={"every": 3}, window={"chunk": 9}),
     "to-start": RULES["titans"].vary(retention={"to_start": True}),
@@ -28,6 +29,9 @@ VARIANTS = {
     "three": RULES["omeganet"].vary(network={"depth": 3, "expansion": 2}),
     "muon-settles": RULES["atlas-identity"].vary(retention={"kind": "LqNorm"}, optimiser={"every": None}),
     "momentum-by-key": RULES["dot"].vary(optimiser={"kind": "Momentum"}),
+    "blocks": RULES["omeganet"].vary(window={"chunk": 40}),
+    "blocks-momentum": RULES["titans"].vary(window={"size": 5, "chunk": 56}),
+    "blocks-muon": RULES["atlas"].vary(window={"chunk": 40}, optimiser={"every": 8}),
     "muon-frozen": RULES["atlas"].vary(
         optimiser={"live": False, "every": 3}, window={"size": 3, "chunk": 9}, retention={"kind": "RowNorm"}
     ),

@@ -13,6 +13,7 @@ from ..mathematics.networks import POWER_STEPS
 from ..mathematics.rules import Rule
 from .counterparts import counterpart, has_chunks
 from .grid import tokens_before
+from .live import Pairs
 from .spaces import Spaces
 from .work import Work
 
@@ -67,6 +68,8 @@ def _scalars(rule: Rule, dim: int) -> int:
     if rule.optimiser.has_momentum and not (rule.optimiser.waits and rule.live):  # else it is all element-wise
         if rule.live:
             total += schedules * b**3  # R
+            if rule.window.size > 1:
+                total += schedules * b * b * (b // Pairs(rule.window.size, b).block)  # ``Onward`` of S
         elif rule.window.size > 1:
             total += schedules * (b if rule.optimiser.shows else b // every) * b * n  # P
     if rule.optimiser.bounded:
@@ -82,15 +85,18 @@ def _work(rule: Rule, dim: int, i: int, spaces: Spaces) -> Work:
     apply = rows * (columns + (_columns(rule) if rule.by_key(i) else 0))
     write = 0 if rule.by_key(i) else rows * columns
     inner = dim if rule.network.lifted[i] else columns
-    solves = (rule.live and i + 1 == len(rule.shapes(dim))) or rule.optimiser.erases
+    last, shapes = i + 1 == len(rule.shapes(dim)), list(zip(rule.network.lifted, rule.shapes(dim), strict=True))
+    of_sums = rule.live and rule.window.size > 1 and not last
+    back = sum(m * f for lifted, (m, f) in shapes if not lifted) if of_sums else 0
+    solves = (rule.live and last) or rule.optimiser.erases
     home = rows * columns if rule.retention.to_start else 0
-    return Work(rule, rows, columns, apply, write, inner, solves, home, spaces)
+    return Work(rule, rows, columns, apply, write, inner, back, solves, home, spaces)
 
 
 def _keeping(work: Work) -> int:
     """Multiply-adds of the momentum after the chunk, of a retention's exact token, and of what W fades to."""
     optimiser, b, n = work.rule.optimiser, work.chunk, work.window
-    total = n * work.write if optimiser.has_momentum else 0
+    total = n * (work.write + work.back) if optimiser.has_momentum else 0
     if work.rule.retention.settles:
         first = work.solves and not optimiser.waits
         total += b * work.apply + (n * work.apply if first else 0)  # W_0, which is not the frozen one

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ..mathematics.rules import Rule
 from .fast_newton_schulz import gram_cost, saturated_cost, schulz_cost
 from .grid import tokens_before
+from .live import Pairs
 from .spaces import TOGETHER, Spaces, muon_of, step_groups
 
 
@@ -37,6 +38,8 @@ class Work:
         apply: multiply-adds of applying it to a token.
         write: multiply-adds of adding a token to it.
         inner: multiply-adds of one entry of the kernel.
+        back: multiply-adds of back-propagating the errors of one token to it, where sums of errors are
+            (``_summed_first`` in chunk.py); else 0.
         solves: whether its updates solve a triangular system (live.py).
         home: multiply-adds of applying what it fades to; 0 if it fades to zero.
     """
@@ -47,6 +50,7 @@ class Work:
     apply: int
     write: int
     inner: int
+    back: int
     solves: bool
     home: int
     spaces: Spaces
@@ -93,10 +97,28 @@ def plain_work(work: Work) -> Count:
     if rule.optimiser.has_momentum and reads:
         total += b * work.taken + b * work.apply
     if work.solves:
-        total += work.updates**2 * m // 2 + n * work.home  # the triangular system
+        total += _system(work) + n * work.home
         total += b * work.taken + n * work.apply if rule.optimiser.has_momentum else 0
         total += 2 * n * work.write + n * work.apply if rule.retention.lag else 0
-    return Count(work.solves, reads, total, n * work.write)
+    return Count(work.solves, reads, total, n * (work.write + work.back))
+
+
+def _system(work: Work) -> int:
+    """The triangular systems of the updates: one, or with pairs one a block, and what all blocks before it have written
+    (blocks.py)."""
+    size, m = work.rule.window.size, work.rows
+    if not work.rule.live or size == 1:
+        return work.updates**2 * m // 2
+    pairs, paths = (
+        Pairs(size, work.chunk),
+        2 if work.rule.optimiser.has_momentum and not work.rule.optimiser.waits else 1,
+    )
+    total = 0
+    for start in range(0, work.chunk, pairs.block):
+        tokens = min(pairs.block, work.chunk - start)
+        total += (tokens * size) ** 2 * m // 2
+        total += paths * (tokens + size - 1) * (start + size - 1) * m if start else 0
+    return total
 
 
 def muon_work(work: Work) -> Count:
@@ -107,8 +129,9 @@ def muon_work(work: Work) -> Count:
         count = count._replace(queries=True, reading=count.reading + work.chunk * (work.updates * m + work.apply))
     if not work.solves:
         return count
-    system = work.updates**2 * m // 2 + n * work.apply  # the triangular system, and D before the chunk (step.py)
-    return count._replace(keys=True, reading=count.reading + system)
+    return count._replace(
+        keys=True, reading=count.reading + _system(work) + n * work.apply
+    )  # D before the chunk (step.py)
 
 
 def _in_outputs(work: Work) -> Count:
@@ -117,7 +140,7 @@ def _in_outputs(work: Work) -> Count:
     total = n * work.apply + m * m * f + (b * work.apply if work.reads else 0)
     making = n * work.write + m * m * f
     for group in step_groups(work.taken, n, b, work.rule.every, work.spaces.together or TOGETHER):
-        total += group.taken * (group.seen * m * (group.seen + m) + gram_cost(m, steps))
+        total += group.taken * (n * work.back + group.seen * m * (group.seen + m) + gram_cost(m, steps))
         total += group.taken * (b - group.first) * m * (group.seen + m) if work.reads else 0
         making += group.taken * group.seen * m * m
     return Count(True, work.reads, total, making)
@@ -130,5 +153,5 @@ def _in_features(work: Work) -> Count:
     total = 0
     for group in step_groups(work.taken, work.window, b, work.rule.every, work.spaces.together or TOGETHER):
         reading = (b - group.first) * m * f if work.reads else 0
-        total += group.taken * (group.seen * m * f + of_matrix + reading)
+        total += group.taken * (work.window * work.back + group.seen * m * f + of_matrix + reading)
     return Count(work.solves, False, total, 0)
