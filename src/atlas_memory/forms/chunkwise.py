@@ -261,7 +261,7 @@ def _chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Gr
     k_windows, v_windows = (overlapping(grid.lay(x, reach), chunk + reach, chunk) for x in (past_k, past_v))
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     each = zip(
-        torch.cat([k_windows, grid.chunks(q)], -2).unbind(2),
+        torch.cat([k_windows, grid.chunks(q)], -2).movedim(2, 0).contiguous().unbind(),
         v_windows.unbind(2),
         *(x.unbind(2) for x in (windows, alpha, theta, eta)),
         inside.unflatten(-1, (count, chunk))[:, None].unbind(2),

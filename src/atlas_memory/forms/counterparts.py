@@ -36,7 +36,7 @@ class Counterpart(NamedTuple):
 def plain_steps(part: Part, tokens: Tokens) -> Steps:
     """The steps of gradient descent, the delta step and momentum."""
     sums = part.held.sums
-    return identity_steps(part.from_home, sums[0] if sums else None, tokens, part.plan)
+    return identity_steps(part.held.weights, sums[0] if sums else None, tokens, part.plan)
 
 
 def plain_sums(part: Part, tokens: Tokens) -> Sums:

@@ -155,11 +155,11 @@ class Tokens:
 
 class Steps(NamedTuple):
     """The steps that one matrix makes over a chunk, as two functions: ``read(queries)`` gives W_t f for every query,
-    ``[..., b, m]``; ``weights(t, w)`` makes the matrix after token t (0: the first, -1: the last) if it makes these
-    steps from the matrix ``w`` on."""
+    ``[..., b, m]``; ``weights(t, w, home)`` makes the matrix after token t (0: the first, -1: the last) if it makes
+    these steps from the matrix ``w`` on and fades to ``home``; None: to zero."""
 
     read: Callable[[Seen], Tensor]
-    weights: Callable[[int, Tensor], Tensor]
+    weights: Callable[[int, Tensor, Tensor | None], Tensor]
 
 
 def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) -> Steps:
@@ -182,9 +182,9 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
         deltas = split_channels(tokens.deltas, mask.shape[-3])
         return out + join_channels((mask * queries.kernel()[..., None, :, :]) @ deltas)
 
-    def weights(row: int, start: Tensor) -> Tensor:
+    def weights(row: int, start: Tensor, home: Tensor | None) -> Tensor:
         mixing = plan.mixing(slice(row, row + 1 or None))[..., 0, :]
-        end = scale(plan.retained[..., row], start)
+        end = faded(plan.retained[..., row], start, home)
         if s is not None:
             end = end - scale((plan.decay[..., row, :] * plan.moving.at_steps).sum(-1), s)
         return tokens.write(end, tokens.summed(-mixing))
@@ -204,9 +204,18 @@ def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def scale(factor: Tensor, matrix: Tensor) -> Tensor:
     """A matrix ``[..., m, F]`` times a factor ``[..., C]``: one number for each of C groups of adjoining rows."""
-    if factor.shape[-1] == 1:
-        return factor[..., None] * matrix
-    return factor.repeat_interleave(matrix.shape[-2] // factor.shape[-1], -1)[..., None] * matrix
+    return _by_row(factor, matrix) * matrix
+
+
+def faded(factor: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:
+    """The matrix of which as much is left as ``factor`` says: ``home``, or where it is None zero, plus ``scale`` of
+    what the matrix differs from that."""
+    return scale(factor, matrix) if home is None else torch.lerp(home, matrix, _by_row(factor, matrix))
+
+
+def _by_row(factor: Tensor, matrix: Tensor) -> Tensor:
+    rows = 1 if factor.shape[-1] == 1 else matrix.shape[-2] // factor.shape[-1]
+    return (factor if rows == 1 else factor.repeat_interleave(rows, -1))[..., None]
 
 
 def scale_rows(factor: Tensor, out: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ..mathematics.rules import Params, Rule
@@ -82,8 +83,11 @@ def once(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def times(f: Tensor, w: Tensor) -> Tensor:
-    """W f for each of n tokens, ``[..., n, F], [..., m, F] -> [..., n, m]``; with inputs f_i in place of W, f . f_i."""
-    return f @ w.mT
+    """W f for each of n tokens, ``[..., n, F], [..., m, F] -> [..., n, m]``; with inputs f_i in place of W, f . f_i. W
+    may be one matrix for each head, ``[heads, m, F]``."""
+    if w.dim() == f.dim():
+        return f @ w.mT
+    return torch.einsum("bhnf,hmf->bhnm", f, w)  # a product would copy W for each sequence
 
 
 def add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ from torch import Tensor
 from ..mathematics.gates import pick
 from ..mathematics.optimisers import Muon
 from .fast_newton_schulz import gram_polynomial, newton_schulz, saturated
-from .fast_weight import Schedule, Seen, Steps, Tokens, last_momentum, scale_rows
-from .fast_weight import scale as fade
+from .fast_weight import Schedule, Seen, Steps, Tokens, faded, last_momentum, scale_rows
 from .parts import Part
 from .spaces import StepGroup, muon_of, step_groups
 
@@ -51,12 +50,12 @@ def muon_sums(part: Part, tokens: Tokens) -> tuple[Tensor, ...]:
     if filled is True or plan.moving.plain is None:
         return s, nothing
     added = tokens.summed(plan.moving.plain[..., -1, :])  # what plain steps would have changed
-    changed = tokens.write(fade(plan.retained[..., -1], sums[1]), added)
+    changed = tokens.write(faded(plan.retained[..., -1], sums[1], None), added)
     return s, pick(filled, nothing, changed)
 
 
 def _feature_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
-    plan, muon, w, features = part.plan, muon_of(part.setting.rule), part.from_home, tokens.inputs.features
+    plan, muon, w, features = part.plan, muon_of(part.setting.rule), part.held.weights, tokens.inputs.features
     assert features is not None
     groups, carried = _groups(part, tokens), _matrix(plan.moving.at_steps)
     taken = []  # O(S_n) of the J' steps of each group: [..., J', m, F]
@@ -71,8 +70,8 @@ def _feature_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
         moved = [f[..., None, group.first :, :] @ step.mT for group, step in zip(groups, taken, strict=True)]
         return _after_steps(queries.held(w), moved, groups, plan)
 
-    def weights(row: int, start: Tensor) -> Tensor:
-        end, decay = fade(plan.retained[..., row], start), plan.decay[..., 0, row, :, None, None]
+    def weights(row: int, start: Tensor, home: Tensor | None) -> Tensor:
+        end, decay = faded(plan.retained[..., row], start, home), plan.decay[..., 0, row, :, None, None]
         for group, step in zip(groups, taken, strict=True):
             end = end - (decay[..., group.steps, :, :] * step).sum(-3)
         return end
@@ -81,7 +80,7 @@ def _feature_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
 
 
 def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
-    plan, muon, w = part.plan, muon_of(part.setting.rule), part.from_home
+    plan, muon, w = part.plan, muon_of(part.setting.rule), part.held.weights
     by_eigenvalues = part.setting.spaces.eigenvalues
     inverse, most = _power_of_two(_largest(s)), muon.most(s.shape[-2]) if muon.bounded else None
     s = s * inverse
@@ -110,8 +109,8 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
             moved.append(of_sums @ q)
         return _after_steps(queries.held(w), moved, groups, plan)
 
-    def weights(row: int, start: Tensor) -> Tensor:
-        end, decay = fade(plan.retained[..., row], start), plan.decay[..., 0, row, :, None, None]
+    def weights(row: int, start: Tensor, home: Tensor | None) -> Tensor:
+        end, decay = faded(plan.retained[..., row], start, home), plan.decay[..., 0, row, :, None, None]
         count = tokens.inputs.inputs.shape[-2]
         written = s.new_zeros(*s.shape[:-2], count, s.shape[-2])
         of_old = torch.zeros_like(of_start[..., 0, :, :])

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..mathematics.retention import widened
 from ..mathematics.rules import Rule
 from ..mathematics.state import Matrix
 from .fast_weight import Schedule, Seen, Tokens, scale_rows
@@ -112,12 +111,6 @@ class Part:
     keys: Seen
     write: Callable[[Tensor, Tensor], Tensor]
     plan: Schedule
-
-    @property
-    def from_home(self) -> Tensor:
-        """W - home, the part of the matrix before the chunk that fades to zero."""
-        w = self.held.weights
-        return w if self.home is None else w - widened(self.home, w)
 
     def tokens(self, deltas: Tensor) -> Tokens:
         """The window tokens with their updates ``deltas``, ``[..., N, rows]``, or ``[..., b c, rows]`` of pairs."""

@@ -28,13 +28,13 @@ class Settled(NamedTuple):
 
 def linear(part: Part, steps: Steps, row: int) -> Tensor:
     """W after a token of the chunk (0: the first, -1: the last), if all of its tokens were linear."""
-    return _to_home(steps.weights(row, part.from_home), part.home)
+    w, home = part.held.weights, part.home
+    return steps.weights(row, w, None if home is None else widened(home, w))
 
 
 def accumulated(part: Part, steps: Steps, row: int) -> Tensor:
     """A after a token of the chunk (0: the first, -1: the last), which all of the chunk's steps have moved."""
-    a, home = part.held.start if part.held.dual is None else part.held.dual, part.dual_home
-    return _to_home(steps.weights(row, a if home is None else a - home), home)
+    return steps.weights(row, part.held.start if part.held.dual is None else part.held.dual, part.dual_home)
 
 
 def jump(part: Part, steps: Steps) -> Tensor:
@@ -70,7 +70,3 @@ def settle(part: Part, steps: Steps, queries: Seen, out: Tensor) -> Settled:
 
 def _settling(part: Part) -> NonLinearRetention:
     return cast(NonLinearRetention, part.setting.rule.retention)
-
-
-def _to_home(w: Tensor, home: Tensor | None) -> Tensor:
-    return w if home is None else w + widened(home, w)
