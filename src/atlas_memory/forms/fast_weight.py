@@ -186,7 +186,8 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
         mixing = plan.mixing(slice(row, row + 1 or None))[..., 0, :]
         end = faded(plan.retained[..., row], start, home)
         if s is not None:
-            end = end - scale((plan.decay[..., row, :] * plan.moving.at_steps).sum(-1), s)
+            taken = (plan.decay[..., row, :] * plan.moving.at_steps).sum(-1)
+            end = torch.addcmul(end, _by_row(-taken, s), s)
         return tokens.write(end, tokens.summed(-mixing))
 
     return Steps(read, weights)
