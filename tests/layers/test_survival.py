@@ -1,9 +1,10 @@
-"""What once broke memories: inputs of any size, tokens that are no numbers, empty batches, float32 at any split."""
+"""What once broke memories: inputs of any size, tokens that are no numbers, empty batches, float32 at any split; and
+the transforms of torch.func, under which nobody may look at a number."""
 
 import pytest
 import torch
 
-from atlas_memory import RULES, NeuralMemory
+from atlas_memory import RULES, NeuralMemory, OmegaMemory
 from atlas_memory.layers.self_modifying import SelfModifyingMemory
 
 
@@ -62,3 +63,19 @@ def test_an_empty_batch(name):
 
 def test_an_empty_batch_of_self_modifying_memories():
     assert SelfModifyingMemory(16, 2)(torch.randn(0, 5, 16))[0].shape == (0, 5, 16)
+
+
+@pytest.mark.parametrize("name", ["gated-deltanet", "titans", "omeganet", "moneta"])
+def test_gradients_of_each_sequence_by_vmap(name):
+    torch.manual_seed(0)
+    memory = OmegaMemory(4, 2, name).double()
+    q, k, v = (torch.randn(3, 1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
+    _, state = memory(q[0], k[0], v[0])
+
+    def loss(q, k, v):
+        return memory(q, k, v, state=state)[0].square().sum()
+
+    gradient = torch.func.grad(loss, (0, 1, 2))
+    together = torch.func.vmap(gradient)(q, k, v)
+    for alone, row in zip(zip(q, k, v, strict=True), zip(*together, strict=True), strict=True):
+        torch.testing.assert_close(row, gradient(*alone))

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels import dispatch
 from ..mathematics.gates import CompleteGates, Gates
-from ..mathematics.precision import Broken, cast, check_inputs, compute, kept_dtype, working_dtype
+from ..mathematics.precision import Broken, at_hand, cast, check_inputs, compute, kept_dtype, working_dtype
 from ..mathematics.rules import Params, Rule
 from ..mathematics.state import MemoryState, initial_state
 from .bands import band, overlapping, take
@@ -153,8 +153,7 @@ def begin(rule: Rule, params: Params, q: Tensor, state: MemoryState | None) -> t
     params = params.map(up)
     if state is not None:
         phase = state.seen % rule.window.chunk
-        # Asking a GPU would make it wait, and a compiled graph must not branch on data.
-        if q.device.type == "cpu" and not torch.compiler.is_compiling() and not phase.any():
+        if at_hand(phase) and not phase.any():
             return params, Reading(state.map(up), None, True)
         return params, Reading(state.map(up), phase, False)
     return params, Reading(initial_state(rule, params.initial, up(q)), None, True)

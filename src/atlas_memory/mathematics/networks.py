@@ -312,15 +312,18 @@ def _activate(activation: str, h: Tensor, slopes: bool) -> tuple[Tensor, tuple[T
 def squared_spectral_norm(matrix: Tensor) -> Tensor:
     """The square of the largest singular value of ``[..., rows, columns]``: ``[...]``, by power iteration from a fixed
     start; an estimate from below, by at most a third for random matrices (tests/memory/test_networks.py)."""
-    rows = matrix.shape[-2]
+    rows, columns = matrix.shape[-2:]
+    tiny = torch.finfo(matrix.dtype).tiny
     start = torch.arange(1, rows + 1, dtype=matrix.dtype, device=matrix.device).square().mul(0.7).cos()
-    size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
-    unit = matrix / size  # squares of huge entries must not overflow
-    u, fixed = (start / start.norm()).expand(*matrix.shape[:-2], 1, rows), unit.detach()
-    for _ in range(POWER_STEPS):  # no gradient flows through the direction u: the singular value's does not need it
-        u = (u @ fixed) @ fixed.mT
-        u = u / u.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
-    return ((u @ unit).square().sum(-1) * size[..., 0].square())[..., 0]
+    size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
+    unit = (matrix / size).reshape(-1, rows, columns)  # squares of huge entries must not overflow
+    # No gradient flows through the direction u: the singular value's does not need it. The squared norm of ``fixed`` is
+    # between 1 / rows and the number of columns, so that a few powers of it neither over- nor underflow.
+    u, fixed = start.expand(len(unit), 1, rows), unit.detach() * rows**-0.5
+    for _ in range(POWER_STEPS):
+        u = u.bmm(fixed).bmm(fixed.mT)
+    u = u / u.norm(dim=-1, keepdim=True).clamp_min(tiny)
+    return u.bmm(unit).square().sum((-2, -1)).view(matrix.shape[:-2]) * size.square()[..., 0, 0]
 
 
 def _layer_norm(x: Tensor, norm: Norm | None) -> Tensor:

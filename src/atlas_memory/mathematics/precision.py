@@ -56,16 +56,20 @@ class Broken(NamedTuple):
     computed with zeros in place of these tokens, and NaN is put into outputs and state afterwards.
 
     Attributes:
-        token: which tokens are such, ``[batch, heads, time]`` bool.
-        since: which tokens are such or come after one, of the same shape.
+        token: which tokens are such, ``[batch, heads, time]`` bool; None: it was seen that none is, and that no number
+            is beyond +-``FAR``.
+        since: which tokens are such or come after one, of the same shape; or None.
     """
 
-    token: Tensor
-    since: Tensor
+    token: Tensor | None
+    since: Tensor | None
 
     @staticmethod
     def among(k: Tensor, v: Tensor, gates: Gates) -> Broken:
         """Those among the real tokens; padding does not count."""
+        every = (k, v, gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta)
+        if all(at_hand(x) and _is_near(x) for x in every if x is not None):
+            return Broken(None, None)
         token = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
         for gate in (gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta):
             if gate is not None:
@@ -77,19 +81,34 @@ class Broken(NamedTuple):
     def taken_out(self, x: Tensor) -> Tensor:
         """x with zero in place of these tokens, and cut to +-``FAR``; an x that is not ``[batch, heads, time, ...]``,
         such as lengths, stays as it is."""
-        if x.shape[:3] != self.token.shape:
+        if self.token is None or x.shape[:3] != self.token.shape:
             return x
         return torch.where(self.token if x.dim() == 3 else self.token[..., None], 0.0, x).clamp(-FAR, FAR)
 
     def outputs(self, y: Tensor) -> Tensor:
         """y ``[batch, heads, time, dim]`` with NaN from the first such token on."""
-        return torch.where(self.since[..., None], torch.nan, y)
+        return y if self.since is None else torch.where(self.since[..., None], torch.nan, y)
 
     def state(self, x: Tensor) -> Tensor:
         """A tensor of the state with NaN in the heads that met such a token; counts, which are integers, stay."""
-        if not x.is_floating_point() or not self.token.shape[-1]:
+        if self.since is None or not x.is_floating_point() or not self.since.shape[-1]:
             return x
         return torch.where(self.since[..., -1, None, None], torch.nan, x)
+
+
+def at_hand(x: Tensor) -> bool:
+    """Whether a look at the numbers of ``x`` costs nothing. On a GPU one would have to wait for them; a compiler, the
+    transforms of torch.func and fake tensors have none."""
+    there = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"
+    return there and not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def _is_near(x: Tensor) -> bool:
+    """Whether all of ``x`` is finite and within +-``FAR``."""
+    if not x.numel():
+        return True
+    low, high = torch.aminmax(x.detach())
+    return float(low) >= -FAR and float(high) <= FAR  # false for NaN, too
 
 
 def kept_dtype(x: Tensor) -> torch.dtype:
