@@ -123,7 +123,7 @@ class _Added(torch.autograd.Function):
         total = x.new_zeros(*x.shape[:-3], count + shifts - 1, step, x.shape[-1])
         for shift in range(shifts):
             part = x[..., shift * step : (shift + 1) * step, :]
-            total[..., shift : shift + count, : part.shape[-2], :] += part
+            total[..., shift : shift + count, : part.shape[-2], :].add_(part)  # `+=` would copy the slice to itself
         return total.flatten(-3, -2)[..., : (count - 1) * step + width, :]
 
     @staticmethod

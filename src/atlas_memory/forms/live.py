@@ -116,5 +116,5 @@ def solve(base: Tensor, rate: Tensor, stood: Tensor, kernel: Tensor, reach: Tens
     channels = max(reach.shape[-3], rate.shape[-2])
     system = rate[..., None] * reach * kernel[..., None, :, :]
     right = split_channels(base, channels) + rate[..., None] * split_channels(stood, channels)
-    size = torch.eye(kernel.shape[-1], dtype=base.dtype, device=base.device)
-    return join_channels(torch.linalg.solve_triangular(size + system, right, upper=False, unitriangular=True))
+    # The diagonal of ones and what is above it are not read.
+    return join_channels(torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True))
