@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..mathematics.gates import CompleteGates, Gates, pick
 from ..mathematics.networks import Apply, Trace
-from ..mathematics.precision import compute
+from ..mathematics.precision import at_hand, compute
 from ..mathematics.retention import Old
 from ..mathematics.rules import Params, Rule
 from ..mathematics.state import Matrix, MemoryState, initial_state
@@ -93,13 +93,10 @@ def _read_token(
 ) -> tuple[Tensor, MemoryState]:
     """Read one token ``[batch, heads, 1, dim]``. In rows where it is not ``real``, bool ``[batch]``, it is padding and
     nothing changes; None: it is real in all."""
-    (first, follows), (last, due) = (
-        [(state.seen + n) % m == 0 for m in (rule.window.chunk, rule.every)] for n in (0, 1)
-    )
-    when = _When(first, last, follows, due, True if real is None else real, last if real is None else real & last)
+    when = _When.of(rule, state.seen, real)
     if rule.features.endless:
         state = _with_column(rule, real, k, state)
-    lesson = _lesson(rule, params, torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), gate, state)
+    lesson = _lesson(rule, params, torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), gate, state, when)
     written = [_written(rule, params, i, m, lesson, gate, when, state.keys) for i, m in enumerate(state.matrices)]
     matrices, after = zip(*written, strict=True)
     answering = after if rule.window.read == "after" else state.frozen
@@ -112,21 +109,35 @@ def _read_token(
 
 
 class _When(NamedTuple):
-    """What is so at the token, bool ``[batch]`` each.
+    """What is so at the token: bool ``[batch]``, or one bool for all rows.
 
     Attributes:
         first, last: it is the first or the last of its chunk.
         follows, due: a step was taken just before it, or is to be taken after it.
-        exists: it is real and no padding; True: in all rows.
+        exists: it is real and no padding.
         ends: it is real, and the last of its chunk.
+        full: all places of its window are tokens of the sequence, in every row. False: this was not looked at.
     """
 
-    first: Tensor
-    last: Tensor
-    follows: Tensor
-    due: Tensor
+    first: Tensor | bool
+    last: Tensor | bool
+    follows: Tensor | bool
+    due: Tensor | bool
     exists: Tensor | bool
-    ends: Tensor
+    ends: Tensor | bool
+    full: bool = False
+
+    @staticmethod
+    def of(rule: Rule, seen: Tensor, real: Tensor | None) -> _When:
+        """Of a token after ``seen`` others, ``[batch]``. Where all rows stand at one place, which they do unless there
+        is padding, nothing of the memory need be computed twice or copied to choose between."""
+        places = set(seen.tolist()) if real is None and at_hand(seen) else set()
+        before: Tensor | int = places.pop() if len(places) == 1 else seen
+        first, follows, last, due = ((before + n) % m == 0 for n in (0, 1) for m in (rule.window.chunk, rule.every))
+        exists = True if real is None else real
+        ends = last if real is None else real & last
+        full = isinstance(before, int) and before >= rule.window.size - 1
+        return _When(first, last, follows, due, exists, ends, full)
 
 
 class _Lesson(NamedTuple):
@@ -148,10 +159,14 @@ class _Lesson(NamedTuple):
     gamma: Tensor
 
 
-def _lesson(rule: Rule, params: Params, k: Tensor, v: Tensor, gate: CompleteGates, state: MemoryState) -> _Lesson:
+def _lesson(
+    rule: Rule, params: Params, k: Tensor, v: Tensor, gate: CompleteGates, state: MemoryState, when: _When
+) -> _Lesson:
     network, frozen = rule.network, state.frozen
-    age = torch.arange(rule.window.size - 1, -1, -1, device=k.device)  # of the window tokens, the oldest first
-    gamma = torch.where((age <= state.seen[:, None])[:, None], gate.gamma.flip(-1), 0.0)
+    gamma = gate.gamma.flip(-1)
+    if not when.full:
+        age = torch.arange(rule.window.size - 1, -1, -1, device=k.device)  # of the window tokens, the oldest first
+        gamma = torch.where((age <= state.seen[:, None])[:, None], gamma, 0.0)
     at_frozen = network.trace(_applier(rule, params, frozen, state.keys), k, params.norm)
     error = network.body_error(at_frozen, rule.bias.derivative(at_frozen.prediction, v), params.norm)
     sizes: tuple[Tensor | None, ...] = (None,) * len(frozen)
@@ -186,7 +201,8 @@ def _written(
 
     if rule.every > 1:
         rates = rates._replace(theta=pick(when.follows, rates.theta, torch.ones_like(rates.theta)))
-    at = At(*rates, alpha, lesson.gamma[..., -1], under, newton_schulz, saturated)
+    across = (newton_schulz, saturated) if when.due is not False else (_no_step, _no_step)
+    at = At(*rates, alpha, lesson.gamma[..., -1], under, *across)
     g = _outer(rule, params, i, lesson.deltas[i], u, old.frozen)
     sums, step = optimiser.step(old.sums, old.weights, g, at)
     step = step if rule.every == 1 else pick(when.due, step, torch.zeros_like(step))
@@ -203,6 +219,11 @@ def _written(
         dual=None if old.dual is None or kept.dual is None else pick(when.exists, kept.dual, old.dual),
     )
     return after, shown
+
+
+def _no_step(s: Tensor, steps: int) -> Tensor:
+    """In place of Newton-Schulz where no step is due."""
+    return torch.zeros_like(s)
 
 
 def _moved(rule: Rule, params: Params, at_frozen: Trace, state: MemoryState) -> Tensor:
@@ -247,15 +268,15 @@ def _with_column(rule: Rule, real: Tensor | None, k: Tensor, state: MemoryState)
     return state.map_lifted(rule, lambda w: pick(at_right, F.pad(w, (0, 1)), F.pad(w, (1, 0))), keys)
 
 
-def _forget(rule: Rule, state: MemoryState, ends: Tensor) -> MemoryState:
+def _forget(rule: Rule, state: MemoryState, ends: Tensor | bool) -> MemoryState:
     """The state without what the horizon of phi*, if there is one, makes it forget: in rows whose chunk ``ends``, the
     columns of too old tokens are zero; and columns that can only be zero in all rows are cut off."""
     if rule.features.horizon is None:
         return state
     have = state.keys.shape[-2]
     held = min(have, rule.features.horizon + rule.window.chunk + rule.window.size - 2)
-    old = torch.arange(have, 0, -1, device=ends.device) > rule.features.horizon
-    gone = (old & ends[:, None])[:, None, None]
+    old = torch.arange(have, 0, -1, device=state.seen.device) > rule.features.horizon
+    gone = (old & torch.as_tensor(ends, device=old.device)[..., None])[..., None, None, :]
     return state.map_lifted(
         rule, lambda w: torch.where(gone, 0.0, w)[..., have - held :], state.keys[..., have - held :, :]
     )
