@@ -116,7 +116,7 @@ class _When(NamedTuple):
         follows, due: a step was taken just before it, or is to be taken after it.
         exists: it is real and no padding.
         ends: it is real, and the last of its chunk.
-        full: all places of its window are tokens of the sequence, in every row. False: this was not looked at.
+        full: all places of its window are tokens of the sequence, in every row. False: not known.
     """
 
     first: Tensor | bool
@@ -129,15 +129,26 @@ class _When(NamedTuple):
 
     @staticmethod
     def of(rule: Rule, seen: Tensor, real: Tensor | None) -> _When:
-        """Of a token after ``seen`` others, ``[batch]``. Where all rows stand at one place, which they do unless there
-        is padding, nothing of the memory need be computed twice or copied to choose between."""
-        places = set(seen.tolist()) if real is None and at_hand(seen) else set()
-        before: Tensor | int = places.pop() if len(places) == 1 else seen
-        first, follows, last, due = ((before + n) % m == 0 for n in (0, 1) for m in (rule.window.chunk, rule.every))
-        exists = True if real is None else real
-        ends = last if real is None else real & last
-        full = isinstance(before, int) and before >= rule.window.size - 1
-        return _When(first, last, follows, due, exists, ends, full)
+        """Of a token after ``seen`` others, ``[batch]``. Where all rows agree, as they do unless there is padding,
+        nothing of the memory need be computed twice or copied to choose between."""
+        places = seen.tolist() if at_hand(seen) else []
+        if real is not None and at_hand(real) and bool(real.all()):
+            real = None
+
+        def at(after: int, every: int) -> Tensor | bool:
+            found = {(place + after) % every == 0 for place in places}
+            return found.pop() if len(found) == 1 else (seen + after) % every == 0
+
+        last = at(1, rule.window.chunk)
+        return _When(
+            first=at(0, rule.window.chunk),
+            last=last,
+            follows=at(0, rule.every),
+            due=at(1, rule.every),
+            exists=True if real is None else real,
+            ends=last if real is None else real & last,
+            full=min(places, default=0) >= rule.window.size - 1,
+        )
 
 
 class _Lesson(NamedTuple):
