@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo import config as dynamo
 
-from atlas_memory import NeuralMemory, OmegaMemory, set_execution
+from atlas_memory import NeuralMemory, OmegaMemory, compile_options, set_execution
 from atlas_memory.forms.chunkwise import begin, end, read_on
 from atlas_memory.forms.compiling import compiled_for_rule
 from atlas_memory.layers.attention import FullAttention
@@ -199,6 +199,18 @@ def test_compiled_chunks(make):
     set_execution(memory, compiled=True)
     for a, b in zip(results(memory, x), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+def test_gradients_of_a_compiled_layer_in_float32():
+    """Compared in float32, in which the compiler computes slopes anew for the backward pass, and not to the bit."""
+    memory, x = NeuralMemory(32, 2, "titans"), torch.randn(2, 16, 32)
+
+    def gradients(call) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(call(x)[0].square().sum(), list(memory.parameters())))
+
+    expected = gradients(memory)
+    for a, b in zip(gradients(torch.compile(memory, options=compile_options())), expected, strict=True):
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max()
 
 
 def test_compiled_chunks_are_compiled_once_for_all_lengths(monkeypatch):

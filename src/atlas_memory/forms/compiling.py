@@ -19,13 +19,20 @@ from torch import Tensor
 from ..mathematics.rules import Rule
 
 
-def compile_options(device: str = "cpu") -> dict[str, Any]:
+def compile_options(device: str | torch.device = "cpu") -> dict[str, Any]:
     """The options to give to ``torch.compile`` for a module on a device of this type. For a CPU they are the way around
     wrong gradients, and let a memory's many small calls be made from C++ (4 to 10 % less time); for others none.
 
     >>> compiled = torch.compile(torch.nn.Linear(2, 2), options=compile_options())
+
+    Raises:
+        ValueError: a device that PyTorch does not know.
     """
-    if device != "cpu":
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"device must be one such as cpu or cuda, got {device!r}: {error}") from error
+    if kind != "cpu":
         return {}
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if (major, minor) >= (2, 14):

@@ -218,6 +218,11 @@ class HierarchicalMemory(Stateful):
                 f"gates must have {len(self.members)} * {self.heads} heads, the global memory's first, "
                 f"got eta of shape {list(gates.eta.shape)}"
             )
+        if state is not None and not isinstance(state, HierarchicalState):
+            raise ValueError(
+                f"state must be the HierarchicalState of an earlier call, got a {type(state).__name__}: it is another "
+                "layer's"
+            )
         if state is not None and len(state.memories) != len(self.members):
             raise ValueError(
                 f"state has {len(state.memories)} memories, this hierarchy {len(self.members)}: it is another layer's"

@@ -69,9 +69,10 @@ class Stateful(nn.Module):
         return self.with_every_parameter(y, state), after
 
     def with_every_parameter(self, y: Tensor, state: Any) -> Tensor:
-        """``y``, made to depend on every parameter. A call that goes on from a ``state`` uses neither M_0 nor
-        persistent tokens; their gradient is then zero and not missing, for data-parallel training would wait for it."""
-        if state is None or not torch.is_grad_enabled():
+        """``y`` ``[..., time, dim]``, made to depend on every parameter. A call that goes on from a ``state`` uses
+        neither M_0 nor persistent tokens, and one of no tokens hardly anything; gradients are then zero and not
+        missing, for data-parallel training would wait for them."""
+        if (state is None and y.shape[-2]) or not torch.is_grad_enabled():
             return y
         return y + sum((p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad), start=y.new_zeros(()))
 
@@ -84,8 +85,13 @@ class Stateful(nn.Module):
         """Write a state to a safetensors file, whole or not at all, with the layer's kind and rules beside it.
 
         Raises:
-            ValueError: a state of another layer.
+            ValueError: no state, or one of another layer.
+            FileNotFoundError: the folder of ``path`` does not exist.
         """
+        if not isinstance(state, State):
+            raise ValueError(f"state must be what a call of this layer returned beside y, got {_brief(state)}")
+        if not Path(path).absolute().parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {Path(path).absolute().parent}; make it first")
         like = self.initial_state()
         _check(self, dict(state.named_tensors()), like, "the state")
         tensors = {name: t.detach().clone().contiguous() for name, t in state.named_tensors()}
@@ -98,7 +104,8 @@ class Stateful(nn.Module):
             partial.unlink(missing_ok=True)
 
     def load_state(self, path: str | Path) -> Any:
-        """Read a state that ``save_state`` wrote, onto the device of the layer's parameters.
+        """Read a state that ``save_state`` wrote, onto the device of the layer's parameters, and in the dtypes of this
+        layer's states: one that was written by a layer in float32 can be read on from in bfloat16.
 
         Raises:
             FileNotFoundError: no such file.
@@ -120,7 +127,7 @@ class Stateful(nn.Module):
             raise ValueError(f"{path} holds a state of {metadata['of']}, and this is {_what(self)}")
         _check(self, tensors, like, str(path))
         names = iter([name for name, _ in like.named_tensors()])
-        return like.map(lambda _: tensors[next(names)])
+        return like.map(lambda t: tensors[next(names)].to(t.dtype))
 
 
 def _brief(value: Any) -> str:
@@ -136,8 +143,8 @@ def _what(layer: nn.Module) -> str:
 
 
 def _check(layer: nn.Module, tensors: dict[str, Tensor], like: State, where: str) -> None:
-    """Raise ValueError unless names, dtypes and shapes are those of ``like``, whatever the batch and, where a state
-    grows with what is read, its length."""
+    """Raise ValueError unless names and shapes are those of ``like``, whatever the batch, the precision and, where a
+    state grows with what is read, its length."""
     expected = dict(like.named_tensors())
     if missing := [name for name in expected if name not in tensors]:
         raise ValueError(f"{where} lacks {', '.join(missing)}: it is of another layer than this {type(layer).__name__}")
@@ -146,7 +153,8 @@ def _check(layer: nn.Module, tensors: dict[str, Tensor], like: State, where: str
     grows = any(m.grows for m in layer.modules() if isinstance(m, Stateful))
     for name, t in expected.items():
         got = tensors[name]
-        same = got.dim() == t.dim() and got.dtype == t.dtype and (grows or got.shape[1:] == t.shape[1:])
+        kind = got.is_floating_point() == t.is_floating_point()
+        same = got.dim() == t.dim() and kind and (grows or got.shape[1:] == t.shape[1:])
         if not same:
             raise ValueError(
                 f"{where} has {name} {list(got.shape)} of {got.dtype}, and this layer's is [batch, "

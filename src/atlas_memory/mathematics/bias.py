@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .functions import largest
+
 SMOOTH = 1e-6
 """Miras's epsilon: |x| is taken as sqrt(x^2 + SMOOTH), so that every bias has a gradient everywhere."""
 
@@ -125,7 +127,7 @@ class Lp(Bias):
         """``[...]``, the largest over the coordinates: of the second derivative for p >= 2; of |derivative| / |error|
         for p < 2, where the second derivative has no bound near zero."""
         weight = (self._error(prediction, v).square() + SMOOTH).pow(0.5 * self.p - 1.0)
-        return self.p * max(1.0, self.p - 1.0) * weight.amax(-1)
+        return self.p * max(1.0, self.p - 1.0) * largest(weight)
 
     def _error(self, prediction: Tensor, v: Tensor) -> Tensor:
         """Errors beyond ``FAR`` are as large as that and teach nothing: their powers would overflow."""

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import ACTIVATIONS, with_slope
+from .functions import largest
 
 Apply = Callable[[int, Tensor], Tensor]
 """A pass through one matrix: the function of (l, u) that gives W_l phi(u) where matrix l is lifted, else W_l u."""
@@ -115,7 +116,7 @@ class Ending:
             return torch.ones_like(trace.body[..., 0])
         centred = trace.body - trace.body.mean(-1, keepdim=True)
         inverse = 1.0 / (centred.square().mean(-1) + NORM_EPS).clamp_max(1.0)
-        return inverse if norm is None else inverse * norm[0].square().amax(-1)[..., None]
+        return inverse if norm is None else inverse * largest(norm[0].square())[..., None]
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -243,7 +244,7 @@ class MLP(Ending):
         for layer in range(self.depth - 1, 0, -1):
             slope = trace.hidden[layer - 1]
             through = squared_spectral_norm(weights[layer][..., : slope.shape[-1]])
-            out.append(out[-1] * slope.square().amax(-1) * through[..., None])
+            out.append(out[-1] * largest(slope.square()) * through[..., None])
         return tuple(reversed(out))
 
 
@@ -295,7 +296,7 @@ class GatedMLP(Ending):
     def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
         """See ``Ending``."""
         through = squared_spectral_norm(weights[2])[..., None]
-        to_gate, to_value = (x.square().amax(-1) * through for x in trace.hidden)
+        to_gate, to_value = (largest(x.square()) * through for x in trace.hidden)
         return to_gate, to_value, torch.ones_like(through.expand(to_gate.shape))
 
 
