@@ -84,6 +84,53 @@ def test_what_does_not_fit_is_named(tmp_path):
         memory.load_state(path)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_files_across_precisions(name, tmp_path):
+    """What was made under autocast can be saved, and what was saved in one precision is read on in another."""
+    memory, path = layer(name).float(), tmp_path / "s"
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        _, state = memory(torch.randn(2, 9, DIM))
+    memory.save_state(state, path)
+    for dtype in (torch.float32, torch.bfloat16):
+        other = layer(name).to(dtype)
+        again = other.load_state(path)
+        fresh = other.initial_state(2)
+        assert [t.dtype for t in again.tensors()] == [t.dtype for t in fresh.tensors()]
+        assert other(torch.randn(2, 3, DIM, dtype=dtype), again)[0].isfinite().all()
+
+
+def test_what_is_no_state_is_not_saved(tmp_path):
+    memory = NeuralMemory(DIM, HEADS, "titans")
+    y, state = memory(torch.randn(1, 5, DIM))
+    for other in (None, (y, state)):
+        with pytest.raises(ValueError, match="state must be what a call of this layer returned beside y"):
+            memory.save_state(other, tmp_path / "s")
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere; make it first"):
+        memory.save_state(state, tmp_path / "nowhere" / "s")
+    with pytest.raises(ValueError, match=r"give state\.memory"):
+        memory.retrieve(torch.randn(1, 2, DIM), state)
+    hierarchy = layer("tnt").float()
+    with pytest.raises(ValueError, match="state must be the HierarchicalState of an earlier call, got a MemoryState"):
+        hierarchy(torch.randn(1, 5, DIM), state)
+    with pytest.raises(ValueError, match="mask has negative numbers or NaN"):
+        memory(torch.randn(1, 2, DIM), mask=torch.tensor([[0.0, -torch.inf]]))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_training_on_from_inference_mode(name):
+    memory, x = layer(name), torch.randn(1, 5, DIM, dtype=torch.float64)
+    with torch.inference_mode():
+        _, state = memory(x)
+    memory(x, state.detach())[0].sum().backward()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_call_of_no_tokens_reaches_every_parameter(name):
+    memory = layer(name)
+    memory(torch.randn(2, 0, DIM, dtype=torch.float64))[0].sum().backward()
+    assert all(p.grad is not None for p in memory.parameters())
+
+
 def test_printed_and_detached():
     memory = NeuralMemory(DIM, HEADS, "titans")
     _, state = memory(torch.randn(1, 5, DIM))

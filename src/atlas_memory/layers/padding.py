@@ -8,6 +8,8 @@ their order, reads the packed rows, and puts the results back.
 import torch
 from torch import Tensor
 
+from ..mathematics.precision import at_hand
+
 
 def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Move the real tokens of each row to the front, keeping their order.
@@ -21,12 +23,17 @@ def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         int64; and the order `[batch, time]` int64 with `packed[i, j] = x[i, order[i, j]]`, for `unpack`.
 
     Raises:
-        ValueError: mask is not of shape `[batch, time]`.
+        ValueError: mask is not of shape `[batch, time]`, or (seen on a CPU only) has negative numbers or NaN, as masks
+            have that are added to scores of attention.
     """
     if mask.shape != x.shape[:2]:
         raise ValueError(
             f"mask has shape {list(mask.shape)} but x has [batch, time] = {list(x.shape[:2])}; "
             "give one mask entry for every token of this call"
+        )
+    if mask.is_floating_point() and at_hand(mask) and not bool((mask >= 0).all()):
+        raise ValueError(
+            "mask has negative numbers or NaN; it is not added to anything: give 1 for real tokens, 0 for padding"
         )
     real = mask.bool()
     order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
