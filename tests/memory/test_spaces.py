@@ -9,6 +9,7 @@ import torch
 
 from atlas_memory.forms import muon_steps
 from atlas_memory.forms.spaces import Spaces
+from atlas_memory.mathematics.state import initial_state
 from atlas_memory.memory import RULES, DotProduct, Gates, Linear, Polynomial, chunkwise, incremental, recurrent
 
 from .problems import Problem, error, everything, random_problem, worst
@@ -60,8 +61,8 @@ def test_more_steps_than_are_taken_together(space, every, read):
     "name,every", [("wide", 1), ("wide", 2), ("wide", 4), ("small", 1), ("small", 5), ("gated", 3)]
 )
 def test_newton_schulz_runs_as_often_as_the_rule_says(name, every, monkeypatch):
-    """Once a matrix, head and sequence after every so many tokens where chunks are read; token by token at every token,
-    since rows are at different phases."""
+    """Once a matrix, head and sequence after every so many tokens, in chunks and token by token; where rows stand at
+    different places, for all of them when one is due."""
     rule = CASES[name].vary(optimiser={"every": every})
     time = 3 * rule.window.chunk
     counts = {"saturated": 0, "gram_polynomial": 0}
@@ -78,8 +79,12 @@ def test_newton_schulz_runs_as_often_as_the_rule_says(name, every, monkeypatch):
     for form in (chunkwise, incremental):
         counts.update(dict.fromkeys(counts, 0))
         form(*problem.arguments())
-        times = time if form is incremental else time // every
-        assert sum(counts.values()) == 2 * 2 * len(problem.params.initial) * times
+        assert sum(counts.values()) == 2 * 2 * len(problem.params.initial) * (time // every)
+    apart = replace(initial_state(rule, problem.params.initial, problem.k), seen=torch.tensor([0, 1]))
+    due = sum((t + 1) % every == 0 or (t + 2) % every == 0 for t in range(time))
+    counts.update(dict.fromkeys(counts, 0))
+    incremental(*problem.arguments(), apart)
+    assert sum(counts.values()) == 2 * 2 * len(problem.params.initial) * due
 
 
 @pytest.mark.parametrize("bounded", [True, False])

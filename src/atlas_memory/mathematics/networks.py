@@ -313,8 +313,7 @@ def _activate(activation: str, h: Tensor, slopes: bool) -> tuple[Tensor, tuple[T
 def squared_spectral_norm(matrix: Tensor) -> Tensor:
     """The square of the largest singular value of ``[..., rows, columns]``: ``[...]``, by power iteration from a fixed
     start; an estimate from below, by at most a third for random matrices (tests/memory/test_networks.py)."""
-    rows, columns = matrix.shape[-2:]
-    tiny = torch.finfo(matrix.dtype).tiny
+    (rows, columns), tiny = matrix.shape[-2:], torch.finfo(matrix.dtype).tiny
     start = torch.arange(1, rows + 1, dtype=matrix.dtype, device=matrix.device).square().mul(0.7).cos()
     size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
     unit = (matrix / size).reshape(-1, rows, columns)  # squares of huge entries must not overflow
