@@ -99,7 +99,7 @@ def test_files_across_precisions(name, tmp_path):
         assert other(torch.randn(2, 3, DIM, dtype=dtype), again)[0].isfinite().all()
 
 
-def test_what_is_no_state_is_not_saved(tmp_path):
+def test_what_is_no_state_is_refused(tmp_path):
     memory = NeuralMemory(DIM, HEADS, "titans")
     y, state = memory(torch.randn(1, 5, DIM))
     for other in (None, (y, state)):
@@ -107,10 +107,12 @@ def test_what_is_no_state_is_not_saved(tmp_path):
             memory.save_state(other, tmp_path / "s")
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere; make it first"):
         memory.save_state(state, tmp_path / "nowhere" / "s")
-    with pytest.raises(ValueError, match=r"give state\.memory"):
-        memory.retrieve(torch.randn(1, 2, DIM), state)
     hierarchy = layer("tnt").float()
-    with pytest.raises(ValueError, match="state must be the HierarchicalState of an earlier call, got a MemoryState"):
+    with pytest.raises(ValueError, match=r"state must be the MemoryState that .* got a LayerState"):
+        memory.retrieve(torch.randn(1, 2, DIM), state)
+    with pytest.raises(ValueError, match=r"state must be the HierarchicalState that .* got a LayerState"):
+        hierarchy.retrieve(torch.randn(1, 2, DIM), state)
+    with pytest.raises(ValueError, match=r"state must be the HierarchicalState that .* got a MemoryState"):
         hierarchy(torch.randn(1, 5, DIM), state)
     with pytest.raises(ValueError, match="mask has negative numbers or NaN"):
         memory(torch.randn(1, 2, DIM), mask=torch.tensor([[0.0, -torch.inf]]))
@@ -119,9 +121,13 @@ def test_what_is_no_state_is_not_saved(tmp_path):
 @pytest.mark.parametrize("name", LAYERS)
 def test_training_on_from_inference_mode(name):
     memory, x = layer(name), torch.randn(1, 5, DIM, dtype=torch.float64)
+    expected = memory(x, memory(x)[1].detach())[0]
     with torch.inference_mode():
         _, state = memory(x)
-    memory(x, state.detach())[0].sum().backward()
+    y = memory(x, state.detach())[0]
+    y.sum().backward()
+    assert torch.equal(y, expected)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in memory.parameters())
 
 
 @pytest.mark.parametrize("name", LAYERS)

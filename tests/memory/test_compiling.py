@@ -1,5 +1,6 @@
 """What the compiler is told; that what it makes is right is tested in tests/layers/test_execution.py."""
 
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -18,3 +19,9 @@ def test_activations_are_kept() -> None:
 def test_a_model_of_ones_own_keeps_what_the_compiler_keeps() -> None:
     assert "joint_custom_pre_pass" not in compile_options("cpu")
     assert compile_options("cuda") == {}
+
+
+def test_a_device_is_named_in_any_way() -> None:
+    assert compile_options(torch.device("cpu")).keys() == compile_options("cpu:0").keys() == compile_options().keys()
+    with pytest.raises(ValueError, match="device must be one such as cpu or cuda, got 'gpu'"):
+        compile_options("gpu")

@@ -125,7 +125,7 @@ class _When(NamedTuple):
     due: Tensor | bool
     exists: Tensor | bool
     ends: Tensor | bool
-    full: bool = False
+    full: bool
 
     @staticmethod
     def of(rule: Rule, seen: Tensor, real: Tensor | None) -> _When:
@@ -212,8 +212,8 @@ def _written(
 
     if rule.every > 1:
         rates = rates._replace(theta=pick(when.follows, rates.theta, torch.ones_like(rates.theta)))
-    across = (newton_schulz, saturated) if when.due is not False else (_no_step, _no_step)
-    at = At(*rates, alpha, lesson.gamma[..., -1], under, *across)
+    directions = (_no_step, _no_step) if when.due is False else (newton_schulz, saturated)
+    at = At(*rates, alpha, lesson.gamma[..., -1], under, *directions)
     g = _outer(rule, params, i, lesson.deltas[i], u, old.frozen)
     sums, step = optimiser.step(old.sums, old.weights, g, at)
     step = step if rule.every == 1 else pick(when.due, step, torch.zeros_like(step))

@@ -218,11 +218,7 @@ class HierarchicalMemory(Stateful):
                 f"gates must have {len(self.members)} * {self.heads} heads, the global memory's first, "
                 f"got eta of shape {list(gates.eta.shape)}"
             )
-        if state is not None and not isinstance(state, HierarchicalState):
-            raise ValueError(
-                f"state must be the HierarchicalState of an earlier call, got a {type(state).__name__}: it is another "
-                "layer's"
-            )
+        self.check_state(state, HierarchicalState)
         if state is not None and len(state.memories) != len(self.members):
             raise ValueError(
                 f"state has {len(state.memories)} memories, this hierarchy {len(self.members)}: it is another layer's"
@@ -302,6 +298,7 @@ class HierarchicalMemory(Stateful):
 
         No query is projected: P_t has the key of the token that asks in it, and a query alone has no key.
         """
+        self.check_state(state, HierarchicalState)
         held = (None,) * len(self.members) if state is None else state.memories
         answers = [member.retrieve(q, own) for member, own in zip(self._members(), held, strict=True)]
         return torch.stack(answers).sum(0)

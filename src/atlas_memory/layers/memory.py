@@ -192,10 +192,8 @@ class NeuralMemory(Stateful):
             y ``[batch, time, dim]`` in x's dtype, each token's from that token alone.
 
         Raises:
-            ValueError: a whole ``LayerState`` in place of its ``memory``.
+            ValueError: another state than that of this layer's memory, such as a whole ``LayerState``.
         """
-        if isinstance(memory, LayerState):
-            raise ValueError("memory must be the memory of a state: give state.memory, not the LayerState")
         q = F.silu(F.linear(x, self.qkv.weight[: x.shape[-1]]))
         q = q.to(kept_dtype(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self._project(self.memory.retrieve(l2_normalise(q), memory), x)

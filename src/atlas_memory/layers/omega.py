@@ -173,6 +173,7 @@ class OmegaMemory(Stateful):
 
         A fresh memory where ``state`` is None.
         """
+        self.check_state(state, MemoryState)
         if state is None:
             kept = q.to(torch.promote_types(q.dtype, torch.float32))
             state = initial_state(self.rule, self.params.initial, kept)
