@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from atlas_memory.data import byte_tokenizer
 from atlas_memory.models import AtlasCache, AtlasForCausalLM
 
 Make = Callable[..., AtlasForCausalLM]
@@ -99,6 +100,42 @@ def test_a_conversation_continues_from_its_cache(model: AtlasForCausalLM) -> Non
     real = torch.ones_like(second)
     continued = model.generate(second, attention_mask=real, past_key_values=out.past_key_values, **LONG)
     assert torch.equal(continued, expected)
+
+
+def test_ids_that_do_not_say_what_is_new_are_refused(model: AtlasForCausalLM) -> None:
+    """Longer ids that begin with something else, and ids that were all read; with a longer mask they are new."""
+    read, other = prompt(2, 7), prompt(2, 11)
+    remedy = "with an attention_mask of 7 \\+ "
+    with pytest.raises(ValueError, match=f"11 ids given to generate do not begin with the 7.*{remedy}11 entries"):
+        model.generate(other + 1, past_key_values=_copy(model, read), **LONG)
+    with pytest.raises(ValueError, match=f"7 ids given to generate are what past_key_values has read.*{remedy}7 ent"):
+        model.generate(read, past_key_values=_copy(model, read), **LONG)
+    for new in (other, read):
+        both = torch.cat([read, new], 1)
+        mask = torch.ones_like(both)
+        continued = model.generate(new, attention_mask=mask, past_key_values=_copy(model, read), **LONG)
+        assert torch.equal(continued, model.generate(both, attention_mask=mask, **LONG)[:, 7:])
+
+
+def test_ids_are_known_again_in_rows_that_moved(model: AtlasForCausalLM) -> None:
+    cache = _copy(model, prompt(2, 20))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0, 1]))
+    cache.reorder_cache(torch.tensor([1, 0, 2]))
+    rows = prompt(2, 20)[[0, 1, 0]]
+    assert cache.is_read_in(torch.cat([rows, rows], 1))
+    with pytest.raises(ValueError, match="do not begin"):
+        cache.is_read_in(torch.cat([rows, rows], 1)[[1, 0, 2]])
+    model(inputs_embeds=model.get_input_embeddings()(rows), past_key_values=cache)
+    assert cache.is_read_in(torch.zeros(3, 41)), "of embeddings there are no ids to compare"
+
+
+def test_stop_strings(model: AtlasForCausalLM) -> None:
+    tokenizer = byte_tokenizer()
+    ids = prompt(1)
+    new = model.generate(ids, **LONG)[0, 7:].tolist()
+    stopped = model.generate(ids, stop_strings=[tokenizer.decode(new[3])], tokenizer=tokenizer, **LONG)
+    assert stopped[0, 7:].tolist() == new[: new.index(new[3]) + 1]
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -78,8 +79,16 @@ class AtlasCacheLayer(CacheLayerMixin):
         raise ValueError("a memory cannot forget its last tokens: cropping an Atlas cache is impossible")
 
 
+# How many of the ids that were read a cache keeps, to know them again.
+_KEPT = 16
+
+
 class AtlasCache(Cache):
     """One `AtlasCacheLayer` for each of `num_hidden_layers` blocks; pass it as `past_key_values`.
+
+    A call of the model reads all the ids beside it. `generate` reads what is new of them: ids longer than what the
+    cache has read are the whole text, and begin with that; fewer ids are new ones. An attention mask longer than
+    the ids says that all of them are new.
 
     Args:
         num_hidden_layers: Of the model.
@@ -91,6 +100,54 @@ class AtlasCache(Cache):
 
     def __init__(self, num_hidden_layers: int, keep_graph: bool = False, anchored: bool = False) -> None:
         super().__init__(layers=[AtlasCacheLayer(keep_graph, anchored) for _ in range(num_hidden_layers)])
+        self._last_ids: Tensor | None = None  # [batch, at most _KEPT]; None where they are not known
+
+    def note(self, ids: Tensor | None) -> None:
+        """Keep the last of the ids that were read, int64 `[batch, time]`; None after embeddings."""
+        if ids is not None and self._last_ids is not None:
+            ids = torch.cat([self._last_ids, ids], 1)
+        self._last_ids = None if ids is None else ids[:, -_KEPT:]
+
+    def is_read_in(self, ids: Tensor) -> bool:
+        """Whether ids `[batch, time]` for `generate` begin with what was read, and are not new ones alone.
+
+        Raises:
+            ValueError: They are longer and begin otherwise, or they are just what was read.
+        """
+        seen, time = self.get_seq_length(), ids.shape[1]
+        last = self._last_ids
+        if not seen or time < seen or last is None or len(last) != len(ids):
+            return time > seen
+        last = last[:, -seen:]
+        known = bool((ids[:, seen - last.shape[1] : seen] == last.to(ids.device)).all())
+        if known == (time > seen):
+            return known
+        what = "are what past_key_values has read" if known else f"do not begin with the {seen} that it has read"
+        raise ValueError(
+            f"the {time} ids given to generate {what}: give the whole text, new tokens included, or new tokens alone "
+            f"with an attention_mask of {seen} + {time} entries, or begin with a new cache"
+        )
+
+    def reset(self) -> None:
+        super().reset()
+        self._last_ids = None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._take_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._take_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self._last_ids is not None:
+            self._last_ids = self._last_ids.repeat_interleave(repeats, dim=0)
+
+    def _take_rows(self, rows: Tensor) -> None:
+        if self._last_ids is not None:
+            self._last_ids = self._last_ids.index_select(0, rows.to(self._last_ids.device))
 
     def detach(self) -> None:
         """Keep what was read, and let go of the graph by which it was made."""

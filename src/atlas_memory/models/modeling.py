@@ -97,7 +97,8 @@ class AtlasModel(AtlasPreTrainedModel):
             input_ids: `[batch, time]` int64; or give `inputs_embeds` `[batch, time, hidden_size]`.
             attention_mask: `[batch, past + time]`, nonzero for real tokens; the part about the past is not
                 read again. A dict of such masks is accepted, as `generate` makes for some caches.
-            past_key_values: The state to continue from; it is updated.
+            past_key_values: The state to continue from; it is updated. What `generate` takes the ids beside it for,
+                `AtlasCache` says.
             use_cache: Return the state. By default as the configuration says, and not in training.
             output_hidden_states: Also return the embeddings and each block's output, the last one normed.
             document_starts: `[batch, time]`, nonzero at the first token of every document of a row. Each is read as if
@@ -135,6 +136,8 @@ class AtlasModel(AtlasPreTrainedModel):
             if caches:
                 caches[i].write(state, time)
             hidden_states.append(x)
+        if past_key_values is not None:
+            past_key_values.note(input_ids)
         hidden_states[-1] = self.norm(x)
         x = hidden_states[-1]
         return BaseModelOutputWithPast(
@@ -171,7 +174,6 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
         document_starts: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -183,9 +185,12 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
 
         Args:
             labels: `[batch, time]` int64, the inputs themselves (they are shifted here); -100 does not count.
-            shift_labels: `[batch, time]` int64, in place of labels: what follows each token, also the last one.
             logits_to_keep: Compute logits of the last so many positions (0: of all), or of these positions.
+            kwargs: `shift_labels`, `[batch, time]` int64, in place of labels: what follows each token, also the last
+                one. (Every argument that is named after labels is one that Trainer waits for.) What transformers
+                passes to every model is accepted as well.
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         refuse_unknown(kwargs)
         outputs = self.model(
             input_ids=input_ids,
@@ -221,9 +226,7 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Give `generate` our cache where it would make one for keys and values; and with a cache that has read more
-        than the mask covers, let it take the ids for new ones. Of a mask as long as the ids it would think that they
-        begin with what the cache has read; another length says otherwise, and the model reads the last ones only."""
+        """Give `generate` our cache where it would make one for keys and values."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} is for keys and values; "
@@ -231,12 +234,22 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
             )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = AtlasCache(self.config.num_hidden_layers)
-        past, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
-        seen = 0 if past is None else past.get_seq_length()
-        if mask is not None and mask.shape[1] <= seen:
-            model_kwargs["attention_mask"] = nn.functional.pad(mask, (1, 0), value=1)
-        elif mask is None and getattr(generation_config, "_mask_length", -1) <= seen:  # it left out one of ones
-            generation_config._mask_length = -1
+
+    def _prefill(
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The first call of `generate`. Of ids whose mask is no longer than they are it leaves out as many as the
+        cache has read, since they begin with those; where they do not, a longer mask says that they are all new."""
+        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+        if cache is not None and model_kwargs.get("inputs_embeds") is None and covered <= input_ids.shape[1]:
+            check_cache(cache, self.config.num_hidden_layers)
+            if not cache.is_read_in(input_ids):
+                generation_config._mask_length = -1
+                if mask is not None:  # one entry more is enough, unless the mask is cut by where chunks end
+                    longer = cache.get_seq_length() if generation_config.prefill_chunk_size else 1
+                    model_kwargs["attention_mask"] = nn.functional.pad(mask, (longer, 0), value=1)
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore
 
 
 def _read_before(mask: Tensor | dict[str, Tensor | None] | None, cache: AtlasCache | None, time: int) -> Tensor | bool:

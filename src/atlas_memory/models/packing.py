@@ -10,6 +10,7 @@ from torch import Tensor
 # What transformers, peft and their like pass to every model; a memory needs none of it, and the loss reads its own.
 _PASSED = {"cache_position", "token_type_ids", "output_attentions", "output_router_logits", "is_causal"}
 _PASSED |= {"num_items_in_batch", "ignore_index"}  # of the loss
+_PASSED |= {"tokenizer"}  # of `generate`, for stop strings
 _PASSED |= {"cu_seq_lens_k", "max_length_q", "max_length_k"}  # beside cu_seq_lens_q
 _REMEDIES = {"cu_seqlens": "give cu_seq_lens_q"}
 
