@@ -13,6 +13,8 @@ from atlas_memory.data.tokens import (
     encode,
     is_byte_tokenizer,
     load_tokenizer,
+    share_lost,
+    warn_of_loss,
 )
 
 BYTES = byte_tokenizer()
@@ -76,3 +78,13 @@ def test_load_tokenizer(tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="could not be loaded"):
         load_tokenizer(str(tmp_path / "empty"))
+
+
+def test_what_a_tokenizer_loses(caplog) -> None:
+    tokenizer = word_tokenizer(eos_token="<e>")
+    assert share_lost(BYTES, ["one zwei"]) == share_lost(tokenizer, ["one deux", "\n\none"]) == 0
+    assert share_lost(tokenizer, ["one zwei", " drei"]) == pytest.approx(8 / 11)
+    warn_of_loss(tokenizer, ["one " * 2000 + "zwei"])
+    assert not caplog.text
+    warn_of_loss(tokenizer, ["one zwei"])
+    assert "the tokenizer loses 57.1 % of the text's characters" in caplog.text

@@ -147,6 +147,10 @@ def test_a_run_without_checkpoints_starts_again(whole, copy) -> None:
     with pytest.raises(ConfigError, match=r"no checkpoint to go on from \(checkpoint-6: optimizer.pt is missing\)"):
         resume(copy)
     shutil.rmtree(copy / "checkpoint-6")
+    with pytest.raises(ConfigError, match=r"a model and no checkpoint to go on from.* model.init_from=\S+ output_dir="):
+        resume(copy)
+    assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").unlink()
     resume(copy)
     assert losses(copy) == losses(whole)
 

@@ -18,7 +18,7 @@ from atlas_memory.data.folders import check_new, new_folder
 from atlas_memory.data.sources import PREPARED, Document, Source
 from atlas_memory.data.streams import Tokens
 from atlas_memory.data.text import Corpus, rank
-from atlas_memory.data.tokens import encode, load_tokenizer
+from atlas_memory.data.tokens import encode, load_tokenizer, warn_of_loss
 
 _PART = 2**22  # characters of a text file that are tokenised at once
 _HELD_OUT_AT_MOST = 2**24  # characters
@@ -138,6 +138,8 @@ def prepare(
             holding = False
             for document, ids in _tokenised(source, tokenizer, dtype.str, workers):
                 if not document.continues:
+                    if not starts:
+                        warn_of_loss(known, [document.text])
                     room = kept + len(document.text) <= _HELD_OUT_AT_MOST
                     holding = bool(starts) and room and rank(document) < held_out
                     if not holding:

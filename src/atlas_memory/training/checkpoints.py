@@ -122,14 +122,20 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def checkpoint_to_resume(folder: Path) -> Path | None:
     """The checkpoint from which a run goes on, as the first process finds it; None: from the beginning, where there is
-    none at all. ConfigError if all are damaged. All processes must ask."""
+    neither one nor a model that would be written over. ConfigError if all are damaged, or a model is all there is. All
+    processes must ask."""
     found = newest_checkpoint(folder) if process() == 0 else None
     step, there = largest(-1 if found is None else number(found), newest_step(folder))
     if step < 0 <= there:
         reasons = "; ".join(f"{path.name}: {broken(path)}" for path in _all(folder))
         raise ConfigError(
             f"output_dir={str(folder)!r} has no checkpoint to go on from ({reasons}): put an intact copy of one back, "
-            "or delete them, and --resume begins again at step 0"
+            "or train into another output_dir"
+        )
+    if step < 0 and (folder / WEIGHTS).is_file():
+        raise ConfigError(
+            f"output_dir={str(folder)!r} has a model and no checkpoint to go on from: put one back, or begin "
+            f"another run with the model: atlas train model.init_from={folder} output_dir=..."
         )
     return None if step < 0 else folder / f"checkpoint-{int(step)}"
 

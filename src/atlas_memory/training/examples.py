@@ -16,7 +16,7 @@ from transformers import default_data_collator
 from atlas_memory.data import Corpus, Document, RandomCrops, Segments, Source, Tokens, load_tokenizer
 from atlas_memory.data.counting import counting
 from atlas_memory.data.prepared import Prepared
-from atlas_memory.data.tokens import is_byte_tokenizer
+from atlas_memory.data.tokens import is_byte_tokenizer, warn_of_loss
 from atlas_memory.training.config import ConfigError, DataSection, RunConfig
 from atlas_memory.training.processes import process, processes
 from atlas_memory.training.vocabulary import check_tokenizer
@@ -53,7 +53,7 @@ class Text:
             tokenizer = load_tokenizer(data.tokenizer)
             check_tokenizer(config, tokenizer, f"data.tokenizer={data.tokenizer!r}")
             console = console or Console(stderr=True, quiet=process() > 0)
-            return cls(*_read_and_tokenise(data, tokenizer, console))
+            return cls(*_read_and_tokenise(data, tokenizer, console)).warned()
         if data.tokenizer not in ("bytes", prepared.name_of_tokenizer, prepared.tokenizer):
             raise ConfigError(
                 f"data.tokenizer={data.tokenizer!r}, but {str(prepared.folder)!r} was prepared with "
@@ -68,7 +68,13 @@ class Text:
                 )
         tokenizer, held_out = prepared.load_tokenizer(), prepared.corpus().held_out
         check_tokenizer(config, tokenizer, f"the tokenizer of {str(prepared.folder)!r}")
-        return cls(str(prepared), tokenizer, prepared.load(), held_out)
+        return cls(str(prepared), tokenizer, prepared.load(), held_out).warned()
+
+    def warned(self) -> Text:
+        """Itself, after a warning where the tokenizer loses text."""
+        if process() == 0:
+            warn_of_loss(self.tokenizer, (document.text for document in self.held_out))
+        return self
 
     def examples(self, config: RunConfig) -> Examples:
         """Training examples in the order in which they are read."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from atlas_memory.data.prepared import Prepared, load_corpus
 from atlas_memory.data.sources import Document, Source, is_dataset_name
+from atlas_memory.data.tokens import warn_of_loss
 from atlas_memory.training.config import RunConfig
 from atlas_memory.training.runs import Run
 
@@ -19,13 +20,17 @@ def text_of(run: Run, data: str | Path | None = None) -> tuple[str, Sequence[Doc
         if run.config is None:
             raise ValueError(f"{str(run.folder)!r} has no run.yaml to name its held-out text: give --data")
         source = run.config.data.path or "the Python standard library's source"
-        return f"the held-out part of {source}", load_corpus(**run.config.data.source).held_out
+        held_out = load_corpus(**run.config.data.source).held_out
+        warn_of_loss(run.tokenizer, (document.text for document in held_out))
+        return f"the held-out part of {source}", held_out
     try:
         if Prepared.open(data) is not None:
             raise ValueError(
                 f"data.path={str(data)!r} is a prepared folder, which keeps held-out text only: give the text"
             )
-        return str(data), _documents(data, run.config or RunConfig())
+        documents = _documents(data, run.config or RunConfig())
+        warn_of_loss(run.tokenizer, (document.text for document in documents))
+        return str(data), documents
     except ValueError as error:  # the readers name the key of a run
         raise ValueError(str(error).replace("data.path", "--data")) from error
 
