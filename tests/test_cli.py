@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -225,6 +227,30 @@ def test_a_folder_of_digits(tmp_path, monkeypatch, capsys) -> None:
     shutil.copytree(tmp_path / "corpus", "123")
     assert main(["train", *given, "data.path=123", "output_dir=2024"]) == 0
     assert capsys.readouterr().out.startswith("2024: step 1")
+
+
+def test_ctrl_c_is_not_dropped_by_what_is_imported() -> None:
+    """While a command loads, the process ends at once; later what Ctrl-C raises is raised."""
+    program = """
+import os, signal
+from atlas_memory.cli.loading import loading
+with loading():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        pass
+print("went on")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "atlas: interrupted\n")
+
+
+def test_ctrl_c_in_a_command_is_said_once(run, monkeypatch, capsys) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("atlas_memory.evaluation.sampling.sample", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    code, err = refused(capsys, "generate", run)
+    assert (code, err) == (130, "atlas: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_numbers_have_the_unit_that_they_round_to() -> None:

@@ -13,6 +13,9 @@ def main() -> int:
         extras = "dashboard" if error.name == "streamlit" else "train,report"
         print(f"atlas: {error.name} is not installed: pip install 'atlas-memory[{extras}]'", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # before the command began
+        print("atlas: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

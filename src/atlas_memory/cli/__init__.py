@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -16,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
+from .loading import interrupted, loading, on_interrupt, say
 from .planning import plan
-from .quiet import quiet
 from .rules import rules
 from .text import data_app, tokenizer_app
 
@@ -68,10 +67,10 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in output_dir.")] = False,
 ) -> None:
     """Train a model on text: your own, or the Python standard library's source."""
-    quiet()
-    from atlas_memory.training.config import load_config
-    from atlas_memory.training.processes import process
-    from atlas_memory.training.trainer import train as run
+    with loading():
+        from atlas_memory.training.config import load_config
+        from atlas_memory.training.processes import process
+        from atlas_memory.training.trainer import train as run
 
     settings = load_config(config, overrides or [])
     if resume and config is None and (saved := Path(settings.output_dir) / "run.yaml").is_file():
@@ -119,11 +118,11 @@ def generate(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Write text with a trained model, as it comes."""
-    quiet()
-    from atlas_memory.evaluation.sampling import sample
-    from atlas_memory.training.runs import load_run
+    with loading():
+        from atlas_memory.evaluation.sampling import sample
+        from atlas_memory.training.runs import load_run
 
-    from .streaming import CharacterStreamer
+        from .streaming import CharacterStreamer
 
     prompt = _prompt(prompt)
     loaded = load_run(run)
@@ -141,11 +140,11 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Bits per byte of held-out text, overall and by position."""
-    quiet()
-    from atlas_memory.evaluation.perplexity import bits_per_byte, reading_length
-    from atlas_memory.training.config import RunConfig
-    from atlas_memory.training.runs import load_run
-    from atlas_memory.training.texts import text_of
+    with loading():
+        from atlas_memory.evaluation.perplexity import bits_per_byte, reading_length
+        from atlas_memory.training.config import RunConfig
+        from atlas_memory.training.runs import load_run
+        from atlas_memory.training.texts import text_of
 
     loaded = load_run(run)
     _, documents = text_of(loaded, data)
@@ -187,10 +186,10 @@ def report(
     data: Annotated[Path | None, typer.Option(help="Read all of this text, not the run's own held-out part.")] = None,
 ) -> None:
     """Evaluate runs and write RUN/report/: a page, pictures and numbers; of several, a page that compares them too."""
-    quiet()
-    from atlas_memory.report.comparison import write_comparison
-    from atlas_memory.report.report import write_report
-    from atlas_memory.report.words import amount
+    with loading():
+        from atlas_memory.report.comparison import write_comparison
+        from atlas_memory.report.report import write_report
+        from atlas_memory.report.words import amount
 
     if len(runs) > 1:
         print(f"comparison: {write_comparison(runs, data)}")
@@ -237,26 +236,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     usage_error = cast(type[Exception], typer.BadParameter.__base__)  # click's, wherever this typer keeps it
     try:
-        return app(None if arguments is None else list(arguments), standalone_mode=False) or 0
+        with on_interrupt(interrupted):
+            return app(None if arguments is None else list(arguments), standalone_mode=False) or 0
     except usage_error as error:
         message, code = cast(Any, error).format_message(), 2
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("ATLAS_TRACEBACK"):
             raise
-        from atlas_memory.training.config import ConfigError
-
-        message, code = str(error), 2 if isinstance(error, ConfigError) else 1
-    except (KeyboardInterrupt, typer.Abort):
-        message, code = "interrupted", 130
-    if message:  # none after a bare `atlas`, which has shown its help
-        _say(" ".join(message.split()))
-    return code
-
-
-def _say(message: str) -> None:
-    """An error, to standard error; to torchrun too, if it started this process, in the form that its report reads."""
-    rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    print(f"{'atlas' if count == '1' else f'atlas, process {rank} of {count}'}: {message}", file=sys.stderr)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        said = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
-        Path(report).write_text(json.dumps({"message": said}))
+        config = sys.modules.get("atlas_memory.training.config")  # not there if it is an import that failed
+        message, code = str(error), 2 if config and isinstance(error, config.ConfigError) else 1
+    except (KeyboardInterrupt, typer.Abort):  # of which has been told
+        return 130
+    return say(" ".join(message.split()), code) if message else code  # none after a bare `atlas`: help was shown

@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from .quiet import quiet
+from .loading import loading
 
 if TYPE_CHECKING:
     from atlas_memory.training.config import RunConfig
@@ -40,10 +40,10 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What a run will need, before it is run: parameters, tokens, operations, memory; with --flops, its time."""
-    quiet()
-    from atlas_memory.training.config import load_config
-    from atlas_memory.training.plan import available
-    from atlas_memory.training.plan import plan as run
+    with loading():
+        from atlas_memory.training.config import load_config
+        from atlas_memory.training.plan import available
+        from atlas_memory.training.plan import plan as run
 
     if price is not None and flops is None:
         raise typer.BadParameter("--price needs --flops, from which the time is found")

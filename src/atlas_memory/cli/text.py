@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from .quiet import quiet
+from .loading import loading
 
 if TYPE_CHECKING:
     from atlas_memory.data.sources import Source
@@ -68,9 +68,9 @@ def prepare(
     workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise.")] = os.cpu_count() or 1,
 ) -> None:
     """Tokenise text once, into a folder that training reads without loading it."""
-    quiet()
-    from atlas_memory.data.prepared import prepare as run
-    from atlas_memory.data.sources import Source
+    with loading():
+        from atlas_memory.data.prepared import prepare as run
+        from atlas_memory.data.sources import Source
 
     source = Source(sources or None, column, split, subset, streaming, documents)
     with _counting(source, "tokens") as show:
@@ -91,9 +91,9 @@ def train_(
     held_out: HeldOut = 0.1,
 ) -> None:
     """Learn a byte-level BPE tokenizer from text."""
-    quiet()
-    from atlas_memory.data.bpe import train_tokenizer
-    from atlas_memory.data.sources import Source
+    with loading():
+        from atlas_memory.data.bpe import train_tokenizer
+        from atlas_memory.data.sources import Source
 
     source = Source(sources or None, column, split, subset, streaming, documents)
     with _counting(source, "characters") as show:

@@ -1,0 +1,63 @@
+"""While a command imports what it needs, and what Ctrl-C does then and later."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Around the imports of a command, which take seconds. Third parties are kept from talking over it, then and later;
+    errors and our own warnings stay. Ctrl-C ends the process at once, since nothing has begun: an exception would come
+    up in the midst of others' code, some of which drops it."""
+    with on_interrupt(lambda *_: os._exit(say("interrupted", 130))):
+        from transformers.utils import logging as transformers_logging
+
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        logging.basicConfig(format="atlas: %(message)s", level=logging.WARNING)
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|accelerate)\.")
+        yield
+
+
+@contextmanager
+def on_interrupt(handler: Callable[..., Any]) -> Iterator[None]:
+    """Let Ctrl-C call `handler`, where it does anything and this is the main thread, which alone may say so."""
+    previous = signal.getsignal(signal.SIGINT)
+    if not callable(previous) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def interrupted(*_: object) -> None:
+    """Say so, and raise what Ctrl-C raises."""
+    raise KeyboardInterrupt(say("interrupted", 130))
+
+
+def say(message: str, code: int) -> int:
+    """An error, to standard error; to torchrun too, if it started this process, in the form that its report reads.
+    Returns `code`, that of the process."""
+    rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    print(f"{'atlas' if count == '1' else f'atlas, process {rank} of {count}'}: {message}", file=sys.stderr, flush=True)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        Path(report).write_text(json.dumps({"message": said}))
+    return code
