@@ -123,7 +123,7 @@ def test_pack_and_unpack_are_inverse() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="dim=10 with heads=4"):
         SlidingWindowAttention(10, 4, 8)
-    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="window must be an integer >= 1, got 0"):
         SlidingWindowAttention(8, 2, 0)
     layer = build(4)
     x = torch.randn(2, 3, 12, dtype=torch.float64)

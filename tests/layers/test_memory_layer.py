@@ -144,8 +144,15 @@ def test_wrong_arguments_are_named():
         NeuralMemory(8, 2, "atlass")
     with pytest.raises(ValueError, match="Window size must be an integer >= 1, got 0"):
         NeuralMemory(8, 2, window=0)
-    with pytest.raises(ValueError, match="conv_size must be >= 1"):
+    with pytest.raises(ValueError, match="conv_size must be an integer >= 1"):
         NeuralMemory(8, 2, conv_size=0)
+    for wrong in ({"dim": 8.0}, {"heads": True}, {"conv_size": 1.5}, {"key_lag": 1.0}, {"gate_rank": 1.5}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be an integer >= [01],? .*got"):
+            NeuralMemory(**{"dim": 8, "heads": 2, "rule": "titans", **wrong})
+    with pytest.raises(ValueError, match=r"x must be a tensor \[batch, time, 12\], got a list"):
+        layer("atlas")([[1.0]])
+    with pytest.raises(ValueError, match=r"mask must be a tensor \[batch, time\], got a list"):
+        layer("atlas")(torch.randn(1, 2, DIM), mask=[[1, 1]])
     with pytest.raises(ValueError, match=r"x must be \[batch, time, 12\], got \[2, 5, 11\]"):
         layer("atlas")(torch.randn(2, 5, 11))
     with pytest.raises(ValueError, match="mask"):
@@ -183,7 +190,7 @@ def test_bare_memory_with_gates_of_ones_own():
         omega(q, k, v)
     y, _ = omega(q, k, v, gates=Gates(eta=torch.full((1, 2, 5), 0.1)))
     assert y.isfinite().all()
-    with pytest.raises(ValueError, match="heads must be >= 1"):
+    with pytest.raises(ValueError, match="heads must be an integer >= 1"):
         OmegaMemory(8, 0)
 
 

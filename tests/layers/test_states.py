@@ -99,6 +99,18 @@ def test_files_across_precisions(name, tmp_path):
         assert other(torch.randn(2, 3, DIM, dtype=dtype), again)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("time", [2, 20])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_state_of_another_precision_is_read_on(name, time):
+    memory = layer(name)
+    _, state = memory(torch.randn(2, 9, DIM, dtype=torch.float64))
+    x = torch.randn(2, time, DIM, dtype=torch.float64)
+    y, after = memory(x, state)
+    again, end = memory(x, state.map(lambda t: t.float() if t.is_floating_point() else t))
+    torch.testing.assert_close(again, y, rtol=1e-4, atol=1e-5)
+    assert [t.dtype for t in end.tensors()] == [t.dtype for t in after.tensors()]
+
+
 def test_what_is_no_state_is_refused(tmp_path):
     memory = NeuralMemory(DIM, HEADS, "titans")
     y, state = memory(torch.randn(1, 5, DIM))

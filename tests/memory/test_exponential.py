@@ -156,5 +156,5 @@ def test_kernel_and_norm():
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5])
 def test_bad_horizon(bad):
-    with pytest.raises(ValueError, match="Exponential horizon must be an integer >= 1 or None"):
+    with pytest.raises(ValueError, match="Exponential horizon, if not None, must be an integer >= 1"):
         Exponential(bad)

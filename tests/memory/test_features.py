@@ -88,7 +88,7 @@ def test_bad_arguments():
     for degree in (0, -1, 1.5):
         with pytest.raises(ValueError, match="degree must be an integer >= 1"):
             Polynomial(degree)
-    with pytest.raises(ValueError, match="dim must be >= 1"):
+    with pytest.raises(ValueError, match="dim must be an integer >= 1"):
         PolynomialFeatures(0)
     with pytest.raises(ValueError, match=r"sqrt_a must have shape \[3\]"):
         Polynomial(2).expand(torch.randn(2, 2), torch.ones(2))

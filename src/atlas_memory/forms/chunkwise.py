@@ -22,6 +22,7 @@ from ..kernels import dispatch
 from ..mathematics.gates import CompleteGates, Gates
 from ..mathematics.precision import Broken, at_hand, cast, check_inputs, compute, kept_dtype, working_dtype
 from ..mathematics.rules import Params, Rule
+from ..mathematics.sizes import check_size
 from ..mathematics.state import MemoryState, initial_state
 from .bands import band, overlapping, take
 from .chunk import read_chunk
@@ -73,8 +74,8 @@ def chunkwise(
     reads and writes at the chunk's ends and 4 N (m + d) inside for gradient descent and momentum; Muon adds about
     40 m^3 / every in output space.
     """
-    if recompute is not None and recompute < 1:
-        raise ValueError(f"recompute must be a number of chunks >= 1 or None, got {recompute!r}")
+    if recompute is not None:
+        check_size("recompute, a number of chunks,", recompute)
     return compute(partial(_chunkwise, recompute, compiled, spaces, kernels), rule, params, q, k, v, gates, state)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..mathematics.optimisers import Muon
 from ..mathematics.rules import Rule
+from ..mathematics.sizes import check_size
 from .fast_newton_schulz import CACHED, gram_cost, saturated_cost, schulz_cost
 from .gram_eigenvalues import eigenvalues_cost, eigenvalues_pay
 
@@ -58,8 +59,8 @@ class Spaces:
     def __post_init__(self) -> None:
         if self.space not in (None, *SPACES):
             raise ValueError(f"space must be None or one of {', '.join(SPACES)}, got {self.space!r}")
-        if self.together is not None and self.together < 1:
-            raise ValueError(f"together must be a number of steps >= 1, got {self.together!r}")
+        if self.together is not None:
+            check_size("together, a number of steps,", self.together)
 
     def at_once(self, matrices: Tensor) -> int:
         """How many steps to compute together, for memories like ``matrices`` ``[batch, heads, rows, columns]``."""

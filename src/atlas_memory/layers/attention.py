@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..forms.bands import overlapping, take
+from ..mathematics.sizes import check_size
 from ..mathematics.state import State
 from .documents import read_documents
 from .padding import pack, unpack
@@ -137,8 +138,7 @@ class SlidingWindowAttention(_Attention):
 
     def __init__(self, dim: int, heads: int, window: int) -> None:
         super().__init__(dim, heads)
-        if window < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
+        check_size("window", window)
         self.window = window
 
     def forward(

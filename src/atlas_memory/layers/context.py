@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..forms.bands import shift_right, take
+from ..mathematics.sizes import check_size
 from ..mathematics.state import State
 from .documents import read_documents
 from .memory import LayerState, NeuralMemory
@@ -87,8 +88,7 @@ class MemoryAsContext(Stateful):
     ) -> None:
         super().__init__()
         check_heads(dim, heads)
-        if attention_window < 1:
-            raise ValueError(f"attention_window, the length of a segment, must be at least 1, got {attention_window}")
+        check_size("attention_window, the length of a segment,", attention_window)
         self.dim, self.heads, self.segment = dim, heads, attention_window
         self.persistent = PersistentTokens(persistent_tokens, dim) if persistent_tokens else None
         self.memory = NeuralMemory(dim, heads, eps=eps, **memory)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..forms.bands import take
 from ..mathematics.functions import call
+from ..mathematics.sizes import check_size
 
 
 class ShortConvolution(nn.Module):
@@ -21,8 +22,7 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, size: int = 4) -> None:
         super().__init__()
-        if size < 1:
-            raise ValueError(f"conv_size must be >= 1, got {size}")
+        check_size("conv_size", size)
         self.size = size
         self.weight = nn.Parameter(torch.empty(channels, size))
         self.reset_parameters()

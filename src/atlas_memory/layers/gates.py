@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..mathematics.sizes import check_size
 from ..memory import Gates, Rule
 
 START_ETA, START_THETA, SPREAD = 0.95, 0.2, 0.2
@@ -47,8 +48,8 @@ class GateProjection(nn.Module):
     def __init__(self, dim: int, heads: int, rule: Rule, rank: int | None = None) -> None:
         super().__init__()
         self.heads, self.dim = heads, dim
-        if rank is not None and rank < 1:
-            raise ValueError(f"gate_rank must be >= 1, got {rank}")
+        if rank is not None:
+            check_size("gate_rank", rank)
         if rank is not None and rule.optimiser.mixes_rows:
             raise ValueError(
                 f"gate_rank={rank} makes gates channel-wise, but {type(rule.optimiser).__name__} mixes the rows of a "

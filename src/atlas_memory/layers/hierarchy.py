@@ -19,6 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..mathematics.precision import cast as cast_to
+from ..mathematics.precision import kept_dtype
+from ..mathematics.sizes import check_size
 from ..mathematics.state import State
 from ..memory import Gates, MemoryState, Rule, initial_state, resolve_rule
 from .gates import GateProjection
@@ -61,8 +64,7 @@ class Hierarchy:
         object.__setattr__(self, "local_chunks", tuple(self.local_chunks))
         sizes = [("global_chunk", self.global_chunk), ("shard", self.shard)]
         for name, value in sizes + [("each of local_chunks", c) for c in self.local_chunks]:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"hierarchy {name} must be a whole number of at least 1, got {value!r}")
+            check_size(f"hierarchy {name}", value)
         for chunk in self.local_chunks:
             if self.shard % chunk:
                 raise ValueError(
@@ -219,6 +221,7 @@ class HierarchicalMemory(Stateful):
                 f"got eta of shape {list(gates.eta.shape)}"
             )
         self.check_state(state, HierarchicalState)
+        state = None if state is None else state.map(cast_to(kept_dtype(q)))
         if state is not None and len(state.memories) != len(self.members):
             raise ValueError(
                 f"state has {len(state.memories)} memories, this hierarchy {len(self.members)}: it is another layer's"

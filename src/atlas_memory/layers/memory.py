@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..forms.chunkwise import Reading, begin, end, read_on
 from ..mathematics.precision import kept_dtype
+from ..mathematics.sizes import check_heads, check_size
 from ..mathematics.state import State
 from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
 from .convolution import ShortConvolution
@@ -94,12 +95,12 @@ class NeuralMemory(Stateful):
         hierarchy: Hierarchy | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if heads < 1 or dim < 1 or dim % heads:
-            raise ValueError(f"dim must be a positive multiple of heads, got dim={dim} and heads={heads}")
-        if not 0 <= key_lag < max(conv_size, 1):
+        check_heads(dim, heads)
+        check_size("conv_size", conv_size)
+        if isinstance(key_lag, bool) or not isinstance(key_lag, int) or not 0 <= key_lag < conv_size:
             raise ValueError(
-                f"key_lag must be at least 0 and below conv_size={conv_size}, since the convolution makes the lag; got "
-                f"{key_lag}"
+                f"key_lag must be an integer >= 0 and below conv_size={conv_size}, since the convolution makes the "
+                f"lag; got {key_lag!r}"
             )
         self.dim, self.heads, self.key_lag = dim, heads, key_lag
         self.memory: OmegaMemory | HierarchicalMemory

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..mathematics.sizes import check_size
+
 
 class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))` (Shazeer 2020, Eq. 6), `[..., dim]` to `[..., dim]`."""
@@ -70,8 +72,7 @@ class ContinuumMLP(nn.Module):
     def __init__(self, dim: int, hidden: int, periods: Sequence[int] = (1, 4, 16), eps: float = 1e-6) -> None:
         super().__init__()
         for name, value in (("dim", dim), ("hidden", hidden), *(("every entry of periods", p) for p in periods)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+            check_size(name, value)
         self.periods = tuple(periods)
         if not self.periods:
             raise ValueError("periods is empty: give one number of steps for each level, such as (1, 4, 16)")

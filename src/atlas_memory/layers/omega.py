@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..mathematics.sizes import check_size
 from ..memory import (
     Gates,
     MemoryState,
@@ -63,8 +64,7 @@ class OmegaMemory(Stateful):
     ) -> None:
         super().__init__()
         for name, value in (("dim", dim), ("heads", heads)):
-            if value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
+            check_size(name, value)
         self.dim, self.heads = dim, heads
         self.rule = resolve_rule(rule, window, chunk_size)
         self.initial = nn.ParameterList(torch.empty(heads, *shape) for shape in self.rule.shapes(dim))
@@ -193,8 +193,8 @@ def set_execution(module: nn.Module, *, recompute: int | None = None, compiled: 
     Raises:
         ValueError: ``recompute`` below 1, or a module without memories to set.
     """
-    if recompute is not None and recompute < 1:
-        raise ValueError(f"recompute must be a number of chunks >= 1 or None, got {recompute!r}")
+    if recompute is not None:
+        check_size("recompute, a number of chunks,", recompute)
     memories = [m for m in module.modules() if isinstance(m, OmegaMemory)]
     if not memories:
         raise ValueError(f"{type(module).__name__} has no memory whose execution could be set")

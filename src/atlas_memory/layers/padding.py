@@ -26,6 +26,8 @@ def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ValueError: mask is not of shape `[batch, time]`, or (seen on a CPU only) has negative numbers or NaN, as masks
             have that are added to scores of attention.
     """
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"mask must be a tensor [batch, time], got a {type(mask).__name__}")
     if mask.shape != x.shape[:2]:
         raise ValueError(
             f"mask has shape {list(mask.shape)} but x has [batch, time] = {list(x.shape[:2])}; "

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..mathematics.sizes import check_size
+
 
 def rotary(positions: Tensor, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[..., width / 2]` of integer positions `[...]`, in like's dtype but at least float32."""
@@ -20,8 +22,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def check_heads(dim: int, heads: int) -> None:
     """Raise ValueError unless `dim` divides into `heads` heads of an even width, whose channels form pairs."""
-    if heads < 1 or dim < 1 or dim % (2 * heads):
+    check_size("heads", heads)
+    check_size("dim", dim)
+    if dim % (2 * heads):
         raise ValueError(
             f"dim={dim} with heads={heads}: rotary attention needs heads of an even width; "
-            f"choose dim as a multiple of {2 * max(heads, 1)}"
+            f"choose dim as a multiple of {2 * heads}"
         )

@@ -16,7 +16,6 @@ as many heads. Errors see what the chunk has written to the last matrices, and m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -32,7 +31,8 @@ from ..forms.counterparts import has_chunks
 from ..forms.grid import Grid
 from ..forms.incremental import read_out
 from ..forms.parts import Chunk, Held
-from ..mathematics.precision import check_inputs, kept_dtype
+from ..mathematics.precision import cast, check_inputs, kept_dtype
+from ..mathematics.sizes import check_heads
 from ..memory import (
     Gates,
     MemoryState,
@@ -140,8 +140,7 @@ class SelfModifyingMemory(Stateful):
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        if heads < 1 or dim < 1 or dim % heads:
-            raise ValueError(f"dim must be a positive multiple of heads, got dim={dim} and heads={heads}")
+        check_heads(dim, heads)
         self.dim, self.heads = dim, heads
         self.memory = OmegaMemory(dim // heads, len(MEMORIES) * heads, rule, None, chunk_size, gates=False)
         check_rule(self.rule)
@@ -203,6 +202,7 @@ class SelfModifyingMemory(Stateful):
         with torch.autocast(x.device.type, enabled=False):
             asked = _for_all(q)
             memory = initial_state(self.rule, self.memory.params.initial, asked) if state is None else state.memory
+            memory = memory.map(cast(kept_dtype(x)))
             check_inputs(self.rule, self.memory.params, asked, asked, asked, Gates(asked[..., 0]), memory)
             if not self.writes:
                 y = _answer(self.memory.retrieve(asked, memory), self.heads)
@@ -221,7 +221,7 @@ class SelfModifyingMemory(Stateful):
         rule, chunk, time = self.rule, self.rule.window.chunk, u.shape[-2]
         if time == 0:
             return q, state
-        params = self.memory.params.map(_to(u.dtype))
+        params = self.memory.params.map(cast(u.dtype))
         phase = None if aligned else state.seen % chunk
         grid = Grid(chunk, time, phase, length)
         inside = grid.inside(u.device).unflatten(-1, (grid.count, chunk))[:, None]
@@ -344,7 +344,3 @@ def check_rule(rule: Rule) -> None:
 def _for_all(x: Tensor) -> Tensor:
     """``[batch, heads, ...]`` -> ``[batch, 5 heads, ...]``: the same for the five memories of a head."""
     return x.repeat(1, len(MEMORIES), *(1,) * (x.dim() - 2))
-
-
-def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda t: t.to(dtype)

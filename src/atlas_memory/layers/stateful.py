@@ -35,6 +35,8 @@ class Stateful(nn.Module):
 
     def check_x(self, x: Tensor, weight: Tensor) -> None:
         """Raise ValueError unless x is ``[batch, time, dim]`` and can be multiplied by ``weight``."""
+        if not isinstance(x, Tensor):
+            raise ValueError(f"x must be a tensor [batch, time, {self.dim}], got {_brief(x)}")
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be [batch, time, {self.dim}], got {list(x.shape)}")
         if not x.is_floating_point():

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .functions import call
+from .sizes import check_size
 
 
 def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -114,8 +115,7 @@ class Polynomial(WithEntries):
     degree: int = 2
 
     def __post_init__(self) -> None:
-        if not isinstance(self.degree, int) or self.degree < 1:
-            raise ValueError(f"Polynomial degree must be an integer >= 1, got {self.degree!r}")
+        check_size("Polynomial degree", self.degree)
 
     def size(self, dim: int) -> int:
         """Number of monomials, C(dim + degree, degree)."""
@@ -187,8 +187,8 @@ class Exponential:
     endless = True
 
     def __post_init__(self) -> None:
-        if self.horizon is not None and (not isinstance(self.horizon, int) or self.horizon < 1):
-            raise ValueError(f"Exponential horizon must be an integer >= 1 or None, got {self.horizon!r}")
+        if self.horizon is not None:
+            check_size("Exponential horizon, if not None,", self.horizon)
 
     def size(self, dim: int) -> int:
         """Columns before the first token: those of M_0."""
@@ -272,8 +272,7 @@ class PolynomialFeatures(nn.Module):
 
     def __init__(self, dim: int, degree: int = 2) -> None:
         super().__init__()
-        if dim < 1:
-            raise ValueError(f"dim must be >= 1, got {dim}")
+        check_size("dim", dim)
         self.dim = dim
         self.map = Polynomial(degree)
         self.sqrt_a = nn.Parameter(self.map.initial_sqrt_a().to(torch.get_default_dtype()))

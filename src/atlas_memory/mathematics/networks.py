@@ -29,6 +29,7 @@ from torch import Tensor
 
 from .activations import ACTIVATIONS, with_slope
 from .functions import largest
+from .sizes import check_size
 
 Apply = Callable[[int, Tensor], Tensor]
 """A pass through one matrix: the function of (l, u) that gives W_l phi(u) where matrix l is lifted, else W_l u."""
@@ -342,9 +343,7 @@ def _layer_norm_vjp(x: Tensor, norm: Norm | None, error: Tensor) -> Tensor:
 
 def _check(network: MLP | GatedMLP, *sizes: str) -> None:
     for name in sizes:
-        value = getattr(network, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{type(network).__name__} {name} must be an integer >= 1, got {value!r}")
+        check_size(f"{type(network).__name__} {name}", getattr(network, name))
     if network.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"{type(network).__name__} activation must be one of {known}, got {network.activation!r}")

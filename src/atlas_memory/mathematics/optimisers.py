@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from .gates import pick, rows
+from .sizes import check_size
 from .step import At, InnerOptimiser, Rates, Sums, over
 
 
@@ -142,8 +143,8 @@ class Muon(InnerOptimiser):
     def __post_init__(self) -> None:
         for name in ("steps", "every"):
             value = getattr(self, name)
-            if not (value is None and name == "every") and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"Muon {name} must be an integer >= 1, got {value!r}")
+            if not (value is None and name == "every"):
+                check_size(f"Muon {name}", value)
         if not self.limit > 0:
             raise ValueError(f"Muon limit must be > 0, got {self.limit!r}")
         if self.shows and not self.bounded:

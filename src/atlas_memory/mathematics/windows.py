@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .sizes import check_size
+
 
 @dataclass(frozen=True)
 class Window:
@@ -27,8 +29,6 @@ class Window:
 
     def __post_init__(self) -> None:
         for name in ("size", "chunk"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Window {name} must be an integer >= 1, got {value!r}")
+            check_size(f"Window {name}", getattr(self, name))
         if self.read not in ("after", "before", "frozen"):
             raise ValueError(f"Window read must be 'after', 'before' or 'frozen', got {self.read!r}")
