@@ -3,7 +3,6 @@ saved."""
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,18 +12,10 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from atlas_memory.data.sources import is_dataset_name
+from atlas_memory.training.names import nearest
 
 CONFIGS = Path(__file__).with_name("configs")
 """Runs of the larger presets, by their names."""
-_ELSEWHERE = {
-    "train.steps": ("epochs", "num_epochs", "num_train_epochs", "max_steps"),
-    "data.path": ("dataset", "file"),
-    "model.num_hidden_layers": ("layers", "num_layers", "n_layer", "depth"),
-    "model.num_attention_heads": ("heads", "num_heads", "n_head"),
-    "model.hidden_size": ("dim", "width", "d_model", "n_embd"),
-    "output_dir": ("out", "output"),
-}
-"""What other programs call a key."""
 
 
 class ConfigError(ValueError):
@@ -313,27 +304,6 @@ def _explain(error: ValidationError) -> str:
         return f"unknown key {key} (={first['input']!r}){nearest(key, keys(RunConfig))}"
     message = first["msg"][0].lower() + first["msg"][1:]
     return f"{key}={first['input']!r}: {message}"
-
-
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """A remedy to append to "unknown name": the closest known name, or all of them.
-
-    That is, what other programs call so; of the same section's names the closest, or the one of which it is the
-    initials (`train.lr`); the same name, or the initials, in another section; and where there is no such section, the
-    closest of all.
-    """
-    known = sorted(known)
-    section, _, last = name.rpartition(".")
-    within = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
-    close = [key for key, names in _ELSEWHERE.items() if last in names]
-    close += [within[word] for word in difflib.get_close_matches(last, within, n=1)]
-    others = [(k.rpartition(".")[2], k) for k in (*within.values(), *known)]
-    close += [k for word, k in others if last in (word, "".join(part[:1] for part in word.split("_")))]
-    if not section or not within:
-        close += difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; known: {', '.join(within.values() if section and within else known)}"
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

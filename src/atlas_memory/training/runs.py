@@ -19,8 +19,9 @@ from transformers import AutoTokenizer
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.training import sharded
 from atlas_memory.training.checkpoints import DIGESTS, WEIGHTS, broken, newest_checkpoint, newest_step, number, shapes
-from atlas_memory.training.config import ConfigError, RunConfig, load_config, nearest
+from atlas_memory.training.config import ConfigError, RunConfig, load_config
 from atlas_memory.training.finite import finite
+from atlas_memory.training.names import nearest
 
 
 def model_config(config: RunConfig, tokenizer: Any, first: AtlasConfig | None = None) -> AtlasConfig:
