@@ -55,6 +55,7 @@ def test_the_demo_is_valid() -> None:
         ("train.steps", "'train.steps' is not of the form key=value"),
         ("=3", "'=3' is not of the form key=value"),
         ("train.steps=[1", "the value is not YAML"),
+        ("data.lengths={3: 512, 3: 1024}", r"the value is not YAML \(line 1: 3 stands twice: keep one\)"),
         ("output_dir.name=3", r"output_dir is a value \('runs/x'\), not a section"),
     ],
 )
@@ -68,6 +69,11 @@ def test_wrong_overrides(override: str, message: str) -> None:
     ("text", "message"),
     [
         ("a: [", r"is not a YAML file \(line"),
+        (
+            "train:\n  steps: 3\n  seed: 1\n  'steps': 5\n",
+            r"\(line 4: steps stands twice: keep one\)",
+        ),
+        ("train: {}\ntrain: {}\n", r"\(line 2: train stands twice"),
         ("- 1", "must hold keys and values, not a list"),
         ("a: 1", "unknown key a"),
     ],

@@ -22,6 +22,18 @@ class ConfigError(ValueError):
     """A run description that cannot be used; the message is one line."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which no key stands twice; PyYAML takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node, seen = super().compose_mapping_node(anchor), set()
+        for key, _ in node.value:
+            if (key.tag, str(key.value)) in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} stands twice: keep one", problem_mark=key.start_mark)
+            seen.add((key.tag, str(key.value)))
+        return node
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -260,29 +272,33 @@ def _value(key: str, text: str) -> Any:
         section = getattr(section.model_fields.get(part), "annotation", None)
         takes_text = not name and (section is str or str in typing.get_args(section))
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         if takes_text:
             return text
-        raise ConfigError(f"override {f'{key}={text}'!r}: the value is not YAML") from error
+        raise ConfigError(f"override {f'{key}={text}'!r}: the value is not YAML{_place(error)}") from error
     return value if not takes_text or value is None or isinstance(value, str | list) else text
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         ours = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
         raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}; by name there are {ours}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1})" if mark else ""
-        raise ConfigError(f"config {str(path)!r} is not a YAML file{where}") from error
+        raise ConfigError(f"config {str(path)!r} is not a YAML file{_place(error)}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"config {str(path)!r} must hold keys and values, not a {type(tree).__name__}")
     return tree
+
+
+def _place(error: Exception) -> str:
+    """Where in a YAML text something is wrong, and what."""
+    mark = getattr(error, "problem_mark", None)
+    return f" (line {mark.line + 1}: {getattr(error, 'problem', None)})" if mark else ""
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
