@@ -47,6 +47,15 @@ def test_the_demo_is_valid() -> None:
         ("train.lr=3", r"unknown key train.lr \(=3\); did you mean train.learning_rate\?"),
         ("train.zebra=3", r"unknown key train.zebra \(=3\); known: train.alarm_webhook, train.batch_size"),
         ("train.steps=many", "train.steps='many': input should be a valid integer"),
+        ("train.steps=true", "train.steps=True: input should not be true"),
+        ("train.gate_rate=true", "train.gate_rate=True: input should not be true"),
+        ("train.seed=4294967296", "train.seed=4294967296: input should be less than 4294967296"),
+        ("trian.steps=3", r"unknown section trian; did you mean train\?"),
+        (
+            "data.lengths={20:64}",
+            r"unable to parse string as an integer; write {500: 512}, with a space behind the colon",
+        ),
+        ("data.lengths=20:64", r"write {500: 512}, with a space"),
         ("train.steps=0", "train.steps=0: input should be greater than or equal to 1"),
         ("train.learning_rate=.nan", "train.learning_rate=nan: input should be a finite number"),
         ("train.device=tpu", "train.device='tpu': input should be 'auto', 'cpu' or 'cuda'"),
@@ -76,6 +85,9 @@ def test_wrong_overrides(override: str, message: str) -> None:
         ("train: {}\ntrain: {}\n", r"\(line 2: train stands twice"),
         ("- 1", "must hold keys and values, not a list"),
         ("a: 1", "unknown key a"),
+        ("train.steps: 3", "train.steps has a dot, and files have sections: write train: {steps: 3}"),
+        ("train: {seed.x: 3}", "train.seed.x has a dot, and files have sections"),
+        ("trian: {steps: 3}", r"unknown section trian; did you mean train\?"),
     ],
 )
 def test_wrong_files(tmp_path, text: str, message: str) -> None:

@@ -3,13 +3,15 @@ saved."""
 
 from __future__ import annotations
 
+import difflib
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from atlas_memory.data.sources import is_dataset_name
 from atlas_memory.training.names import nearest
@@ -36,6 +38,14 @@ class _Loader(yaml.SafeLoader):
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_one(cls, value: Any, field: ValidationInfo) -> Any:
+        kind = cls.model_fields[str(field.field_name)].annotation
+        if value is True and bool not in (kind, *typing.get_args(kind)):
+            raise PydanticCustomError("true", "input should not be true")
+        return value
 
 
 class ModelSection(_Section):
@@ -136,7 +146,7 @@ class TrainSection(_Section):
     compiled: bool = False  # what happens in a memory's chunk, when training begins
     fsdp: bool = False  # shard weights and optimiser among the processes of torchrun
     report_to: Annotated[list[str], BeforeValidator(lambda names: [names] if isinstance(names, str) else names)] = []
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     threads: int | None = Field(default=None, ge=1)  # None: PyTorch's default
     device: Literal["auto", "cpu", "cuda"] = "auto"
     bf16: bool | None = None  # None: on a CUDA device that has it
@@ -317,9 +327,15 @@ def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
+        section, dot, name = str(first["loc"][-1]).partition(".")
+        if dot:
+            return f"{key} has a dot, and files have sections: write {section}: {{{name}: {first['input']}}}"
+        if isinstance(first["input"], dict) and (meant := difflib.get_close_matches(key, RunConfig.model_fields, 1)):
+            return f"unknown section {key}; did you mean {meant[0]}?"
         return f"unknown key {key} (={first['input']!r}){nearest(key, keys(RunConfig))}"
     message = first["msg"][0].lower() + first["msg"][1:]
-    return f"{key}={first['input']!r}: {message}"
+    remedy = "; write {500: 512}, with a space behind the colon" if key.startswith("data.lengths") else ""
+    return f"{key}={first['input']!r}: {message}{remedy}"
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
