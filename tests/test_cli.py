@@ -88,7 +88,6 @@ def test_generate(run, capsys) -> None:
     likeliest = capsys.readouterr().out
     assert main(["generate", str(run), "--top-p", "1e-6", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out == likeliest
-    assert refused(capsys, "generate", run, "--top-p", "2")[0] == 2
 
 
 def test_text_is_shown_character_by_character(capsys) -> None:
@@ -101,6 +100,15 @@ def test_text_is_shown_character_by_character(capsys) -> None:
     streamer.put(torch.tensor([226]))  # the first of three bytes, and no more
     streamer.end()
     assert shown + capsys.readouterr().out == text + "\ufffd\n"
+
+
+def test_control_characters_are_shown_on_a_terminal_and_piped_as_they_are(capsys, monkeypatch) -> None:
+    streamer, text = CharacterStreamer(byte_tokenizer()), "a\tb\nc\x1b[2J\r\x9bé"
+    for shown in (text, "a\tb\nc\\x1b[2J\\x0d\\x9bé"):
+        streamer.put(torch.tensor(list(text.encode())))
+        streamer.end()
+        assert capsys.readouterr().out == shown + "\n"
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
 
 
 def test_a_process_of_its_own_is_quiet(run) -> None:
@@ -121,6 +129,8 @@ def test_evaluate(run, capsys) -> None:
     text = run.parent / "corpus" / "3.txt"
     assert main(["evaluate", str(run), "--data", str(text), "--length", "50", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["memory_on"]["bytes"] == text.stat().st_size
+    assert main(["evaluate", str(run), "--streams", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["margin"]["standard_error"] is None
     assert main(["evaluate", str(run), "--streams", "2"]) == 0
     assert "writes off" in capsys.readouterr().out
 
@@ -205,7 +215,13 @@ def test_a_prompt_that_is_no_text(run, capsys, monkeypatch) -> None:
         (["train", "data.path=123"], "data.path='123' does not exist"),
         (["train", "data.path=odd: name"], "data.path='odd: name' does not exist"),
         (["train", "data.path=*.none"], "data.path='*.none': no file fits this pattern"),
-        (["generate", "x", "--temperature", "0"], "0 is not above 0: take --greedy"),
+        (["generate", "x", "--temperature", "0"], "0 is not from 1e-6 on: take --greedy"),
+        (["generate", "x", "--temperature", "nan"], "nan is not from 1e-6 on"),
+        (["generate", "x", "--temperature", "inf"], "inf is not from 1e-6 on"),
+        (["generate", "x", "--top-p", "2"], "2"),
+        (["generate", "x", "--top-k", "many"], "many"),
+        (["generate", "x", "--seed", "99999999999999999999999"], "99999999999999999999999"),
+        (["generate", "x", "--greedy", "--top-p", "0.9"], "--greedy draws nothing: leave out --temperature, --top-k"),
         (["train", "train.epochs=3"], "did you mean train.steps?"),
         (["train", "train.num_epochs=3"], "did you mean train.steps?"),
         (["train", "data.dataset=x"], "did you mean data.path?"),

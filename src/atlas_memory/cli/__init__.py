@@ -88,8 +88,8 @@ def train(
 
 
 def _above_zero(temperature: float) -> float:
-    if temperature < 1e-6:
-        raise typer.BadParameter(f"{temperature:g} is not above 0: take --greedy for always the likeliest token")
+    if not 1e-6 <= temperature < float("inf"):
+        raise typer.BadParameter(f"{temperature:g} is not from 1e-6 on: take --greedy for always the likeliest token")
     return temperature
 
 
@@ -115,7 +115,7 @@ def generate(
         float, typer.Option(min=1e-6, max=1.0, help="and of these from the fewest that have this share of all.")
     ] = 1.0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1)] = 0,
 ) -> None:
     """Write text with a trained model, as it comes."""
     with loading():
@@ -124,6 +124,8 @@ def generate(
 
         from .streaming import CharacterStreamer
 
+    if greedy and (temperature, top_k, top_p) != (0.8, 40, 1.0):
+        raise typer.BadParameter("--greedy draws nothing: leave out --temperature, --top-k and --top-p, or --greedy")
     prompt = _prompt(prompt)
     loaded = load_run(run)
     shown = CharacterStreamer(loaded.tokenizer, skip_special_tokens=True)
@@ -159,7 +161,8 @@ def evaluate(
     if as_json:
         found: dict[str, Any] = {name: score.to_dict() for name, score in scores.items()}
         if margin is not None:
-            found["margin"] = {"bits_per_byte": margin[0], "standard_error": margin[1]}
+            error = margin[1] if len(scores["memory_on"].bits) > 1 else None
+            found["margin"] = {"bits_per_byte": margin[0], "standard_error": error}
         print(json.dumps(found, indent=2))
     else:
         _show(scores, margin)
@@ -240,6 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return app(None if arguments is None else list(arguments), standalone_mode=False) or 0
     except usage_error as error:
         message, code = cast(Any, error).format_message(), 2
+        for wrong in getattr(error.__cause__, "errors", list)():  # pydantic's, by which typer reads values
+            message += f", not {wrong['input']!r}"
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("ATLAS_TRACEBACK"):
             raise

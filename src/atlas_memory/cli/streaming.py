@@ -1,5 +1,7 @@
 """Text shown while it is written."""
 
+import re
+import sys
 from typing import cast
 
 from torch import Tensor
@@ -10,6 +12,12 @@ CONTEXT, AT_MOST = 8, 64  # tokens that are decoded again: behind the last ones,
 
 class CharacterStreamer(TextStreamer):
     """Prints every character as soon as its last token is there; transformers' own waits for the end of a word."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print `text`; on a terminal, without what would move its cursor or change its colours."""
+        if sys.stdout.isatty():
+            text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+        super().on_finalized_text(text, stream_end)
 
     def put(self, value: Tensor) -> None:
         """Print what the tokens `value` of one text add to it."""
