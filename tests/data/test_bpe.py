@@ -45,6 +45,7 @@ def test_a_run_reads_with_it(tmp_path, capsys) -> None:
     "options,message",
     [
         (["--vocab-size", "257"], "vocab_size=257 must be at least 258: every byte, <|endoftext|> and <|pad|>"),
+        (["--out", "a.jsonl"], "is a file: choose a folder to write to"),
         (["--out", "."], "is not empty: choose another folder to write to"),
         (["--column", "body"], "has no column 'body'"),
     ],

@@ -68,6 +68,16 @@ def test_rows_without_text_are_skipped(tables) -> None:
     (tables / "c.jsonl").write_text('{"text": "a b"}\n{"text": null}\n{"text": " "}\n{"text": "a b"}\n{"text": "c"}\n')
     source = Source(str(tables / "c.jsonl"))
     assert [d.text for d in source.documents()] == ["a b", "c"] and source.skipped == 3
+    assert source.first_skipped == ["c.jsonl:2", "c.jsonl:3", "c.jsonl:4"]  # lines, as an editor counts them
+
+
+@pytest.mark.parametrize("path", ["texts/*.*", ["texts/03.txt", "texts/empty.txt", "texts", "texts/03.txt"]])
+def test_files_of_several_that_are_empty_or_named_twice_are_left_out(tables, monkeypatch, caplog, path) -> None:
+    monkeypatch.chdir(tables)
+    for name in ("empty.txt", "empty.jsonl"):
+        (tables / "texts" / name).touch()
+    assert sorted(d.text for d in Source(path).documents()) == sorted(TEXTS)
+    assert "texts/empty.txt is left out: it is empty, or a copy of another" in caplog.text
 
 
 def test_large_files_in_parts(tmp_path) -> None:

@@ -1,5 +1,6 @@
 """What a user may get wrong: each mistake is one line that names it, and no folder is left behind."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def wrong(tmp_path) -> Path:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").touch()
     (tmp_path / "blank.txt").write_text(" \n\n")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "text.txt.gz").write_bytes(gzip.compress(b"a text " * 100))
+    (tmp_path / "halved").mkdir()
+    for name in ("tokens.bin", "starts.npy"):
+        (tmp_path / "halved" / name).write_bytes(b"words" * 100)
     (tmp_path / "binary.bin").write_bytes(bytes(range(256)) * 10)
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1") * 100)
     (tmp_path / "short.txt").write_text("a few words")
@@ -39,7 +45,12 @@ def wrong(tmp_path) -> Path:
         ("data.path={}/empty.txt", "is empty"),
         ("data.path={}/blank.txt", "is empty"),
         ("data.path={}/binary.bin", "is not UTF-8 text"),
-        ("data.path={}/latin.txt", "is not UTF-8 text"),
+        ("data.path={}/latin.txt", "is not UTF-8 text: convert it first, for example with iconv -t utf-8"),
+        ("data.path=[{0}/line.txt, {0}/latin.txt]", "latin.txt' is not UTF-8 text: convert it"),
+        ("data.path={}/text.txt.gz", "is not UTF-8 text: unpack it first"),
+        ("data.path=[{0}/empty.txt, {0}/blank.txt]", "no text in"),
+        ("data.path={}/empty.jsonl", "empty.jsonl' is empty"),
+        ("data.path={}/halved", "is a prepared folder without its prepared.json: prepare it again"),
         ("data.path={}/short.txt", "lower data.seq_len"),
         ("data.path={}/none.txt", "does not exist"),
         ("data.path={}/*.md", "no file fits this pattern"),
@@ -48,7 +59,7 @@ def wrong(tmp_path) -> Path:
         ("data.path={}/broken.jsonl", "is damaged or no table of text"),
         ("data.path={}/broken.parquet", "broken.parquet'"),
         ("data.tokenizer={}/tokenizer", "could not be loaded"),
-        ("data.tokenizer={}/endless", "has no end-of-text token"),
+        ("data.tokenizer={}/endless", "name one of its tokens as eos_token in its tokenizer_config.json"),
         ("data.tokenizer={}/nowhere", "does not exist"),
         ("data.order=streams", "input should be 'stream', 'packed' or 'crops'"),
         ("data.held_out=1", "data.held_out=1: input should be less than 1"),

@@ -140,6 +140,8 @@ class Source:
         root = Path(place).expanduser()
         if (root / PREPARED).is_file():
             raise ValueError(f"data.path: {place!r} is a prepared folder, which is no part of a text: name it alone")
+        if (root / "tokens.bin").is_file() and (root / "starts.npy").is_file():
+            raise ValueError(f"data.path={place!r} is a prepared folder without its {PREPARED}: prepare it again")
         if root.is_dir() and not _is_saved_dataset(root):
             found = self._files(root, list(_walk(root, frozenset())))
         elif root.is_dir():
@@ -170,7 +172,7 @@ class Source:
         self.read = before + _size(path)
 
     def _documents_of(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
-        if path.suffix in _BUILDERS:
+        if path.suffix in _BUILDERS and _size(path):
             try:
                 rows = self._rows(str(path), name, path.suffix)
                 yield from rows if alone or path.suffix != ".json" else list(rows)
@@ -183,13 +185,17 @@ class Source:
                 self.read += len(text)
                 self._say_if_it_has_tags(path)
                 if i == 0 and not self._is_new(text, name):  # a copy of another file, or of nothing
-                    if alone:
-                        raise ValueError(f"data.path={str(path)!r} is empty, or a copy of another")
+                    if alone and path == Path(str(self)).expanduser():
+                        raise ValueError(f"data.path={str(path)!r} is empty")
+                    if alone and self.skipped <= _NAMED:
+                        logger.warning("%s is left out: it is empty, or a copy of another", path)
                     return
                 yield Document(name, text, i > 0)
         except UnicodeDecodeError as error:
             if alone:
-                raise ValueError(f"data.path={str(path)!r} is not UTF-8 text") from error
+                packed = path.suffix in (".gz", ".zip", ".bz2", ".xz", ".zst")
+                remedy = "unpack it first" if packed else "convert it first, for example with iconv -t utf-8"
+                raise ValueError(f"data.path={str(path)!r} is not UTF-8 text: {remedy}") from error
             self._skip(name)
         except OSError as error:
             if alone:
@@ -205,10 +211,10 @@ class Source:
                 )
             text = row[self.column]
             if not isinstance(text, str):
-                self._skip(f"{name}:{i}")
+                self._skip(f"{name}:{i + 1}")
                 continue
             self.read = min(size, self.read + len(text))
-            if self._is_new(text, f"{name}:{i}"):
+            if self._is_new(text, f"{name}:{i + 1}"):  # people count from one; the name decides what is held out
                 yield Document(f"{name}:{i}", text)
 
     def _dataset(self, place: str, ending: str | None) -> Any:

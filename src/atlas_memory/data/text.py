@@ -76,5 +76,5 @@ def _split_by_name(documents: list[Document], share: float) -> tuple[tuple[Docum
 def _split_by_position(document: Document, share: float) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
     cut = len(document.text) - max(1, int(len(document.text) * share))
     if cut == 0:
-        raise ValueError(f"{document.name!r} holds one character: too short to train on and to hold out from")
+        raise ValueError(f"the text is one character, {document.text!r}: too short to train on and to hold out from")
     return (Document(document.name, document.text[:cut]),), (Document(document.name, document.text[cut:]),)

@@ -68,7 +68,10 @@ def load_tokenizer(name: str) -> Any:
     if not tokenizer.is_fast:
         raise ValueError(f"data.tokenizer={name!r} has no fast (tokenizers) version, which is needed to count bytes")
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"data.tokenizer={name!r} has no end-of-text token to put between documents")
+        raise ValueError(
+            f"data.tokenizer={name!r} has no end-of-text token to put between documents: name one of its tokens as "
+            "eos_token in its tokenizer_config.json, or take another"
+        )
     return tokenizer
 
 
