@@ -170,6 +170,18 @@ def test_what_is_skipped_is_named(tables) -> None:
     )
 
 
+def test_options_without_an_effect_are_named(tables) -> None:
+    options = {"column": "id", "split": "test", "streaming": True}
+    said = "; data.{}={!r} has no effect on such text"
+    for path, asked in (("texts", ""), ("b.csv", "column"), ("splits", "column split"), ("saved", "column")):
+        (tables / "b.csv").write_text("id,body\nfine,1\n")
+        source = Source(str(tables / path), **options)
+        list(source.documents())
+        for name, value in options.items():
+            assert (said.format(name, value) in source.remarks()) == (name not in asked.split())
+    assert Corpus.load(tables / "texts").remarks == ""
+
+
 def test_a_page_is_read_with_its_tags_and_that_is_said(tables, caplog) -> None:
     (tables / "page.html").write_text("<p>text</p>")
     assert [d.text for d in Source(str(tables / "page.html")).documents()] == ["<p>text</p>"]

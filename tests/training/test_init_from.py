@@ -39,6 +39,11 @@ def test_smaller_local_chunks_from_the_command_line(stage1, tmp_path) -> None:
     assert train(settings(tmp_path, *more, "train.steps=7"), resume=True).steps == 7
 
 
+def test_what_the_preset_is_for_is_said(stage1, tmp_path, capsys) -> None:
+    train(settings(tmp_path, "model.rule=tnt", f"model.init_from={stage1}", "train.steps=1"))
+    assert f"model: {stage1} (of preset nano no more than the learning rate), " in capsys.readouterr().err
+
+
 def test_a_run_goes_on_without_the_model_it_began_with(stage1, tmp_path) -> None:
     first = tmp_path / "first"
     shutil.copytree(stage1, first)

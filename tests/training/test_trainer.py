@@ -184,6 +184,9 @@ def test_only_one_process_writes_a_run(copy) -> None:
 def test_another_run_is_no_resumption(copy) -> None:
     with pytest.raises(ConfigError, match=r"data.seq_len is 8, but the run to resume has 16"):
         resume(copy, "data.seq_len=8")
+    with pytest.raises(ConfigError, match=r"model.window is 2, but the run to resume has None"):
+        resume(copy, "model.window=2")
+    assert resume(copy, "model.num_hidden_layers=2", "model.rule_options={}").steps == 6  # as the preset has them
     with pytest.raises(ConfigError, match=r"train.learning_rate is 0.1, but the run to resume has None"):
         resume(copy, "train.learning_rate=0.1")
 

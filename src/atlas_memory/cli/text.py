@@ -49,9 +49,7 @@ def _counting(source: Source, unit: str) -> Iterator[Callable[[int, int], None]]
 
         yield told
     seconds = time.monotonic() - began
-    console.print(
-        f"read {said} in {seconds:.0f} s{source.about_skipped()}", highlight=False, markup=False, soft_wrap=True
-    )
+    console.print(f"read {said} in {seconds:.0f} s{source.remarks()}", highlight=False, markup=False, soft_wrap=True)
 
 
 @data_app.command()

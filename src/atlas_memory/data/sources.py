@@ -80,6 +80,7 @@ class Source:
     first_skipped: list[str] = field(default_factory=list)
     read: int = 0
     _seen: set[bytes] = field(default_factory=set)
+    _asked: set[str] = field(default_factory=set)  # options that had an effect
     _tags: bool = False  # whether a page was met, of which people were told
 
     def __str__(self) -> str:
@@ -87,11 +88,16 @@ class Source:
             return "the Python standard library's source"
         return str(self.path) if isinstance(self.path, str | Path) else ", ".join(self.path)
 
-    def about_skipped(self) -> str:
-        """How many were skipped, and the names of the first of them, as the end of a sentence; empty if none was."""
+    def remarks(self) -> str:
+        """How many were skipped, the names of the first of them, and which options nothing that was read asked for, as
+        the end of a sentence; empty if there is nothing to say."""
         names = ", ".join(self.first_skipped)
         more = f" and {self.skipped - _NAMED} more" if self.skipped > _NAMED else ""
-        return f"; {self.skipped} skipped (not text, empty or copies): {names}{more}" if self.skipped else ""
+        said = f"; {self.skipped} skipped (not text, empty or copies): {names}{more}" if self.skipped else ""
+        for name in ("column", "split", "subset", "streaming"):
+            if name not in self._asked and getattr(self, name) != getattr(Source, name):
+                said += f"; data.{name}={getattr(self, name)!r} has no effect on such text"
+        return said
 
     def size(self) -> int | None:
         """Bytes of the files that will be read; None where that is not known, as of datasets."""
@@ -203,6 +209,7 @@ class Source:
             self._skip(name)
 
     def _rows(self, place: str, name: str, ending: str | None = None) -> Iterator[Document]:
+        self._asked.add("column")
         size = 0 if ending is None else self.read + _size(Path(place))
         for i, row in enumerate(_each(self._dataset(place, ending), place)):
             if self.column not in row:
@@ -235,9 +242,11 @@ class Source:
             if here:
                 found = datasets.load_from_disk(place)
             else:
+                self._asked |= {"split", "subset", "streaming"}
                 found = datasets.load_dataset(place, self.subset, split=self.split, streaming=self.streaming)
             if not isinstance(found, datasets.DatasetDict):
                 return found
+            self._asked.add("split")
             if self.split not in found:
                 raise ValueError(f"it has no split {self.split!r}: set data.split to one of {', '.join(found)}")
             return found[self.split]

@@ -16,14 +16,14 @@ class Corpus:
     """Documents to train on and documents held out, never sharing a document (or, for one document, a position).
 
     `skipped` counts what was left unread: binary, not UTF-8, empty, or an exact copy of another document (a copy could
-    sit on the other side of the split); `about_skipped` says so and names the first of them.
+    sit on the other side of the split); `remarks` says so and names the first of them.
     """
 
     source: str
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]
     skipped: int = 0
-    about_skipped: str = ""
+    remarks: str = ""
 
     @classmethod
     def load(cls, path: str | Path | Sequence[str] | None = None, held_out: float = 0.1, **options: Any) -> Corpus:
@@ -44,7 +44,7 @@ class Corpus:
             progress(len(documents))
         if not documents:
             raise ValueError(f"no text in {str(source)!r}: {source.skipped} files, none of them non-empty UTF-8 text")
-        skipped = (source.skipped, source.about_skipped())
+        skipped = (source.skipped, source.remarks())
         if len(documents) == 1:
             return cls(str(source), *_split_by_position(documents[0], held_out), *skipped)
         return cls(str(source), *_split_by_name(documents, held_out), *skipped)
@@ -53,7 +53,7 @@ class Corpus:
         megabytes = [sum(len(d.text) for d in part) / 1e6 for part in (self.train, self.held_out)]
         return (
             f"{self.source}: {len(self.train)} documents ({megabytes[0]:.2f}M characters) to train on, "
-            f"{len(self.held_out)} ({megabytes[1]:.2f}M) held out{self.about_skipped}"
+            f"{len(self.held_out)} ({megabytes[1]:.2f}M) held out{self.remarks}"
         )
 
 

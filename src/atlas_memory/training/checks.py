@@ -13,8 +13,8 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from transformers.integrations import get_reporting_integration_callbacks
 
-from atlas_memory.models import AtlasConfig
-from atlas_memory.training.config import ConfigError, RunConfig, load_config
+from atlas_memory.models import PRESETS, AtlasConfig
+from atlas_memory.training.config import ConfigError, DataSection, ModelSection, RunConfig, load_config
 from atlas_memory.training.examples import ABOUT
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, read_log
 from atlas_memory.training.plan import available, of_model, without_weights
@@ -60,8 +60,12 @@ def check_device(config: RunConfig) -> None:
         raise ConfigError("train.bf16=True needs a CUDA device that computes in bfloat16: leave it out")
 
 
-def warn_of_memory(config: RunConfig, architecture: AtlasConfig, console: Console) -> None:
-    """Say so where a large model will not fit; finding out takes seconds, so small ones are not asked."""
+def warn(config: RunConfig, architecture: AtlasConfig, console: Console) -> None:
+    """Say so where rows are asked to read on in an order in which they do not, and where a large model will not fit;
+    finding that out takes seconds, so small ones are not asked."""
+    for name in ("lanes", "carry", "pass_states") if config.data.order == "crops" else ():
+        if (value := getattr(config.data, name)) != DataSection.model_fields[name].default:
+            console.print(f"warning: data.{name}={value} has no effect with data.order=crops", highlight=False)
     if process() > 0 or without_weights(architecture).num_parameters() < LARGE:
         return
     needed, there = of_model(config, architecture, processes()).memory, available(config)
@@ -87,7 +91,10 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
         return
     if not (folder / "run.yaml").is_file():
         raise ConfigError(f"nothing to resume: {str(folder)!r} holds no run.yaml")
-    before, now = load_config(folder / "run.yaml").resolved().model_dump(), config.resolved().model_dump()
+    begun = load_config(folder / "run.yaml")
+    before, now = begun.resolved().model_dump(), config.resolved().model_dump()
+    if _one_model(begun.model, config.model):
+        now["model"] = before["model"]
     for section in ("model", "data", "train"):
         for key in sorted(before[section].keys() | now[section].keys()):
             old, new = before[section].get(key), now[section].get(key)
@@ -98,6 +105,17 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
                     f"{section}.{key} is {new!r}, but the run to resume has {old!r}: "
                     "set it back, or train into another output_dir"
                 )
+
+
+def _one_model(before: ModelSection, now: ModelSection) -> bool:
+    """Whether both make the same model, one of them naming what is the preset's; false where they begin with another's
+    or make none."""
+    try:
+        made = [AtlasConfig.preset(model.preset, **model.overrides).to_dict() for model in (before, now)]
+    except (ValueError, TypeError):
+        return False
+    rates = [PRESETS[model.preset].learning_rate for model in (before, now)]
+    return {before.init_from, now.init_from} == {None} and made[0] == made[1] and rates[0] == rates[1]
 
 
 def refuse_what_is_there(folder: Path) -> None:

@@ -26,7 +26,7 @@ from atlas_memory.training.arguments import arguments_of
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, Samples, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.checkpoints import SAVING, checkpoint_to_resume, number, publish, writing
-from atlas_memory.training.checks import check_device, check_folder, clear_start, only_run, usable, warn_of_memory
+from atlas_memory.training.checks import check_device, check_folder, clear_start, only_run, usable, warn
 from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.examples import Examples, Text, batches, collate
 from atlas_memory.training.finished import save_again, save_model
@@ -109,7 +109,7 @@ def _locked(
     sharded.check_model(config, architecture)
     text.check_ids(architecture.vocab_size)
     examples = text.examples(config)
-    warn_of_memory(config, architecture, console)
+    warn(config, architecture, console)
     model = first_model(config, architecture) if begins else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -121,9 +121,10 @@ def _locked(
             "take data.order=packed or crops"
         )
     console.print(text.about, highlight=False, soft_wrap=True, markup=False)
+    begun, preset = config.model.init_from, config.model.preset
+    what = preset if begun is None else f"{begun} (of preset {preset} no more than the learning rate)"
     console.print(
-        f"model: {config.model.init_from or config.model.preset}, {model.num_parameters():,} parameters",
-        highlight=False,
+        f"model: {what}, {model.num_parameters():,} parameters", highlight=False, soft_wrap=True, markup=False
     )
     if config.train.compiled:
         takes = "minutes, and steps are no faster: these keys are lifted" if architecture.lifts_keys() else "a minute"
