@@ -35,6 +35,18 @@ def test_a_checkpoint_that_does_not_fit(tmp_path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in two)
 
 
+def test_a_run_that_cannot_begin(tmp_path) -> None:
+    """With room the same command begins the run."""
+    more = ("train.evaluate_every=0", "train.steps=1")
+    command = [sys.executable, "-c", LIMITED, "100", "train", *overrides(tmp_path, *more)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = found.stderr.strip().splitlines()[-1]
+    assert found.returncode == 2 and "Traceback" not in found.stderr
+    assert said == f"atlas: output_dir={str(tmp_path / 'run')!r} cannot be written to (File too large): choose another"
+    assert main(["train", *overrides(tmp_path, *more)]) == 0
+    assert not list((tmp_path / "run").glob("*.partial"))
+
+
 def test_an_older_checkpoint_is_kept(tmp_path, capsys, monkeypatch) -> None:
     write = torch.save
 

@@ -131,7 +131,7 @@ def refuse_what_is_there(folder: Path) -> None:
 
 def _never_trained(folder: Path) -> bool:
     """Whether a folder holds what a run leaves that fails in its first step, and nothing else."""
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name.removesuffix(".partial") for path in folder.iterdir()}
     return "run.yaml" in names and names <= {*_OF_A_START, ".lock"} and not read_log(folder)
 
 
@@ -148,7 +148,7 @@ def clear_start(folder: Path) -> None:
 
 @contextmanager
 def usable(folder: Path) -> Iterator[None]:
-    """Around the making of a run's folder: ConfigError if it cannot be done."""
+    """Around the making of a run's folder and of its first files: ConfigError if it cannot be done."""
     try:
         yield
     except OSError as error:

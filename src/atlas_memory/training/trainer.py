@@ -137,8 +137,9 @@ def _locked(
         if process() == 0:
             clear_start(folder)
     if process() == 0:
-        config.save(folder / "run.yaml")
-        text.save(folder, config)
+        with usable(folder):
+            config.save(folder / "run.yaml")
+            text.save(folder, config)
         shutil.rmtree(folder / SAVING, ignore_errors=True)  # of a process that was killed
     return _run(config, arguments, model, text, examples, resume, checkpoint, console, on_alarm)
 
