@@ -1,11 +1,12 @@
 """Text shown while it is written."""
 
-import re
 import sys
 from typing import cast
 
 from torch import Tensor
 from transformers import TextStreamer
+
+from atlas_memory.evaluation.sampling import printable
 
 CONTEXT, AT_MOST = 8, 64  # tokens that are decoded again: behind the last ones, and in all
 
@@ -14,9 +15,9 @@ class CharacterStreamer(TextStreamer):
     """Prints every character as soon as its last token is there; transformers' own waits for the end of a word."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print `text`; on a terminal, without what would move its cursor or change its colours."""
+        """Print `text`; on a terminal, nothing that would steer it."""
         if sys.stdout.isatty():
-            text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+            text = printable(text)
         super().on_finalized_text(text, stream_end)
 
     def put(self, value: Tensor) -> None:

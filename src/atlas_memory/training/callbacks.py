@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from atlas_memory.data import Document
 from atlas_memory.data.tokens import encode
 from atlas_memory.evaluation.perplexity import bits_per_byte
-from atlas_memory.evaluation.sampling import sample
+from atlas_memory.evaluation.sampling import printable, sample
 from atlas_memory.training.checkpoints import writing
 from atlas_memory.training.finite import not_finite
 from atlas_memory.training.logs import line
@@ -202,7 +202,7 @@ class Samples(AtStepEnd):
         written = text.removeprefix(self.prompt)
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line({"step": state.global_step, "prompt": self.prompt, "text": written}))
-        shown = " ".join(written.split())
+        shown = printable(" ".join(written.split()))
         shown = shown if len(shown) <= 100 else f"{shown[:100]} ..."
         self.console.print(
             f"sample after step {state.global_step:,}: {shown}", highlight=False, markup=False, soft_wrap=True
