@@ -186,6 +186,10 @@ def test_another_run_is_no_resumption(copy) -> None:
         resume(copy, "data.seq_len=8")
     with pytest.raises(ConfigError, match=r"model.window is 2, but the run to resume has None"):
         resume(copy, "model.window=2")
+    with pytest.raises(
+        ConfigError, match=r"model.vocab_size is 258, but"
+    ):  # of the preset, where it is the tokenizer's
+        resume(copy, "model.vocab_size=258")
     assert resume(copy, "model.num_hidden_layers=2", "model.rule_options={}").steps == 6  # as the preset has them
     with pytest.raises(ConfigError, match=r"train.learning_rate is 0.1, but the run to resume has None"):
         resume(copy, "train.learning_rate=0.1")

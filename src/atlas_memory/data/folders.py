@@ -14,9 +14,9 @@ from filelock import FileLock, Timeout
 def check_new(folder: Path) -> Path:
     """`folder`, made absolute. ValueError if it holds anything, or is a file."""
     folder = folder.resolve()
-    if folder.is_file():
+    if folder.exists() and not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is a file: choose a folder to write to")
-    if folder.exists() and any(folder.iterdir()):
+    if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{str(folder)!r} is not empty: choose another folder to write to")
     return folder
 

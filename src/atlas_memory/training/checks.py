@@ -37,7 +37,7 @@ _MAY_CHANGE = frozenset(
     | {"sample_tokens", "prompt", "watch_every", "alarm_webhook"}
     | {"batch_size", "gradient_accumulation_steps"}  # whose product must stay: Text.check_same
 )
-
+_OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")  # where a configuration names none
 _OF_A_START = ("run.yaml", ABOUT, LOG, SAMPLES, MEMORY)
 """What a run writes before its first step is finished."""
 
@@ -110,12 +110,15 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
 def _one_model(before: ModelSection, now: ModelSection) -> bool:
     """Whether both make the same model, one of them naming what is the preset's; false where they begin with another's
     or make none."""
-    try:
-        made = [AtlasConfig.preset(model.preset, **model.overrides).to_dict() for model in (before, now)]
-    except (ValueError, TypeError):
-        return False
-    rates = [PRESETS[model.preset].learning_rate for model in (before, now)]
-    return {before.init_from, now.init_from} == {None} and made[0] == made[1] and rates[0] == rates[1]
+    made = []
+    for model in (before, now):
+        try:
+            whole = AtlasConfig.preset(model.preset, **model.overrides).to_dict()
+        except (ValueError, TypeError):
+            return False
+        whole |= {name: model.overrides.get(name) for name in _OF_TOKENIZER} | {"init_from": model.init_from}
+        made.append((whole, PRESETS[model.preset].learning_rate))
+    return before.init_from is None and made[0] == made[1]
 
 
 def refuse_what_is_there(folder: Path) -> None:
