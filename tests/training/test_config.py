@@ -57,6 +57,7 @@ def test_the_demo_is_valid() -> None:
         ),
         ("data.lengths=20:64", r"write {500: 512}, with a space"),
         ("train.steps=0", "train.steps=0: input should be greater than or equal to 1"),
+        ("train.steps=9000000000000000000", "9000000000000000000: input should be less than or equal to 10"),
         ("train.learning_rate=.nan", "train.learning_rate=nan: input should be a finite number"),
         ("train.device=tpu", "train.device='tpu': input should be 'auto', 'cpu' or 'cuda'"),
         ("train=3", "train=3: "),

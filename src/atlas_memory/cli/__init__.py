@@ -89,7 +89,9 @@ def train(
 
 def _above_zero(temperature: float) -> float:
     if not 1e-6 <= temperature < float("inf"):
-        raise typer.BadParameter(f"{temperature:g} is not from 1e-6 on: take --greedy for always the likeliest token")
+        raise typer.BadParameter(
+            f"{temperature:g} is no number of at least 1e-6: take --greedy for always the likeliest token"
+        )
     return temperature
 
 

@@ -123,7 +123,7 @@ class TrainSection(_Section):
     made longer later should take. `report_to`: programs that draw curves, by transformers' names, such as
     ["tensorboard"]."""
 
-    steps: int | None = Field(default=None, ge=1)  # None: 1,000, or as many as `max_minutes` hold
+    steps: int | None = Field(default=None, ge=1, le=10**12)  # None: 1,000, or as many as `max_minutes` hold
     max_minutes: float | None = Field(default=None, gt=0)
     batch_size: int = Field(default=16, ge=1)  # rows of one process in one pass
     gradient_accumulation_steps: int = Field(default=1, ge=1)  # passes a step
