@@ -68,8 +68,12 @@ def test_what_does_not_fit_is_named(tmp_path):
     memory.save_state(state, path)
     with pytest.raises(FileNotFoundError, match="there is no state at"):
         memory.load_state(tmp_path / "t")
-    with pytest.raises(ValueError, match=r"a state of NeuralMemory.*and this is NeuralMemory"):
+    with pytest.raises(ValueError, match=r"of another layer: .*; in this NeuralMemory: .*size=8"):
         NeuralMemory(DIM, HEADS, "omeganet").load_state(path)
+    with pytest.raises(
+        ValueError, match=r"s holds a state of another layer: chunk=\d+; in this NeuralMemory: chunk=4$"
+    ):
+        NeuralMemory(DIM, HEADS, "titans", chunk_size=4).load_state(path)
     with pytest.raises(ValueError, match=r"memory\.matrices\.0\.weights \[1, 2, 32, 8\]"):
         NeuralMemory(2 * DIM, HEADS, "titans").load_state(path)
     with pytest.raises(ValueError, match=r"lacks .*memory\.matrices\.0\.sums\.0"):
@@ -143,7 +147,13 @@ def test_training_on_from_inference_mode(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_call_of_no_tokens_reaches_every_parameter(name):
+def test_a_call_without_tokens_or_without_writes_reaches_every_parameter(name):
+    memory = layer(name)
+    for module in memory.modules():
+        if hasattr(module, "writes"):
+            module.writes = False
+    memory(torch.randn(2, 5, DIM, dtype=torch.float64))[0].sum().backward()
+    assert all(p.grad is not None for p in memory.parameters())
     memory = layer(name)
     memory(torch.randn(2, 0, DIM, dtype=torch.float64))[0].sum().backward()
     assert all(p.grad is not None for p in memory.parameters())

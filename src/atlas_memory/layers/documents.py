@@ -65,8 +65,8 @@ class Pieces:
             new = next(of_fresh)
             if held.shape[1:] != new.shape[1:]:
                 raise ValueError(
-                    f"a {type(layer).__name__} has a state that grows with what it reads: give document_starts to a "
-                    "call that begins without a state"
+                    f"a {type(layer).__name__} has a state that grows with what it reads (up to a horizon, if it has "
+                    "one): give document_starts to a call that begins without a state"
                 )
             return torch.cat([held, new.to(held.dtype)])[source.to(held.device)]
 

@@ -72,9 +72,10 @@ class Stateful(nn.Module):
 
     def with_every_parameter(self, y: Tensor, state: Any) -> Tensor:
         """``y`` ``[..., time, dim]``, made to depend on every parameter. A call that goes on from a ``state`` uses
-        neither M_0 nor persistent tokens, and one of no tokens hardly anything; gradients are then zero and not
-        missing, for data-parallel training would wait for them."""
-        if (state is None and y.shape[-2]) or not torch.is_grad_enabled():
+        neither M_0 nor persistent tokens, one without ``writes`` no gates, and one of no tokens hardly anything;
+        gradients are then zero and not missing, for data-parallel training would wait for them."""
+        all_used = state is None and y.shape[-2] and getattr(self, "writes", True)
+        if all_used or not torch.is_grad_enabled():
             return y
         return y + sum((p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad), start=y.new_zeros(()))
 
@@ -125,8 +126,12 @@ class Stateful(nn.Module):
             raise ValueError(f"{path} is no state, or was cut short: {error}") from error
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} holds tensors, but no state of a memory: save_state writes them")
-        if metadata["of"] != _what(self):
-            raise ValueError(f"{path} holds a state of {metadata['of']}, and this is {_what(self)}")
+        theirs, ours = (what.split(", ") for what in (metadata["of"], _what(self)))
+        if theirs != ours:
+            held, here = (
+                ", ".join(w for w in these if w not in those) for these, those in ((theirs, ours), (ours, theirs))
+            )
+            raise ValueError(f"{path} holds a state of another layer: {held}; in this {type(self).__name__}: {here}")
         _check(self, tensors, like, str(path))
         names = iter([name for name, _ in like.named_tensors()])
         return like.map(lambda t: tensors[next(names)].to(t.dtype))
