@@ -148,7 +148,7 @@ def test_pieces_come_as_they_are_read() -> None:
         (torch.zeros(1, 5), {}, "token ids"),
         (torch.zeros(1, 5, dtype=torch.long), {"lags": ()}, "lags"),
         (torch.zeros(1, 5, dtype=torch.long), {"lags": (4, 2)}, "lags must be .* that grow"),
-        (torch.zeros(1, 5, dtype=torch.long), {"piece": 0}, "piece=0"),
+        (torch.zeros(1, 5, dtype=torch.long), {"piece": 0}, "piece must be an integer >= 1, got 0"),
     ],
 )
 def test_bad_input(ids: torch.Tensor, options: dict[str, Any], match: str) -> None:

@@ -200,8 +200,8 @@ def test_a_resumed_run_is_the_same_run(stop: int) -> None:
         ({"adamw_eps": 0.0}, "M3 adamw_eps must be above 0, got 0.0"),
         ({"betas": (0.9, 0.9)}, r"M3 betas must be 3 numbers from 0 to below 1, got \(0.9, 0.9\)"),
         ({"adamw_betas": (0.9, 1.0)}, r"M3 adamw_betas must be 2 numbers from 0 to below 1, got \(0.9, 1.0\)"),
-        ({"every": 0}, "M3 every must be a whole number of at least 1, got 0"),
-        ({"steps": 2.5}, "M3 steps must be a whole number of at least 1, got 2.5"),
+        ({"every": 0}, "M3 every must be an integer >= 1, got 0"),
+        ({"steps": 2.5}, "M3 steps must be an integer >= 1, got 2.5"),
     ],
 )
 def test_bad_hyperparameters(options: dict[str, Any], message: str) -> None:

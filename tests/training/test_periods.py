@@ -165,7 +165,7 @@ def test_groups_keep_their_other_entries() -> None:
 def test_bad_arguments() -> None:
     p = nn.Parameter(torch.ones(2))
     for period in (0, 1.5, True, "4"):
-        with pytest.raises(ValueError, match="a group's period must be a whole number of at least 1, got"):
+        with pytest.raises(ValueError, match="a group's period must be an integer >= 1, got"):
             MultiPeriod(torch.optim.SGD([{"params": [p], "period": period}], lr=0.1))
     plain = torch.optim.SGD([p], lr=0.1)
     optimizer = MultiPeriod(plain)

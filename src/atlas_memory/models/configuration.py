@@ -12,6 +12,7 @@ from transformers.utils import logging
 from ..layers.blocks import BLOCKS, check_blocks, made
 from ..layers.hierarchy import Hierarchy
 from ..layers.stateful import Stateful
+from ..mathematics.sizes import check_size
 from ..memory import RULES, Rule
 from .presets import PRESETS
 
@@ -140,10 +141,10 @@ class AtlasConfig(PreTrainedConfig):
 
     def _check_sizes(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "conv_size"):
-            _positive(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         for name in ("intermediate_size", "window", "chunk_size", "attention_window", "gate_rank"):
             if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+                check_size(name, getattr(self, name))
         if self.key_lag is not None and (isinstance(self.key_lag, bool) or not isinstance(self.key_lag, int)):
             raise ValueError(f"key_lag must be a whole number, got {self.key_lag!r}")
         if self.continuum_periods is not None:
@@ -151,7 +152,7 @@ class AtlasConfig(PreTrainedConfig):
                 raise ValueError(f"continuum_periods must be a list of whole numbers, got {self.continuum_periods!r}")
             self.continuum_periods = list(self.continuum_periods)
             for period in self.continuum_periods:
-                _positive("each of continuum_periods", period)
+                check_size("each of continuum_periods", period)
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} does not divide into num_attention_heads="
@@ -316,11 +317,6 @@ def _fitting(
     }
     fit = {part: changes for part, changes in fit.items() if changes}
     return fit | {part: fit.get(part, {}) | changes for part, changes in chosen.items()}
-
-
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 AutoConfig.register(AtlasConfig.model_type, AtlasConfig)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from atlas_memory.layers.omega import OmegaMemory
+from atlas_memory.mathematics.sizes import check_size
 from atlas_memory.memory import newton_schulz
 
 RMS = 0.2
@@ -84,8 +85,7 @@ class M3(Optimizer):
             if len(given) != count or not all(0 <= b < 1 for b in given):
                 raise ValueError(f"M3 {name} must be {count} numbers from 0 to below 1, got {given!r}")
         for name, value in (("every", every), ("steps", steps)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"M3 {name} must be a whole number of at least 1, got {value!r}")
+            check_size(f"M3 {name}", value)
         defaults = {
             "lr": lr,
             "betas": betas,

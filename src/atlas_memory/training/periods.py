@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atlas_memory.layers.mlp import ContinuumMLP
+from atlas_memory.mathematics.sizes import check_size
 
 
 class MultiPeriod(Optimizer):
@@ -48,8 +49,7 @@ class MultiPeriod(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every optimiser's. A late group keeps the common clock: its first sum may have fewer gradients."""
         period = param_group.get("period", 1)
-        if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-            raise ValueError(f"a group's period must be a whole number of at least 1, got {period!r}")
+        check_size("a group's period", period)
         super().add_param_group(param_group)
 
     def _slow(self) -> Iterator[tuple[Tensor, int]]:
