@@ -89,7 +89,7 @@ def test_what_a_loss_is_in(tmp_path: Path) -> None:
 
 def test_an_alarm_counts_once(tmp_path: Path) -> None:
     run = Runs([made_run(tmp_path / "run", steps=40, every=10, alarm=20)]).all()[0]
-    assert run.alarms == [(20, "layer 0 writes nothing: lower train.gate_rate")]
+    assert run.alarms == [(20, None, "layer 0 writes nothing: lower train.gate_rate")]
 
 
 def test_a_line_without_what_the_pages_need_is_damaged(tmp_path: Path) -> None:

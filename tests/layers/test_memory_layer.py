@@ -121,6 +121,21 @@ def test_bfloat16_inputs_keep_a_float32_memory(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_gradients_within_autocast(rule):
+    memory, x, found = layer(rule), torch.randn(2, 9, DIM), []
+    for within in (False, True):
+        memory.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = memory(x)[0].square().sum()
+            if within:
+                loss.backward()
+        if not within:
+            loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in memory.parameters()]))
+    assert (found[1] - found[0]).norm() < 0.05 * found[0].norm()
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_writes_off_leaves_the_memory_as_learned(rule):
     memory = layer(rule)
     memory.writes = False

@@ -130,6 +130,22 @@ def test_ids_are_known_again_in_rows_that_moved(model: AtlasForCausalLM) -> None
     assert cache.is_read_in(torch.zeros(3, 41)), "of embeddings there are no ids to compare"
 
 
+def test_one_cache_for_several_texts(model: AtlasForCausalLM) -> None:
+    """Beams and samples of one prompt go on from its one row; without use_cache a state is read and left as it was."""
+    read, new = prompt(1, 11), prompt(1, 4)
+    for several in ({"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}):
+        alone = model.generate(new, past_key_values=_copy(model, read), **several, **LONG)
+        both = model.generate(torch.cat([read, new], 1), **several, **LONG)
+        assert torch.equal(alone, both[:, 11:])
+    cache = _copy(model, read)
+    once = model(new, past_key_values=cache, use_cache=False)
+    again = model(new, past_key_values=cache, use_cache=True)
+    assert once.past_key_values is None and torch.equal(once.logits, again.logits)
+    assert cache.get_seq_length() == 15
+    with pytest.raises(ValueError, match=r"use_cache=False reads everything again .* leave one out"):
+        model.generate(new, past_key_values=cache, use_cache=False, **LONG)
+
+
 def test_stop_strings(model: AtlasForCausalLM) -> None:
     tokenizer = byte_tokenizer()
     ids = prompt(1)

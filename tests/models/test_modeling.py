@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,25 @@ def test_loss_is_the_shifted_cross_entropy(model: AtlasForCausalLM) -> None:
     torch.testing.assert_close(out.loss, expected)
     summed = model(ids, labels=labels, num_items_in_batch=torch.tensor(7)).loss
     torch.testing.assert_close(summed, expected * (labels[:, 1:] != -100).sum() / 7)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"input_ids": torch.tensor([[3, 31]])}, "input_ids must be from 0 to 30; they are from 3 to 31"),
+        ({"input_ids": torch.tensor([[-1, 3]])}, "input_ids must be from 0 to 30; they are from -1 to 3"),
+        ({"input_ids": torch.tensor([3, 4])}, r"input_ids must be token ids \[batch, time\] of int64, got .*\[2\]"),
+        ({"input_ids": torch.rand(1, 4)}, "of int64, got torch.float32"),
+        ({"input_ids": [[3, 4]]}, "of int64, got a list"),
+        ({"labels": torch.tensor([[3, 40]])}, "labels must be from 0 to 30, or -100 where .*; they are from 3 to 40"),
+        ({"labels": torch.tensor([[3]])}, r"labels must be int64 \[batch, time\] = \[1, 2\], got torch.int64 \[1, 1\]"),
+        ({"labels": torch.tensor([[3, 4]]).int()}, r"got torch.int32 \[1, 2\]"),
+        ({"shift_labels": torch.tensor([[3, 31]])}, "shift_labels must be from 0 to 30"),
+    ],
+)
+def test_ids_and_labels_that_are_none(make: Make, wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()(**({"input_ids": torch.tensor([[3, 4]])} | wrong))
 
 
 def test_logits_to_keep_hidden_states_and_tuples(model: AtlasForCausalLM) -> None:

@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except usage_error as error:
         message, code = cast(Any, error).format_message(), 2
         for wrong in getattr(error.__cause__, "errors", list)():  # pydantic's, by which typer reads values
-            message += f", not {wrong['input']!r}"
+            message += "" if repr(wrong["input"]) in message else f", not {wrong['input']!r}"
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("ATLAS_TRACEBACK"):
             raise

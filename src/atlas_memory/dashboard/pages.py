@@ -52,8 +52,11 @@ def _share(run: Watched) -> Iterable[tuple[int, float | None]]:
 def _alarms_and_curves() -> None:
     runs = chosen_runs()
     for run in runs:
-        for step, text in run.alarms:
-            st.error(f"**{run.name}**, after step {step:,}: {text}", icon=":material/notifications_active:")
+        for step, until, text in run.alarms:
+            if until is None:
+                st.error(f"**{run.name}**, after step {step:,}: {text}", icon=":material/notifications_active:")
+            else:
+                st.info(f"**{run.name}**, steps {step:,} to {until:,}, not seen since: {text}")
         if run.damaged:
             lines = "line" if run.damaged == 1 else "lines"
             st.warning(f"**{run.name}**: {run.damaged} damaged {lines} of its logs left out")
@@ -90,7 +93,7 @@ def _row(run: Watched) -> dict[str, str]:
         "loss": f"{by * float(np.mean([line['loss'] for line in run.steps[-20:]])):.3f} {unit}" if last else "",
         "held out": f"{held_out[-1]:.3f} bits" if held_out else "",
         "memory's share": f"{share[-1]:.0%}" if share else "",
-        "alarms": str(len(run.alarms)),
+        "alarms": str(sum(until is None for _, until, _ in run.alarms)),
         "minutes": f"{last['elapsed'] / 60:.1f}" if last else "",
     }
 

@@ -81,9 +81,10 @@ class Watched:
         return str(preset.config.get("rule", DEFAULT_RULE))
 
     @property
-    def alarms(self) -> list[tuple[int, str]]:
-        """Each alarm of its memories: the step of the look that raised it first, and what its last look says."""
-        return [(alarm["step"], alarm["text"]) for alarm in raised(self.looks)]
+    def alarms(self) -> list[tuple[int, int | None, str]]:
+        """Each alarm of its memories: the step of the look that raised it first; that of the last look that did, if
+        later ones did not; and what that says."""
+        return [(alarm["step"], alarm["until"], alarm["text"]) for alarm in raised(self.looks)]
 
 
 def find_runs(places: Sequence[str | Path]) -> list[Path]:

@@ -28,6 +28,7 @@ def serve(runs: Sequence[str | Path], port: int = 8501, address: str = "localhos
         "server.address": address,
         "server.headless": str(not browser).lower(),
         "server.fileWatcherType": "none",
+        "server.showEmailPrompt": "false",
         "browser.gatherUsageStats": "false",
         "client.toolbarMode": "minimal",
         "theme.base": "light",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import dispatch
+from ..mathematics.functions import without_autocast
 from ..mathematics.orthogonal import COEFFICIENTS, CONVERGENT, reciprocal_or_zero
 from .gram_eigenvalues import by_eigenvalues, eigenvalues_pay, gradient_by_eigenvalues
 
@@ -131,6 +132,7 @@ class _Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, g: Tensor | None, *none: None) -> Tensor | None:
         if g is None:
             return None
@@ -193,6 +195,7 @@ class _SymmetricProduct(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, to_q: Tensor | None, *none: None) -> tuple[Tensor | None, None, None]:
         if to_q is None:
             return None, None, None
@@ -240,6 +243,7 @@ class _ByEigenvalues(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, to_q: Tensor | None, *none: None) -> tuple[Tensor | None, None, None]:
         if to_q is None:
             return None, None, None

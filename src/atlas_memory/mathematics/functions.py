@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,3 +23,16 @@ def largest(x: Tensor) -> Tensor:
     with other roundings, then finds none that does, and the gradient is lost (docs/diary.md).
     """
     return x.max(-1).values
+
+
+def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``backward`` of a ``torch.autograd.Function`` as it is outside ``torch.autocast``, which is still on where
+    ``loss.backward()`` is called within it: products would be in bfloat16, and those in place of two precisions."""
+
+    @wraps(backward)
+    def whole(ctx: Any, *gradients: Any) -> Any:
+        device = next((g.device.type for g in gradients if g is not None), "cpu")
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *gradients)
+
+    return whole

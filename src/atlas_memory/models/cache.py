@@ -128,6 +128,13 @@ class AtlasCache(Cache):
             f"with an attention_mask of {seen} + {time} entries, or begin with a new cache"
         )
 
+    def repeat_for(self, rows: int, times: int) -> None:
+        """Repeat every row so often, where each of them is the past of `times` of the `rows` that are to be read, as in
+        beam search."""
+        state = self.blocks[0].state
+        if times > 1 and state is not None and next(state.tensors()).shape[0] * times == rows:
+            self.batch_repeat_interleave(times)
+
     def reset(self) -> None:
         super().reset()
         self._last_ids = None

@@ -13,6 +13,7 @@ from ..layers.blocks import MemoryBlock
 from ..layers.documents import Documents
 from .cache import AtlasCache, check_cache
 from .configuration import AtlasConfig
+from .ids import check_ids, check_labels
 from .packing import refuse_unknown, starts_of_documents
 
 
@@ -99,7 +100,8 @@ class AtlasModel(AtlasPreTrainedModel):
                 read again. A dict of such masks is accepted, as `generate` makes for some caches.
             past_key_values: The state to continue from; it is updated. What `generate` takes the ids beside it for,
                 `AtlasCache` says.
-            use_cache: Return the state. By default as the configuration says, and not in training.
+            use_cache: Return the state. By default as the configuration says, and not in training. False leaves
+                `past_key_values` as they are, so that several texts can be read on from one state.
             output_hidden_states: Also return the embeddings and each block's output, the last one normed.
             document_starts: `[batch, time]`, nonzero at the first token of every document of a row. Each is read as if
                 it were alone; a row whose first token is not marked goes on from `past_key_values`.
@@ -108,13 +110,16 @@ class AtlasModel(AtlasPreTrainedModel):
             kwargs: What transformers passes to every model; not used.
 
         Raises:
-            ValueError: Not exactly one kind of input; a mask that does not fit; a cache that is not ours; an argument
-                that is not known.
+            ValueError: Not exactly one kind of input, or ids that are none; a mask that does not fit; a cache that is
+                not ours; an argument that is not known.
         """
         refuse_unknown(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if input_ids is not None:
+            check_ids("input_ids", input_ids, self.config.vocab_size)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        writes = use_cache is not False
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
@@ -133,16 +138,16 @@ class AtlasModel(AtlasPreTrainedModel):
         for i, layer in enumerate(self.layers):
             before = caches[i].state if caches else None
             x, state = layer(x, before, mask, documents, bool(caches and caches[i].anchored))
-            if caches:
+            if caches and writes:
                 caches[i].write(state, time)
             hidden_states.append(x)
-        if past_key_values is not None:
+        if past_key_values is not None and writes:
             past_key_values.note(input_ids)
         hidden_states[-1] = self.norm(x)
         x = hidden_states[-1]
         return BaseModelOutputWithPast(
             last_hidden_state=x,
-            past_key_values=past_key_values,
+            past_key_values=past_key_values if writes else None,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
         )
 
@@ -192,6 +197,10 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         """
         shift_labels = kwargs.pop("shift_labels", None)
         refuse_unknown(kwargs)
+        of_call = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+            if given is not None and of_call is not None:
+                check_labels(name, given, of_call, self.config.vocab_size)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -232,7 +241,10 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
                 f"cache_implementation={generation_config.cache_implementation!r} is for keys and values; "
                 "an Atlas model keeps a memory of fixed size, leave cache_implementation out"
             )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+        given = model_kwargs.get("past_key_values") is not None
+        if given and generation_config.use_cache is False:
+            raise ValueError("use_cache=False reads everything again at each token, past_key_values too: leave one out")
+        if not given and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = AtlasCache(self.config.num_hidden_layers)
 
     def _prefill(
@@ -240,15 +252,18 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
     ) -> Any:
         """The first call of `generate`. Of ids whose mask is no longer than they are it leaves out as many as the
         cache has read, since they begin with those; where they do not, a longer mask says that they are all new."""
-        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        cache: Any = model_kwargs.get("past_key_values")
+        mask = model_kwargs.get("attention_mask")
         covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-        if cache is not None and model_kwargs.get("inputs_embeds") is None and covered <= input_ids.shape[1]:
+        if cache is not None:
             check_cache(cache, self.config.num_hidden_layers)
-            if not cache.is_read_in(input_ids):
-                generation_config._mask_length = -1
-                if mask is not None:  # one entry more is enough, unless the mask is cut by where chunks end
-                    longer = cache.get_seq_length() if generation_config.prefill_chunk_size else 1
-                    model_kwargs["attention_mask"] = nn.functional.pad(mask, (longer, 0), value=1)
+            cache.repeat_for(len(input_ids), max(generation_config.num_beams, generation_config.num_return_sequences))
+        of_ids = cache is not None and model_kwargs.get("inputs_embeds") is None and covered <= input_ids.shape[1]
+        if of_ids and not cache.is_read_in(input_ids):
+            generation_config._mask_length = -1
+            if mask is not None:  # one entry more is enough, unless the mask is cut by where chunks end
+                longer = cache.get_seq_length() if generation_config.prefill_chunk_size else 1
+                model_kwargs["attention_mask"] = nn.functional.pad(mask, (longer, 0), value=1)
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore
 
 

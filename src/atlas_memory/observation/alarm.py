@@ -43,8 +43,8 @@ def alarms(summary: dict[str, Any]) -> list[Alarm]:
     lives = [_largest(memory["half_life"]) for memory in memories]
     if lives and all(life is not None and life < FORGETS for life in lives):
         text = (
-            f"no memory keeps anything: the longest half-life of a head is {max(filter(None, lives)):.1f} tokens. "
-            f"{SLOWER}; instead of data.order=crops or packed take data.order=stream, where holding on pays"
+            f"no memory keeps anything: the longest half-life of a head is {max(filter(None, lives)):.2f} tokens. "
+            f"{SLOWER}; where data.order is crops or packed, take stream, in which holding on pays"
         )
         return [Alarm("forgets", "", text), *(a for a in found if a.kind == "broken")]
     return found

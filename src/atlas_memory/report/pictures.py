@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -231,8 +232,12 @@ def _heads_over_steps(
             if name == "half_life"
             else dict(zip(("vmin", "vmax"), limits, strict=True))
         )
-    heads = np.arange(1, len(values) + 1)
-    picture = axes.pcolormesh(steps, heads, values, cmap="cividis", shading="nearest", **scale)
+    # With one row, or one column, of centres matplotlib would draw cells of no height or width.
+    rows = np.arange(len(values) + 1) + 0.5
+    middles = [(a + b) / 2 for a, b in pairwise(steps)]
+    first, last = (middles[0], middles[-1]) if middles else (steps[0] + 0.5, steps[0] - 0.5)
+    columns = [2 * steps[0] - first, *middles, 2 * steps[-1] - last]
+    picture = axes.pcolormesh(columns, rows, values, cmap="cividis", **scale)
     axes.figure.colorbar(picture, ax=axes, pad=0.02)
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
 
