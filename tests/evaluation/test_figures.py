@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from atlas_memory.report.figures import _apart, canvas, label_ends
+from atlas_memory.report.pictures import _heads_over_steps
 
 
 @pytest.mark.parametrize("wanted", [[0.0, 0.0], [0.2, 0.5, 0.51, 0.9], [1.0, 1.0, 1.0], [0.5], [0.1, 0.1, 0.15, 0.95]])
@@ -28,3 +29,13 @@ def test_labels_stand_beside_the_axes_and_within_the_figure() -> None:
     assert not boxes[0].overlaps(boxes[1])
     for box in boxes:
         assert box.x0 > axes.get_window_extent().x1 and box.x1 < figure.bbox.x1
+
+
+@pytest.mark.parametrize(("heads", "steps"), [(1, [10, 20, 40]), (1, [10]), (3, [10, 20])])
+def test_heat_maps_of_one_head_or_one_look_are_seen(heads: int, steps: list[int]) -> None:
+    axes = canvas(4, 2).subplots()
+    _heads_over_steps(axes, steps, [{"norm": [1.0] * heads}] * len(steps), "norm", None)
+    corners = axes.collections[0].get_coordinates()
+    assert (np.diff(corners[:, :, 1], axis=0) == 1).all() and (np.diff(corners[:, :, 0], axis=1) >= 1).all()
+    assert (corners[0, :-1, 0] < steps).all() and (steps < corners[0, 1:, 0]).all()
+    assert [tick for tick in axes.get_yticks() if 0.5 < tick < heads + 0.5] == list(range(1, heads + 1))

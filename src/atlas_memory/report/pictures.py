@@ -239,7 +239,7 @@ def _heads_over_steps(
     columns = [2 * steps[0] - first, *middles, 2 * steps[-1] - last]
     picture = axes.pcolormesh(columns, rows, values, cmap="cividis", **scale)
     axes.figure.colorbar(picture, ax=axes, pad=0.02)
-    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1))
 
 
 def _bands(value: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
