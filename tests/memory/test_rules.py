@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from atlas_memory import RULES, Rule
+from atlas_memory.forms.chunkwise import chunkwise
 from atlas_memory.mathematics.bias import AttentionalBias
 from atlas_memory.mathematics.features import FeatureMap
 from atlas_memory.mathematics.networks import Network
@@ -22,6 +23,7 @@ from atlas_memory.memory import (
     ElasticNet,
     Exponential,
     GatedMLP,
+    Gates,
     GradientDescent,
     Huber,
     Identity,
@@ -126,6 +128,15 @@ def test_vary_of_a_kind_that_is_there_keeps_its_other_fields():
     options = {"kind": "Lp"}
     RULES["lact"].vary(bias=options)
     assert options == {"kind": "Lp"}  # what is passed stays as it is
+
+
+def test_a_part_in_anothers_place_is_named():
+    for name in ("features", "network", "optimiser", "retention", "window"):
+        with pytest.raises(ValueError, match=rf"{name} of a rule cannot be L2\(scale=1.0\), which is a bias"):
+            Rule(**{name: L2()})
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ValueError, match=r"rule must be Rule\(\.\.\.\), got a str"):
+        chunkwise("deltanet", None, q, q, q, Gates(q[..., 0]))
 
 
 def test_parts_are_instances_of_dataclasses():

@@ -125,7 +125,7 @@ def check_inputs(
     rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None
 ) -> None:
     """Raise ValueError unless the arguments fit together; see ``compute``."""
-    for name, given, kind in (("params", params, Params), ("gates", gates, Gates)):
+    for name, given, kind in (("rule", rule, Rule), ("params", params, Params), ("gates", gates, Gates)):
         if not isinstance(given, kind):
             raise ValueError(f"{name} must be {kind.__name__}(...), got a {type(given).__name__}")
     if q.dim() != 4:

@@ -104,13 +104,15 @@ class Rule:
             raise ValueError(f"{type(retention).__name__} is read after its writes, got read={self.window.read!r}")
 
     def _check_parts(self) -> None:
-        """Refuse a name or a class in place of a part."""
+        """Refuse a name or a class in place of a part, and a part that is another's."""
         for name in (f.name for f in fields(self)):
             part = getattr(self, name)
             if not is_dataclass(part) or isinstance(part, type):
                 raise ValueError(
                     f"{name} of a rule must be an instance of a dataclass, such as {KINDS[name][0]()!r}, got {part!r}"
                 )
+            if (place := next((axis for axis, kinds in KINDS.items() if type(part) in kinds), name)) != name:
+                raise ValueError(f"{name} of a rule cannot be {part!r}, which is a {place}")
 
     def _check_steps(self) -> None:
         """Refuse an ``every`` above 1 where no sum holds what waits for a step, or that does not divide the chunk."""
