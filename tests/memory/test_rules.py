@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from atlas_memory import RULES, Rule
-from atlas_memory.forms.chunkwise import chunkwise
 from atlas_memory.mathematics.bias import AttentionalBias
 from atlas_memory.mathematics.features import FeatureMap
 from atlas_memory.mathematics.networks import Network
