@@ -239,7 +239,7 @@ def test_a_state_keeps_nothing_else_alive():
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ValueError, match="recompute must be a number of chunks >= 1 or None, got 0"):
+    with pytest.raises(ValueError, match="recompute, a number of chunks, must be an integer >= 1, got 0"):
         set_execution(layer("omeganet"), recompute=0)
     with pytest.raises(ValueError, match="FullAttention has no memory"):
         set_execution(FullAttention(16, 2), compiled=True)
