@@ -17,7 +17,7 @@ LENGTHS = ("data.lengths={3: 32, 5: 64}", "data.lanes=2", "train.batch_size=4", 
 @pytest.mark.parametrize("order", ["stream", "packed"])
 def test_a_resumed_run_is_bitwise_the_same(tmp_path, order: str) -> None:
     """From where segments grow (3), and from a lane in the middle (6)."""
-    config = settings(tmp_path, *LENGTHS, f"data.order={order}")
+    config = settings(tmp_path, *LENGTHS, f"data.order={order}", "train.keep_checkpoints=4")
     run, kept = tmp_path / "run", tmp_path / "kept"
     train(config)
     shutil.copytree(run, kept)

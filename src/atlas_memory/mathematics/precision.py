@@ -44,7 +44,7 @@ def compute(
     with torch.autocast(q.device.type, enabled=False):
         state = None if state is None else state.map(up)
         broken = Broken.among(k, v, gates)
-        k, v, gates = broken.taken_out(k), broken.taken_out(v), gates.map(broken.taken_out)
+        k, v, gates = broken.taken_out(k), broken.taken_out(v), broken.of_gates(gates)
         y, end = form(rule, params.map(up), up(q), up(k), up(v), gates.map(up), state)
     down = cast(kept_dtype(q))
     return broken.outputs(y).to(q.dtype), end.map(lambda t: broken.state(down(t)))
@@ -84,6 +84,11 @@ class Broken(NamedTuple):
         if self.token is None or x.shape[:3] != self.token.shape:
             return x
         return torch.where(self.token if x.dim() == 3 else self.token[..., None], 0.0, x).clamp(-FAR, FAR)
+
+    def of_gates(self, gates: Gates) -> Gates:
+        """Gates without these tokens, in one layout whether there are any or not: in another, products round otherwise,
+        and a token that is no number would be felt in the last bit of others."""
+        return gates.map(lambda x: self.taken_out(x).contiguous())
 
     def outputs(self, y: Tensor) -> Tensor:
         """y ``[batch, heads, time, dim]`` with NaN from the first such token on."""

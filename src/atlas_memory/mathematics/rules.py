@@ -111,8 +111,9 @@ class Rule:
                 raise ValueError(
                     f"{name} of a rule must be an instance of a dataclass, such as {KINDS[name][0]()!r}, got {part!r}"
                 )
-            if (place := next((axis for axis, kinds in KINDS.items() if type(part) in kinds), name)) != name:
-                raise ValueError(f"{name} of a rule cannot be {part!r}, which is a {place}")
+            place = next((axis for axis, kinds in KINDS.items() if type(part) in kinds), name)
+            if place != name and name not in TRIED:
+                raise ValueError(f"{name} of a rule cannot be {part!r}, which is its {place}")
 
     def _check_steps(self) -> None:
         """Refuse an ``every`` above 1 where no sum holds what waits for a step, or that does not divide the chunk."""
