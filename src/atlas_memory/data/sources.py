@@ -186,6 +186,10 @@ class Source:
             except ValueError:
                 if alone or path.suffix != ".json":
                     raise  # what ends in .json may be anything, such as a list of options: then it is a text
+        yield from self._text(path, name, alone)
+
+    def _text(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
+        """A text in its parts. `alone`: the user named it, so that what is wrong with it is said and not skipped."""
         try:
             for i, text in enumerate(_parts(path, self.largest)):
                 self.read += len(text)

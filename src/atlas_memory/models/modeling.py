@@ -264,7 +264,7 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
             if mask is not None:  # one entry more is enough, unless the mask is cut by where chunks end
                 longer = cache.get_seq_length() if generation_config.prefill_chunk_size else 1
                 model_kwargs["attention_mask"] = nn.functional.pad(mask, (longer, 0), value=1)
-        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc, arg-type]
 
 
 def _read_before(mask: Tensor | dict[str, Tensor | None] | None, cache: AtlasCache | None, time: int) -> Tensor | bool:
