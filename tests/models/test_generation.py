@@ -146,6 +146,13 @@ def test_one_cache_for_several_texts(model: AtlasForCausalLM) -> None:
         model.generate(new, past_key_values=cache, use_cache=False, **LONG)
 
 
+def test_a_cache_does_not_keep_the_text(model: AtlasForCausalLM) -> None:
+    cache = _copy(model, prompt(1, 300))
+    model.generate(prompt(1, 4), past_key_values=cache, **LONG)
+    for ids in (cache._last_ids, _copy(model, prompt(1, 300))._last_ids):
+        assert ids is not None and ids.untyped_storage().nbytes() == 16 * 8
+
+
 def test_stop_strings(model: AtlasForCausalLM) -> None:
     tokenizer = byte_tokenizer()
     ids = prompt(1)

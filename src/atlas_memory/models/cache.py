@@ -106,7 +106,8 @@ class AtlasCache(Cache):
         """Keep the last of the ids that were read, int64 `[batch, time]`; None after embeddings."""
         if ids is not None and self._last_ids is not None:
             ids = torch.cat([self._last_ids, ids], 1)
-        self._last_ids = None if ids is None else ids[:, -_KEPT:]
+        # A copy: a slice would keep, and a file would hold, all the ids of which it is the end.
+        self._last_ids = None if ids is None else ids[:, -_KEPT:].clone()
 
     def is_read_in(self, ids: Tensor) -> bool:
         """Whether ids `[batch, time]` for `generate` begin with what was read, and are not new ones alone.

@@ -197,10 +197,10 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         """
         shift_labels = kwargs.pop("shift_labels", None)
         refuse_unknown(kwargs)
-        of_call = cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds)
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
         for name, given in (("labels", labels), ("shift_labels", shift_labels)):
-            if given is not None and of_call is not None:
-                check_labels(name, given, of_call, self.config.vocab_size)
+            if given is not None and inputs is not None:
+                check_labels(name, given, inputs, self.config.vocab_size)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
