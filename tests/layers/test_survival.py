@@ -79,3 +79,14 @@ def test_gradients_of_each_sequence_by_vmap(name):
     together = torch.func.vmap(gradient)(q, k, v)
     for alone, row in zip(zip(q, k, v, strict=True), zip(*together, strict=True), strict=True):
         torch.testing.assert_close(row, gradient(*alone))
+
+
+@pytest.mark.parametrize("name", ["titans", "omeganet", "atlas"])
+def test_a_jacobian_of_a_layer(name):
+    memory = NeuralMemory(8, 2, name, chunk_size=4).double()
+    x = torch.randn(1, 6, 8, dtype=torch.float64)
+
+    def sums(x):
+        return memory(x)[0].sum((0, 1))
+
+    torch.testing.assert_close(torch.func.jacrev(sums)(x), torch.autograd.functional.jacobian(sums, x))

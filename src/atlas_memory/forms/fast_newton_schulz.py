@@ -139,7 +139,7 @@ class _Step(torch.autograd.Function):
         a, b, c = COEFFICIENTS
         x, gram, z = ctx.saved_tensors
         if _differentiable():
-            return torch.autograd.grad(_step(x)[0], x, g, create_graph=True)[0]
+            return _pulled_back(lambda x: _step(x)[0], x, g)
         to_z = _twice_symmetric_part(g @ x.mT)
         to_gram = torch.baddbmm(to_z, to_z, gram, beta=0.5 * b, alpha=c)
         return torch.baddbmm(g, z, g, beta=a).baddbmm_(_twice_symmetric_part(to_gram), x)
@@ -202,8 +202,7 @@ class _SymmetricProduct(torch.autograd.Function):
         _, b, c = ctx.coefficients
         steps, saved = ctx.steps, ctx.saved_tensors
         if _differentiable():
-            again = _product(saved[0], steps, ctx.coefficients)
-            return torch.autograd.grad(again, saved[0], to_q, create_graph=True)[0], None, None
+            return _pulled_back(lambda s: _product(s, steps, ctx.coefficients), saved[0], to_q), None, None
         powers, factors = saved[:steps], saved[steps : 2 * steps]
         products = factors[0], *saved[2 * steps :]
         to_power = torch.zeros((), dtype=to_q.dtype, device=to_q.device)
@@ -249,8 +248,7 @@ class _ByEigenvalues(torch.autograd.Function):
             return None, None, None
         gram, vectors, values = ctx.saved_tensors
         if _differentiable():
-            again = _product(gram, ctx.steps, ctx.coefficients)
-            return torch.autograd.grad(again, gram, to_q, create_graph=True)[0], None, None
+            return _pulled_back(lambda s: _product(s, ctx.steps, ctx.coefficients), gram, to_q), None, None
         return gradient_by_eigenvalues(to_q, vectors, values, ctx.steps, ctx.coefficients), None, None
 
 
@@ -258,6 +256,12 @@ def _differentiable() -> bool:
     """Whether a backward pass must be differentiable itself. The tensors that it saved have no history, and it computes
     the forward pass again. No compiler makes second derivatives."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _pulled_back(f: Callable[[Tensor], Tensor], x: Tensor, to_y: Tensor) -> Tensor:
+    """The gradient of ``f(x)``, itself differentiable, and under ``vmap`` too, as in ``torch.func.jacrev``."""
+    pull: Callable[[Tensor], tuple[Tensor]] = torch.func.vjp(f, x)[1]
+    return pull(to_y)[0]
 
 
 def _twice_symmetric_part(x: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         wide = torch.promote_types(g.dtype, torch.float32)
-        to_x, by_tap = torch.zeros_like(x), w.mT.contiguous()
+        to_x, by_tap = g.new_zeros(x.shape, dtype=x.dtype), w.mT.contiguous()  # of g: vmap knows its size then
         to_w = [torch.zeros_like(tap, dtype=wide) for tap in by_tap]
         for start, stop in _blocks(x, g.shape[1]):
             part = g[:, start:stop]
