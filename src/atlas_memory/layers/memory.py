@@ -195,8 +195,9 @@ class NeuralMemory(Stateful):
         Raises:
             ValueError: another state than that of this layer's memory, such as a whole ``LayerState``.
         """
-        q = F.silu(F.linear(x, self.qkv.weight[: x.shape[-1]]))
-        q = q.to(kept_dtype(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        plain = type(self.qkv) is nn.Linear  # or else an adapter or a quantised layer, whose weight is not all
+        q = F.linear(x, self.qkv.weight[: self.dim]) if plain else self.qkv(x)[..., : self.dim]
+        q = F.silu(q).to(kept_dtype(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self._project(self.memory.retrieve(l2_normalise(q), memory), x)
 
     def lesson(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:

@@ -33,15 +33,16 @@ class Stateful(nn.Module):
         like = next(self.parameters(), torch.zeros(()))  # a layer may have none
         return (like.new_zeros(batch, 0, self.dim),)
 
-    def check_x(self, x: Tensor, weight: Tensor) -> None:
-        """Raise ValueError unless x is ``[batch, time, dim]`` and can be multiplied by ``weight``."""
+    def check_x(self, x: Tensor, weight: Any) -> None:
+        """Raise ValueError unless x is ``[batch, time, dim]`` and can be multiplied by ``weight``, a tensor, or what a
+        layer of another library, quantised perhaps, has in its place."""
         if not isinstance(x, Tensor):
             raise ValueError(f"x must be a tensor [batch, time, {self.dim}], got {_brief(x)}")
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be [batch, time, {self.dim}], got {list(x.shape)}")
         if not x.is_floating_point():
             raise ValueError(f"x must be floating point, got {x.dtype}: embed tokens first")
-        plain = weight.is_floating_point() and weight.itemsize > 1  # a quantised weight brings its own product
+        plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 1
         if plain and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
                 f"x is {x.dtype} and this {type(self).__name__} is {weight.dtype}: bring one to the dtype of the "

@@ -1,0 +1,63 @@
+"""Other libraries put layers of theirs in the place of ours: adapters, and quantised ones."""
+
+import pytest
+import torch
+from torch import nn
+
+from atlas_memory import NeuralMemory
+from atlas_memory.layers.context import MemoryAsContext
+
+
+class Adapted(nn.Module):
+    """A projection with something added to it, whose ``weight`` is that of the base alone, as with LoRA."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.added = base, nn.Linear(base.in_features, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.added(x)
+
+
+def adapt(memory: NeuralMemory, adapted: NeuralMemory) -> None:
+    adapted.load_state_dict(memory.state_dict())
+    adapted.qkv = Adapted(adapted.qkv).double()
+    with torch.no_grad():
+        memory.qkv.weight += adapted.qkv.added.weight
+
+
+def test_an_adapter_of_the_projection_is_asked_wherever_the_weight_is():
+    torch.manual_seed(0)
+    memory, adapted = (NeuralMemory(16, 2, "omeganet", window=2, chunk_size=4).double() for _ in range(2))
+    adapt(memory, adapted)
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    for one, other in zip(memory(x), adapted(x), strict=True):
+        for mine, theirs in zip(*([t] if torch.is_tensor(t) else t.tensors() for t in (one, other)), strict=True):
+            torch.testing.assert_close(theirs, mine)
+    state = memory(x)[1]
+    torch.testing.assert_close(adapted.retrieve(x, state.memory), memory.retrieve(x, state.memory))
+
+
+def test_memory_as_context_with_an_adapter():
+    torch.manual_seed(0)
+    mixers = [MemoryAsContext(16, 2, attention_window=4, rule="omeganet").double() for _ in range(2)]
+    mixers[1].load_state_dict(mixers[0].state_dict())
+    adapt(mixers[0].memory, mixers[1].memory)
+    x = torch.randn(2, 11, 16, dtype=torch.float64)
+    torch.testing.assert_close(mixers[1](x)[0], mixers[0](x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*ao.*:DeprecationWarning", "ignore:.*:UserWarning")
+def test_a_quantised_layer():
+    torch.manual_seed(0)
+    memory = NeuralMemory(32, 2, "omeganet", chunk_size=4).eval()
+    small = torch.ao.quantization.quantize_dynamic(memory, {nn.Linear}, dtype=torch.qint8)
+    x = torch.randn(2, 9, 32)
+    y, state = small(x)
+    exact = memory(x)[0]
+    assert 0 < (y - exact).norm() < 0.1 * exact.norm()
+    assert small.retrieve(x, state.memory).isfinite().all()
