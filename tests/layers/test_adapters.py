@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from atlas_memory import NeuralMemory
+from atlas_memory import NeuralMemory, set_execution
 from atlas_memory.layers.context import MemoryAsContext
 
 
@@ -61,3 +61,27 @@ def test_a_quantised_layer():
     exact = memory(x)[0]
     assert 0 < (y - exact).norm() < 0.1 * exact.norm()
     assert small.retrieve(x, state.memory).isfinite().all()
+
+
+def test_gradients_through_dropout_in_a_projection_when_groups_are_computed_again():
+    torch.manual_seed(0)
+    memory = NeuralMemory(16, 2, "gated-deltanet", chunk_size=4).double()
+    memory.qkv.register_forward_hook(lambda module, x, y: nn.functional.dropout(y, 0.3))
+    x = torch.randn(2, 27, 16, dtype=torch.float64)
+
+    set_execution(memory, recompute=1)
+    torch.manual_seed(1)
+    loss = memory(x)[0].sin().sum()
+    slope = torch.autograd.grad(loss, memory.gate.weight)[0]
+    direction, step = torch.randn_like(slope), 1e-5
+
+    def at(shift: float) -> torch.Tensor:
+        with torch.no_grad():
+            memory.gate.weight += shift * direction
+        torch.manual_seed(1)
+        value = memory(x)[0].sin().sum().detach()
+        with torch.no_grad():
+            memory.gate.weight -= shift * direction
+        return value
+
+    torch.testing.assert_close((slope * direction).sum(), (at(step) - at(-step)) / (2 * step), rtol=1e-6, atol=1e-7)

@@ -123,7 +123,8 @@ def test_wrong_starts_are_refused():
 
 def model(**options):
     torch.manual_seed(0)
-    config = AtlasConfig.preset("nano", hidden_size=16, num_attention_heads=2, chunk_size=4, **options)
+    chunk = {} if options.get("block") == "attention" else {"chunk_size": 4}
+    config = AtlasConfig.preset("nano", hidden_size=16, num_attention_heads=2, **chunk, **options)
     return AtlasForCausalLM(config).double().train()
 
 
@@ -188,6 +189,18 @@ def test_an_anchored_cache_trains_what_its_states_began_with():
     for one, two, three in zip(gradients(True, False), gradients(False, True), gradients(False, False), strict=True):
         assert (one - two).norm() <= 1e-8 * two.norm()
         assert (one - three).norm() > 0.1 * one.norm()
+
+
+@pytest.mark.parametrize("config", [{"rule": "deeptransformer"}, {"rule": "swdt"}, {"block": "attention"}])
+def test_an_anchored_cache_of_states_that_grow(config):
+    net, ids = model(**config), torch.randint(0, 256, (2, 12))
+    cache, kept = (AtlasCache(net.config.num_hidden_layers, anchored=anchored) for anchored in (True, False))
+    for _ in range(3):
+        ours, theirs = (net(input_ids=ids, labels=ids, past_key_values=c).loss for c in (cache, kept))
+        torch.testing.assert_close(ours, theirs)
+    ours.backward()
+    initial = [p.grad for name, p in net.named_parameters() if ".initial." in name]
+    assert all(g is not None and g.norm() > 0 for g in initial) and bool(initial) == ("rule" in config)
 
 
 def test_hidden_states_of_packed_rows():

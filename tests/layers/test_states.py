@@ -140,6 +140,10 @@ def test_training_on_from_inference_mode(name):
     expected = memory(x, memory(x)[1].detach())[0]
     with torch.inference_mode():
         _, state = memory(x)
+    with pytest.raises(ValueError, match=r"made under torch.inference_mode.* give state.detach\(\)"):
+        memory(x, state)
+    with torch.no_grad():
+        assert torch.equal(memory(x, state)[0], expected)
     y = memory(x, state.detach())[0]
     y.sum().backward()
     assert torch.equal(y, expected)

@@ -225,7 +225,7 @@ class NeuralMemory(Stateful):
     ) -> tuple[Tensor, LayerState]:
         """As ``_read``. For the backward pass it keeps one state for every group of chunks, and no tensor as long as x
         except x itself."""
-        read = partial(checkpoint, self._read_group, use_reentrant=False, preserve_rng_state=False)
+        read = partial(checkpoint, self._read_group, use_reentrant=False)  # random numbers too: an adapter may drop out
         like = x.new_zeros(len(x), self.heads, 0, x.shape[2] // self.heads, dtype=kept_dtype(x))
         params, reading = begin(memory.rule, memory.params, like, state.memory if state else None)
         past, outputs, start = state.past if state else None, [], 0

@@ -55,6 +55,13 @@ class Stateful(nn.Module):
             raise ValueError(
                 f"state must be the {kind.__name__} that an earlier call returned, or None, got {_brief(state)}"
             )
+        if state is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if any(t.is_inference() for t in state.tensors()) and any(p.requires_grad for p in self.parameters()):
+            raise ValueError(
+                "the state was made under torch.inference_mode, and PyTorch takes no gradients beside it: give "
+                "state.detach(), or of a cache call detach(), which copies it"
+            )
 
     def _read(self, x: Tensor, state: Any, length: Tensor | None) -> tuple[Tensor, Any]:
         """x ``[batch, time, dim]``, whose real tokens are the first ``length`` ``[batch]`` of each row; None: all."""

@@ -74,7 +74,10 @@ class State:
 
         def anchor(held: Tensor) -> Tensor:
             start = next(starts)
-            return held + (start - start.detach()) if start.requires_grad else held
+            if not start.requires_grad:
+                return held
+            grown = (more for a, b in zip(held.shape[:0:-1], start.shape[:0:-1], strict=True) for more in (0, a - b))
+            return held + F.pad(start - start.detach(), tuple(grown))  # what a state grows by is behind
 
         return self.map(anchor)
 
