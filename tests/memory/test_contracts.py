@@ -5,17 +5,21 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from atlas_memory.mathematics.contracts import TRIED, check_part, takes_any_columns
+from atlas_memory.mathematics.contracts import TRIED, check_part, keeps_any_columns, takes_any_columns
 from atlas_memory.mathematics.gates import rows
 from atlas_memory.memory import (
     KINDS,
     L2,
     RULES,
     Bias,
+    Decay,
     DeltaGradientDescent,
     Exponential,
     GradientDescent,
     InnerOptimiser,
+    Keep,
+    Kept,
+    LinearRetention,
     Momentum,
     Muon,
     NonLinearRetention,
@@ -93,6 +97,19 @@ class TooFlat(Square):
         return torch.full_like(prediction[..., 0], 1.0)
 
 
+class OverTokens(Square):
+    """Weighted by a mean over all tokens, of which value, derivative and curvature are right but for the gradient's."""
+
+    def value(self, prediction, v):
+        return (prediction - v).square().sum(-1) * v.abs().mean()
+
+    def derivative(self, prediction, v):
+        return 2.0 * (prediction - v) * v.abs().mean()
+
+    def curvature(self, prediction, v):
+        return torch.full_like(prediction[..., 0], 2.0)
+
+
 @dataclass(frozen=True)
 class Weighted(Square):
     """A part that is no number."""
@@ -125,6 +142,7 @@ class Thawed(Bias):
         (BentBound(), "BentBound.curvature or its gradient is not finite where prediction and v are equal"),
         (Falling(), "Falling.curvature must be a bound on the second derivative, .* got -1"),
         (TooFlat(), "TooFlat.curvature is too small.*up to 2 times"),
+        (OverTokens(), r"OverTokens.value of one sequence changes with what .* tokens are beside it.*dim=-1"),
         (Weighted(torch.ones(())), "bias Weighted must be a frozen dataclass of numbers.*weight is a Tensor"),
         (DeltaForgotten(), r"DeltaForgotten.value failed for a prediction .*\[2, 3, 5, 4\]"),
         (Nothing(), r"Nothing.value failed .* has no method value\(prediction, v\)"),
@@ -203,6 +221,17 @@ class RootOfZero(Plain):
         return (s,), rows(at.apply, g / (s.sqrt() + 1e-8))
 
 
+class OverTheBatch(Plain):
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + g
+        return (s,), rows(at.apply, s / (1.0 + s.abs().mean()))
+
+
+@dataclass(frozen=True)
+class Every(Plain):
+    every: int | None = None
+
+
 @dataclass(frozen=True)
 class NoStep(InnerOptimiser):
     """No method at all."""
@@ -226,6 +255,9 @@ class NoStep(InnerOptimiser):
         (Bare(), r"Bare.step failed for .*rows\(gate, matrix\) multiplies"),
         (BareWrite(), r"BareWrite.step failed for .*gates \[2, 3, 4\]"),
         (Summed(), r"Summed.step: the step must be shaped as g, .*here \[2, 3, 8, 7\]; got shape \[2, 3, 8\]"),
+        (OverTheBatch(), r"OverTheBatch.step of one sequence changes .*dim=\(-2, -1\)"),
+        (Every(0), "Every every must be an integer >= 1, got 0"),
+        (Every(2.0), "Every every must be an integer >= 1, got 2.0"),
         (NoStep(), r"NoStep.step failed .*NoStep has no method step\(sums, weights, g, at\)"),
         (L2(), "optimiser L2 must derive from InnerOptimiser"),
     ],
@@ -246,9 +278,32 @@ class Narrow(NoSettle):
         return a[..., 1:]
 
 
+class AmongHeads(NoSettle):
+    def settle(self, a, frozen, initial):
+        return a.softmax(-3)
+
+
+@dataclass(frozen=True)
+class Linearly(LinearRetention):
+    """Set by what the cases make of it: what is kept of W."""
+
+    kind: str = "clamped"
+
+    def keep(self, old, step, alpha, first, last):
+        if self.kind == "bare":
+            kept = alpha[..., None, None] * old.weights
+        else:
+            kept = rows(alpha, old.weights).clamp(-0.05, 0.05)
+        new = kept - step
+        return new if self.kind == "alone" else Kept(new, new, None)
+
+
 @pytest.mark.parametrize(
     "retention,message",
     [
+        (AmongHeads(), r"AmongHeads.keep of one sequence changes .*dim=\(-2, -1\)"),
+        (Linearly("bare"), r"Linearly.keep failed for .*alpha \[2, 3, 4\] \(rows\(alpha, matrix\) multiplies them\)"),
+        (Linearly("alone"), r"Linearly.keep must return Kept\(.* got a Tensor$"),
         (NoSettle(), r"NoSettle.begin failed .*NoSettle has no method settle\(a, frozen, initial\)"),
         (Narrow(), r"Narrow.settle\(a, frozen, initial\) must be shaped as a"),
     ],
@@ -285,6 +340,12 @@ def test_only_what_does_not_read_entries_goes_with_endless_features():
     with pytest.raises(ValueError, match="Sign reads the entries of a matrix, and Exponential"):
         replace(RULES["dot"], optimiser=Sign())
     assert replace(RULES["dot"], optimiser=Plain()).features == Exponential()
+    assert keeps_any_columns(Decay()) and keeps_any_columns(Keep())
+    assert not keeps_any_columns(Linearly()) and not keeps_any_columns(RULES["memora"].retention)
+    with pytest.raises(
+        ValueError, match=r"Linearly reads the entries of a matrix, and Exponential.* take Decay or Keep"
+    ):
+        replace(RULES["dot"], retention=Linearly())
 
 
 def test_it_is_tried_in_any_mode_and_draws_nothing():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -46,7 +45,7 @@ def rules(
         one.add_row(part, options.pop("kind"), ", ".join(f"{key}={value!r}" for key, value in options.items()))
     console.print(one)
     state, work = _costs(numbers)
-    print(f"{measured}: state {state} bytes, {work} multiply-adds a token")
+    print(f"{measured}: bytes of its state: {state}; multiply-adds a token: {work}")
 
 
 def _described(rule: Any, size: int, heads: int) -> dict[str, Any]:
@@ -58,9 +57,12 @@ def _described(rule: Any, size: int, heads: int) -> dict[str, Any]:
     return found | {"state_bytes": state_bytes(rule, size, heads), "multiply_adds": multiply_adds(rule, size, heads)}
 
 
-def _costs(numbers: dict[str, Any]) -> Iterator[str]:
-    values = (numbers[column] for column in ("state_bytes", "multiply_adds"))
-    return ("grows" if value is None else brief(value) for value in values)
+def _costs(numbers: dict[str, Any]) -> tuple[str, str]:
+    """The state and the multiply-adds in words: both grow where the state does; work may besides not be counted, where
+    a part of one's own is read token by token."""
+    state, work = numbers["state_bytes"], numbers["multiply_adds"]
+    unknown = "grows" if state is None else "not counted"
+    return "grows" if state is None else brief(state), unknown if work is None else brief(work)
 
 
 def _part(value: Any) -> str:

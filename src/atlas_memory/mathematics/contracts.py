@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch.nn import Module
 
 from .bias import Bias
 from .retention import AnyRetention, Kept, Old
+from .sizes import check_size
 from .step import At, InnerOptimiser, Sums
 
 BATCH, HEADS, TIME, DIM = 2, 3, 5, 4
@@ -63,6 +64,20 @@ def _check_shape(part: object, what: str, found: Any, shape: Sequence[int], word
         raise ValueError(f"{type(part).__name__}.{what} must be {words}, here {list(shape)}; got {got}")
 
 
+def _last(x: Tensor) -> Tensor:
+    """The last sequence of a batch and all its heads but the first: what a part answers to them must not depend on what
+    it answers to the others."""
+    return x[1:, 1:]
+
+
+def _check_apart(part: object, what: str, alone: Tensor, among: Tensor, advice: str) -> None:
+    if not torch.allclose(alone, among, rtol=1e-9, atol=1e-12, equal_nan=True):
+        raise ValueError(
+            f"{type(part).__name__}.{what} of one sequence changes with what other sequences, heads or tokens are "
+            f"beside it: {advice}"
+        )
+
+
 @lru_cache(maxsize=256)
 def _try_bias(bias: Bias) -> None:
     """Check the shapes a bias gives, that its numbers and their gradients are finite, that its derivative is that of
@@ -82,6 +97,10 @@ def _try_bias(bias: Bias) -> None:
                 words = "one number a coordinate, [..., dim]" if by_coordinate else "one number a token, [...]"
                 _check_shape(bias, f"{method}(prediction, v)", out, (*shape, DIM) if by_coordinate else shape, words)
                 found[method], slopes[method] = out.detach().reshape(*shape, -1), _slope(out, prediction)
+        for method, among in found.items():
+            alone = getattr(bias, method)(*(_last(x)[..., NOTHING:, :] for x in (prediction, v))).detach()
+            among = _last(among)[..., NOTHING:, :]
+            _check_apart(bias, method, alone.reshape_as(among), among, "reduce over the last dimension alone, dim=-1")
     for method, numbers in found.items():
         finite = numbers.isfinite().all(-1) & slopes[method].isfinite().all(-1)
         if not finite[..., :NOTHING].all():
@@ -145,6 +164,8 @@ def _at(optimiser: InnerOptimiser, channels: bool, under: Callable[[Tensor], Ten
 def _try_optimiser(optimiser: InnerOptimiser) -> None:
     """Check the sums and the step with one gate a head and, unless the optimiser refuses them, with channel-wise gates;
     and what it says errors see (``written``)."""
+    if optimiser.every is not None:
+        check_size(f"{type(optimiser).__name__} every", optimiser.every)
     with _apart():
         sums, weights, g = _sums(optimiser), _numbers(*MATRIX), _numbers(*MATRIX, frequency=0.7)
         for channels in (False,) if optimiser.mixes_rows else (False, True):
@@ -158,6 +179,15 @@ def _try_optimiser(optimiser: InnerOptimiser) -> None:
             found = _call(optimiser, "written", f"{len(sums)} sums", sums, weights, g)
             _check_shape(optimiser, "written(sums, weights, frozen)", found, MATRIX, "a matrix, [..., rows, columns]")
         _check_first_step(optimiser, weights, g)
+        _check_step_apart(optimiser, sums, weights, g)
+
+
+def _check_step_apart(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tensor) -> None:
+    at = _at(optimiser, False, lambda w: w)
+    among = optimiser.step(sums, weights, g, at)[1]
+    gates: dict[str, Any] = {name: _last(x) for name, x in zip(at._fields, at, strict=True) if isinstance(x, Tensor)}
+    alone = optimiser.step(tuple(map(_last, sums)), _last(weights), _last(g), at._replace(**gates))[1]
+    _check_apart(optimiser, "step", alone, _last(among), "reduce over rows and columns alone, dim=(-2, -1)")
 
 
 def _check_first_step(optimiser: InnerOptimiser, weights: Tensor, g: Tensor) -> None:
@@ -232,15 +262,41 @@ def _try_keep(retention: AnyRetention) -> None:
         home = _call(retention, "home", f"M_0 {list(shape)}", initial)
         weights, dual = begun[0].repeat(BATCH, 1, 1, 1), None if begun[1] is None else begun[1].repeat(BATCH, 1, 1, 1)
         _check_shape(retention, "settle(a, frozen, initial)", weights, MATRIX, "shaped as a, [..., rows, columns]")
-        old, alpha = Old(weights, weights, dual, initial, *home), 0.5 + 0.4 * _numbers(BATCH, HEADS)
-        kept = _call(retention, "keep", f"matrices {list(MATRIX)}", old, 0.1 * _numbers(*MATRIX), alpha, False, True)
-        if not isinstance(kept, Kept) or (kept.dual is None) == retention.settles:
-            raise ValueError(
-                f"{name}.keep must return Kept(weights, settled, dual), dual None unless `settles`, got {kept!r}"
-            )
-        for part, found in zip(kept._fields, kept, strict=True):
-            if found is not None:
-                _check_shape(retention, f"keep: {part}", found, MATRIX, "shaped as W, [..., rows, columns]")
+        old, step = Old(weights, weights, dual, initial, *home), 0.1 * _numbers(*MATRIX, frequency=0.7)
+        for gates in ([BATCH, HEADS], [BATCH, HEADS, DIM]):
+            alpha = 0.5 + 0.4 * _numbers(*gates)
+            given = f"matrices {list(MATRIX)} and alpha {gates} (rows(alpha, matrix) multiplies them)"
+            kept = _call(retention, "keep", given, old, step, alpha, False, True)
+            if not isinstance(kept, Kept) or (kept.dual is None) == retention.settles:
+                raise ValueError(
+                    f"{name}.keep must return Kept(weights, settled, dual), dual None unless `settles`, got a "
+                    f"{type(kept).__name__}"
+                )
+            for part, found in zip(kept._fields, kept, strict=True):
+                if found is not None:
+                    _check_shape(retention, f"keep: {part}", found, MATRIX, "shaped as W, [..., rows, columns]")
+        w, w_home, a_home = _last(weights), *(None if m is None else m[1:] for m in home)
+        one = Old(w, w, None if dual is None else _last(dual), initial[1:], w_home, a_home)
+        alone = _call(retention, "keep", given, one, _last(step), _last(alpha), False, True).settled
+        _check_apart(retention, "keep", alone, _last(kept.settled), "reduce over rows and columns alone, dim=(-2, -1)")
+
+
+@lru_cache(maxsize=256)
+def keeps_any_columns(retention: AnyRetention) -> bool:
+    """``takes_any_columns`` of a retention: whether what is kept of W A, for any matrix A, is what is kept of W times
+    A. It is not where there is an accumulator, from which W is settled entry by entry."""
+    if retention.settles:
+        return False
+    with _apart():
+        weights, step, basis = _numbers(*MATRIX), _numbers(*MATRIX, frequency=0.7), _numbers(COLUMNS, 6, frequency=0.9)
+        alpha, initial = 0.5 + 0.4 * _numbers(BATCH, HEADS), _numbers(HEADS, ROWS, COLUMNS, frequency=0.5)
+
+        def kept(by: Callable[[Tensor], Tensor]) -> Tensor:
+            first, home = by(initial), retention.home(by(initial))
+            old = Old(by(weights), by(weights), None, first, *home)
+            return cast(Kept, _call(retention, "keep", "columns", old, by(step), alpha, False, True)).weights
+
+        return torch.allclose(kept(lambda w: w) @ basis, kept(lambda w: w @ basis), rtol=1e-6, atol=1e-9)
 
 
 TRIED: dict[str, tuple[type, Callable[[Any], None]]] = {

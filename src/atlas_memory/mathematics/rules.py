@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
-from .contracts import TRIED, check_part, takes_any_columns
+from .contracts import TRIED, check_part, keeps_any_columns, takes_any_columns
 from .features import Exponential, FeatureMap, Identity, Polynomial
 from .networks import MLP, GatedMLP, Linear, Network, Trace
 from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
@@ -82,14 +82,8 @@ class Rule:
         self._check_steps()
         optimiser, retention = self.optimiser, self.retention
         settles = retention.settles
-        if self.features.endless and (settles or not takes_any_columns(optimiser)):
-            raise ValueError(
-                f"{type(retention if settles else optimiser).__name__} reads the entries of a matrix, and "
-                f"{type(self.features).__name__} features make one with infinitely many columns, of which only the "
-                "products with keys are known: take "
-                + ("Decay or Keep" if settles else "GradientDescent, DeltaGradientDescent or Momentum")
-                + ", or Polynomial features"
-            )
+        if self.features.endless:
+            self._check_endless()
         if optimiser.erases and (self.window.size > 1 or settles):
             raise ValueError(
                 f"{type(optimiser).__name__} is for a window of one token, with Decay or Keep as retention; got a "
@@ -114,6 +108,18 @@ class Rule:
             place = next((axis for axis, kinds in KINDS.items() if type(part) in kinds), name)
             if place != name and name not in TRIED:
                 raise ValueError(f"{name} of a rule cannot be {part!r}, which is its {place}")
+
+    def _check_endless(self) -> None:
+        """Refuse a part that reads the entries of a matrix, where only its products with keys are known."""
+        keeps = keeps_any_columns(self.retention)
+        if not keeps or not takes_any_columns(self.optimiser):
+            part, features = self.optimiser if keeps else self.retention, type(self.features).__name__
+            raise ValueError(
+                f"{type(part).__name__} reads the entries of a matrix, and {features} features make one with "
+                "infinitely many columns, of which only the products with keys are known: take "
+                + ("GradientDescent, DeltaGradientDescent or Momentum" if keeps else "Decay or Keep")
+                + ", or Polynomial features"
+            )
 
     def _check_steps(self) -> None:
         """Refuse an ``every`` above 1 where no sum holds what waits for a step, or that does not divide the chunk."""
