@@ -55,6 +55,30 @@ def test_float32_at_any_split(name, dim):
     assert (torch.cat(parts, 1) - whole).norm() < 1e-5 * whole.norm()
 
 
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("size", [1e-38, 1e-42])
+def test_values_that_hardly_are(name, size):
+    memory = layer(name, chunk_size=4)
+    x = (size * torch.randn(1, 12, 16)).requires_grad_()
+    y, state = memory(x)
+    grads = torch.autograd.grad(y.sum(), [x, *memory.parameters()], allow_unused=True)
+    assert y.isfinite().all() and all(t.isfinite().all() for t in state.tensors())
+    assert all(g.isfinite().all() for g in grads if g is not None)
+
+
+def test_yaad_of_long_errors_at_any_split():
+    """As printed, signs of small coordinates make it chaotic: gradients of 1e17 here, and 6 % off."""
+    memory = NeuralMemory(32, 2, "yaad")
+    x = (30.0 * torch.randn(1, 1500, 32)).requires_grad_()
+    y, _ = memory(x)
+    grads = torch.autograd.grad(y[:, -8:].sum(), [x, *memory.parameters()], allow_unused=True)
+    assert all(g.abs().max() < 1e5 for g in grads if g is not None)
+    with torch.no_grad():
+        first, state = memory(x[:, :711])
+        second, _ = memory(x[:, 711:], state)
+    assert (torch.cat([first, second], 1) - y).norm() < 1e-5 * y.norm()
+
+
 @pytest.mark.parametrize("name", ["omeganet", "atlas", "tnt"])
 def test_an_empty_batch(name):
     y, state = layer(name)(torch.randn(0, 5, 16))

@@ -168,6 +168,13 @@ def huber_mixture(m, v, delta):
     return 0.5 * (e**2).sum() if e.norm() <= delta else delta * smooth(e).sum()
 
 
+def rounded_mixture(m, v, delta):
+    """The same with absolute values rounded over delta / sqrt(d)."""
+    e = m - v
+    far = delta * (e**2 + delta**2 / len(e) + 1e-6).sqrt().sum()
+    return 0.5 * (e**2).sum() if e.norm() <= delta else far
+
+
 # Optimisers: (S, gradient, inputs, W, gates) -> (S, step)
 
 

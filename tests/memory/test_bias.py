@@ -27,6 +27,12 @@ def huber_mixture(delta):
     return 0.5 * NORM**2 if delta >= NORM else delta * NORM_1
 
 
+def huber_rounded(delta):
+    """The same, its absolute values rounded over half of delta / sqrt(d)."""
+    rounded = (E.square() + (0.5 * delta) ** 2 / len(E)).sqrt().sum().item()
+    return 0.5 * NORM**2 if delta >= NORM else delta * rounded
+
+
 def robust(delta):
     """max over |dv| <= delta of 1/2 |e - dv|^2 (Miras section 5.1)."""
     return 0.5 * NORM**2 + delta * NORM + 0.5 * delta**2
@@ -52,9 +58,10 @@ def test_biases_without_a_threshold():
         (Huber("coordinates"), huber_by_coordinate),
         (Huber("norm"), huber_of_the_norm),
         (Huber("mixture"), huber_mixture),
+        (Huber("mixture", corner=0.5), huber_rounded),
         (RobustL2(), robust),
     ],
-    ids=["coordinates", "norm", "mixture", "robust"],
+    ids=["coordinates", "norm", "mixture", "rounded", "robust"],
 )
 def test_biases_with_a_threshold(bias, formula, delta):
     assert value(bias, delta) == pytest.approx(formula(delta), rel=1e-5)
@@ -98,5 +105,9 @@ def test_bad_arguments():
         Lp(0.5)
     with pytest.raises(ValueError, match="Huber over must be 'coordinates', 'norm' or 'mixture', got 'l1'"):
         Huber("l1")
+    with pytest.raises(
+        ValueError, match=r"Huber corner must be >= 0, and 0 unless over='mixture', got 1\.0 for over='norm"
+    ):
+        Huber("norm", corner=1.0)
     with pytest.raises(ValueError, match="L2 scale must be > 0"):
         L2(-1.0)

@@ -32,7 +32,6 @@ from .by_hand import (
     dot_product,
     gated,
     half_l2,
-    huber_mixture,
     l2,
     linear,
     lp,
@@ -40,6 +39,7 @@ from .by_hand import (
     momentum,
     muon,
     muon_at_the_end,
+    rounded_mixture,
     run,
     same,
     smooth,
@@ -172,8 +172,8 @@ HAND = {
     ),
     "yaad": replace(  # M26
         MIRAS,
-        objective=huber_mixture,
-        curvature=lambda m, v, delta: 1.0 if (m - v).norm() <= delta else delta * len(v) ** 0.5 / (m - v).norm(),
+        objective=rounded_mixture,
+        curvature=lambda m, v, delta: 1.0 if (m - v).norm() <= delta else len(v) ** 0.5,
     ),
     "memora": replace(MIRAS, retention=kullback_leibler(0.5)),  # M27
     "hope": Hand(l2, mlp, delta_step, read="before"),  # N88-90, at given k and v

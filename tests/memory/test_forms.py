@@ -72,6 +72,7 @@ axes = {
         st.sampled_from([L2(), L2(0.5), DotProduct(), RobustL2()]),
         st.builds(Lp, st.sampled_from([1.0, 1.5, 2.0, 3.0])),
         st.builds(Huber, st.sampled_from(["coordinates", "norm", "mixture"])),
+        st.builds(Huber, st.just("mixture"), st.sampled_from([0.3, 1.0])),
     ),
     "retention": st.one_of(
         st.sampled_from([Decay(), Decay(to_start=True), Keep()]),

@@ -35,7 +35,8 @@ NETWORKS = [
     GatedMLP(1, norm=True),
     Linear(residual=True, norm=True),
 ]
-BIASES = [L2(), L2(0.5), DotProduct(), Lp(1.0), Lp(3.0), RobustL2(), *map(Huber, ("coordinates", "norm", "mixture"))]
+HUBERS = [*map(Huber, ("coordinates", "norm", "mixture")), Huber("mixture", corner=1.0)]
+BIASES = [L2(), L2(0.5), DotProduct(), Lp(1.0), Lp(3.0), RobustL2(), *HUBERS]
 FEATURES = [Identity(), Polynomial(2)]
 
 

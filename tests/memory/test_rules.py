@@ -95,7 +95,7 @@ def test_windows_and_biases_of_the_rows():
     assert wide == {"atlas", "atlas++", "omeganet", "atlas-linear", "atlas-identity", "swla", "swdt", "dot"}
     hebbian = {name for name, rule in RULES.items() if rule.bias == DotProduct()}
     assert hebbian == {"dla", "swla", "deeptransformer", "swdt", "deltanet", "gated-deltanet", "lact"}
-    assert RULES["moneta"].bias == Lp(3) and RULES["yaad"].bias == Huber("mixture")
+    assert RULES["moneta"].bias == Lp(3) and RULES["yaad"].bias == Huber("mixture", corner=1.0)
     assert {name for name, rule in RULES.items() if rule.window.read != "after"} == {"hope"}
 
 

@@ -155,8 +155,9 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _power_of_two(size: Tensor) -> Tensor:
-    """The factor that brings numbers of this size to about 1: a power of two, which rounds nothing."""
-    return torch.ldexp(torch.ones_like(size), -torch.frexp(size)[1])
+    """The factor that brings numbers of this size to about 1: a power of two, which rounds nothing, and is finite where
+    they are too small for that."""
+    return torch.ldexp(torch.ones_like(size), -torch.frexp(size)[1].clamp_min(-126))
 
 
 def _scale(muon: Muon, size: Tensor) -> Tensor:

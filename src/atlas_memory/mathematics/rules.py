@@ -291,7 +291,7 @@ RULES: dict[str, Rule] = {
     ),
     # Miras Eqs. 24, 26 and 27
     "moneta": replace(MIRAS, bias=Lp(3.0), retention=LqNorm(4.0, to_start=True)),
-    "yaad": replace(MIRAS, bias=Huber("mixture")),
+    "yaad": replace(MIRAS, bias=Huber("mixture", corner=1.0)),
     "memora": replace(MIRAS, retention=Softmax(scale=0.5, to_start=True)),
     # Nested Learning Eqs. 88-89, the memory that answers the query; SelfModifyingMemory has the others
     "hope": Rule(features=Identity(), optimiser=DeltaGradientDescent(), window=Window(1, 16, read="before")),
