@@ -92,6 +92,31 @@ def test_chunked_prefill(model: AtlasForCausalLM) -> None:
     assert torch.equal(model.generate(ids, prefill_chunk_size=4, **LONG), model.generate(ids, **LONG))
 
 
+def test_long_prompts_are_read_in_pieces(model: AtlasForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also padded ones, in beams, and where a cache has read their beginning."""
+    ids, mask, lengths = prompt(time=23), torch.ones(2, 23, dtype=torch.long), []
+    padded = mask.clone()
+    padded[1, :9] = 0
+
+    def written() -> list[torch.Tensor]:
+        cache = AtlasCache(model.config.num_hidden_layers)
+        model(input_ids=ids[:, :5], past_key_values=cache)
+        lengths.clear()
+        return [
+            model.generate(ids, attention_mask=padded, **LONG),
+            model.generate(ids, attention_mask=mask, num_beams=3, **LONG),
+            model.generate(ids, attention_mask=mask, past_key_values=cache, **LONG),
+        ]
+
+    whole = written()
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    monkeypatch.setattr("atlas_memory.models.modeling.PREFILL", 6)
+    assert all(torch.equal(a, b) for a, b in zip(written(), whole, strict=True))
+    assert max(lengths) == 6 and sum(lengths) == 23 + 23 + 18 + 3 * 6
+
+
 def test_a_conversation_continues_from_its_cache(model: AtlasForCausalLM) -> None:
     out = model.generate(prompt(), return_dict_in_generate=True, **LONG)
     second = torch.cat([out.sequences, prompt(2, 4)], 1)

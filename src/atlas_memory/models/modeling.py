@@ -25,6 +25,10 @@ class AtlasBlock(GradientCheckpointingLayer, MemoryBlock):
         super().__init__(config.hidden_size, config.mixer(), hidden, config.rms_norm_eps, periods)
 
 
+PREFILL = 8192
+"""Tokens of a prompt that `generate` reads at a time."""
+
+
 class AtlasPreTrainedModel(PreTrainedModel):
     """What both models share: how weights begin and what transformers may do with them."""
 
@@ -251,13 +255,17 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """The first call of `generate`. Of ids whose mask is no longer than they are it leaves out as many as the
-        cache has read, since they begin with those; where they do not, a longer mask says that they are all new."""
+        cache has read, since they begin with those; where they do not, a longer mask says that they are all new. Long
+        ones are read `PREFILL` at a time, so that memory does not grow with them."""
         cache: Any = model_kwargs.get("past_key_values")
         mask = model_kwargs.get("attention_mask")
         covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
         if cache is not None:
             check_cache(cache, self.config.num_hidden_layers)
             cache.repeat_for(len(input_ids), max(generation_config.num_beams, generation_config.num_return_sequences))
+            whole = model_kwargs.get("inputs_embeds") is not None or generation_config.output_hidden_states
+            if input_ids.shape[1] > PREFILL and not whole:
+                generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or PREFILL
         of_ids = cache is not None and model_kwargs.get("inputs_embeds") is None and covered <= input_ids.shape[1]
         if of_ids and not cache.is_read_in(input_ids):
             generation_config._mask_length = -1
