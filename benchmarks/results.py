@@ -103,6 +103,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
         f"recall {n:,}" if n > 999 else f"recall {n}": _right(f"recall {n}")
         for n in (128, 512, 1024, 2048, 4096, 16384)
     },
+    **{f"noise {n:,}": _right(f"noise {n}") for n in (50, 200, 800, 2000)},
     **{f"{n} pairs": _right(f"pairs {n}") for n in (16, 32, 64, 128)},
     **{f"{n} pairs held": _share(f"held {n}") for n in (16, 32, 64, 128)},
     **{f"right, {step} steps": _right(f"copied {step}") for step in (50, 100, 200, 300)},

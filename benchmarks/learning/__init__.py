@@ -5,6 +5,7 @@ from .collapse import COLLAPSE
 from .copying import COPYING
 from .holds import HOLDS
 from .language import LANGUAGE
+from .narrow import NARROW
 from .needle import NEEDLE
 from .orders import ORDERS_STUDY
 from .reach import REACH
@@ -13,7 +14,6 @@ from .recipe import RECIPE
 from .study import Study
 from .writes import WRITES
 
-STUDIES: dict[str, Study] = {
-    s.name: s
-    for s in (WRITES, HOLDS, REACH, RECALL, NEEDLE, CAPACITY, COPYING, LANGUAGE, ORDERS_STUDY, RECIPE, ALARMS, COLLAPSE)
-}
+OF_MEMORIES = (WRITES, HOLDS, REACH, RECALL, NARROW, NEEDLE, CAPACITY, COPYING)
+OF_TEXT = (LANGUAGE, ORDERS_STUDY, RECIPE, ALARMS, COLLAPSE)
+STUDIES: dict[str, Study] = {s.name: s for s in (*OF_MEMORIES, *OF_TEXT)}
