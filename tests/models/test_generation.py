@@ -92,6 +92,13 @@ def test_chunked_prefill(model: AtlasForCausalLM) -> None:
     assert torch.equal(model.generate(ids, prefill_chunk_size=4, **LONG), model.generate(ids, **LONG))
 
 
+def test_nothing_to_begin_with(make: Make) -> None:
+    model = make(rule="titans")
+    for nothing in ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, {"inputs_embeds": torch.zeros(1, 0, 16)}):
+        with pytest.raises(ValueError, match="generate was given no token to begin with"):
+            model.generate(**nothing, max_new_tokens=2)
+
+
 def test_long_prompts_are_read_in_pieces(model: AtlasForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also padded ones, in beams, and where a cache has read their beginning."""
     ids, mask, lengths = prompt(time=23), torch.ones(2, 23, dtype=torch.long), []

@@ -140,6 +140,9 @@ class NeuralMemory(Stateful):
         its key, little of what the memory holds would be the value. The other weights stay as they are. From random
         projections a layer learns all this in many hundreds of steps (docs/learning.md). Ours; no paper says how the
         projections begin.
+
+        The projections themselves are not drawn again. Where a model is made without numbers, as on the meta device,
+        their own ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.
         """
         with torch.no_grad():
             (w_q, w_k, w_v), (taps_q, taps_k, _) = (

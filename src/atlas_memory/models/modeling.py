@@ -258,15 +258,17 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         cache has read, since they begin with those; where they do not, a longer mask says that they are all new. Long
         ones are read `PREFILL` at a time, so that memory does not grow with them."""
         cache: Any = model_kwargs.get("past_key_values")
+        embedded = model_kwargs.get("inputs_embeds")
+        if not (input_ids if embedded is None else embedded).shape[1]:
+            raise ValueError("generate was given no token to begin with: give one, such as the end-of-text token")
         mask = model_kwargs.get("attention_mask")
         covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
         if cache is not None:
             check_cache(cache, self.config.num_hidden_layers)
             cache.repeat_for(len(input_ids), max(generation_config.num_beams, generation_config.num_return_sequences))
-            whole = model_kwargs.get("inputs_embeds") is not None or generation_config.output_hidden_states
-            if input_ids.shape[1] > PREFILL and not whole:
+            if input_ids.shape[1] > PREFILL and embedded is None and not generation_config.output_hidden_states:
                 generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or PREFILL
-        of_ids = cache is not None and model_kwargs.get("inputs_embeds") is None and covered <= input_ids.shape[1]
+        of_ids = cache is not None and embedded is None and covered <= input_ids.shape[1]
         if of_ids and not cache.is_read_in(input_ids):
             generation_config._mask_length = -1
             if mask is not None:  # one entry more is enough, unless the mask is cut by where chunks end
