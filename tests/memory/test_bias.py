@@ -55,7 +55,7 @@ def test_biases_without_a_threshold():
 @pytest.mark.parametrize(
     "bias,formula",
     [
-        (Huber("coordinates"), huber_by_coordinate),
+        (Huber("coordinates", corner=1.0), huber_by_coordinate),  # which is the mixture's
         (Huber("norm"), huber_of_the_norm),
         (Huber("mixture"), huber_mixture),
         (Huber("mixture", corner=0.5), huber_rounded),
@@ -105,9 +105,7 @@ def test_bad_arguments():
         Lp(0.5)
     with pytest.raises(ValueError, match="Huber over must be 'coordinates', 'norm' or 'mixture', got 'l1'"):
         Huber("l1")
-    with pytest.raises(
-        ValueError, match=r"Huber corner must be >= 0, and 0 unless over='mixture', got 1\.0 for over='norm"
-    ):
-        Huber("norm", corner=1.0)
+    with pytest.raises(ValueError, match=r"Huber corner must be >= 0, got -1\.0"):
+        Huber("mixture", corner=-1.0)
     with pytest.raises(ValueError, match="L2 scale must be > 0"):
         L2(-1.0)

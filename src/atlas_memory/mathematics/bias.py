@@ -144,8 +144,8 @@ class Huber(Bias):
 
     Beyond delta the printed mixture passes on signs alone. A coordinate near zero changes its sign from write to write,
     and the memory becomes chaotic: a change of 1e-7 is one of 1 after some hundred such writes. ``corner`` (ours)
-    rounds the absolute values, |e_j| = sqrt(e_j^2 + (corner delta)^2 / d) with d coordinates: those shorter than
-    corner delta / sqrt(d) are then written in proportion. 0 is as printed, but for ``SMOOTH``.
+    rounds the absolute values of the mixture, |e_j| = sqrt(e_j^2 + (corner delta)^2 / d) with d coordinates: those
+    shorter than corner delta / sqrt(d) are then written in proportion. 0 is as printed, but for ``SMOOTH``.
     """
 
     over: str = "norm"
@@ -156,10 +156,8 @@ class Huber(Bias):
     def __post_init__(self) -> None:
         if self.over not in ("coordinates", "norm", "mixture"):
             raise ValueError(f"Huber over must be 'coordinates', 'norm' or 'mixture', got {self.over!r}")
-        if not self.corner >= 0 or (self.corner and self.over != "mixture"):
-            raise ValueError(
-                f"Huber corner must be >= 0, and 0 unless over='mixture', got {self.corner!r} for over={self.over!r}"
-            )
+        if not self.corner >= 0:
+            raise ValueError(f"Huber corner must be >= 0, got {self.corner!r}")
 
     def start_delta(self, dim: int) -> float:
         """About twice the usual error of a head of ``dim``: outliers alone should meet the linear part. In the mixture,
@@ -200,7 +198,7 @@ class Huber(Bias):
 
     def _absolute(self, e: Tensor, delta: Tensor) -> Tensor:
         """|e_j| of every coordinate, smoothed."""
-        if not self.corner:
+        if self.over != "mixture" or not self.corner:
             return _smooth(e)
         return (e.square() + (self.corner * delta).square() / e.shape[-1] + SMOOTH).sqrt()
 
