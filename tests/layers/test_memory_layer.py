@@ -223,3 +223,16 @@ def test_a_fresh_layer_answers_with_what_it_read(rule, lag):
         said = (memory(words[ids][None])[0][0] @ words.mT).argmax(-1)
         right.append((said[12 : 24 - lag] == ids[12 + lag :]).double().mean())
     assert sum(right) / len(right) > 0.5  # of 50 words
+
+
+@pytest.mark.parametrize("std", [0.02, 0.5])
+def test_how_long_values_begin(std):
+    """In memories that answer k + ..., as long whatever the weights of a model are; else as these are."""
+    x = torch.randn(4, 50, 32)
+    for rule, expected in (("titans", 3.0**-0.5), ("ttt-linear", 3.0**-0.5), ("gated-deltanet", std * 32**0.5)):
+        memory = NeuralMemory(32, 2, rule)
+        torch.nn.init.normal_(memory.qkv.weight, std=std)
+        memory.reset_parameters()
+        values = memory.qkv(x)[..., 64:]
+        assert values.square().mean().sqrt().item() == pytest.approx(expected, rel=0.1)
+        assert memory.out.weight.std().item() == pytest.approx(std, rel=0.1)

@@ -28,7 +28,8 @@ START_GATE = 0.3
 """Where the gate at the output starts on average, before SiLU."""
 
 START_VALUE = 3.0**-0.5
-"""About how far a coordinate of a value is from zero in a fresh layer, before SiLU, where those of x are at 1."""
+"""About how far a coordinate of a value is from zero in a fresh layer, before SiLU, where those of x are at 1 and the
+memory answers k + ..."""
 
 LARGEST = 1e6
 """Values are cut to +-``LARGEST``: where a deep memory holds values of 1e8, outer gradients can overflow float32."""
@@ -135,11 +136,11 @@ class NeuralMemory(Stateful):
         at (W_q + W_k) / sqrt 2: a query that equals the key of its own token would be answered with that token's value,
         and nothing older would be felt. What the memory answers is projected back as values were projected,
         W_o = W_v^T. The gate at the output begins at SiLU(``START_GATE``) on average: if it began around zero, its sign
-        would change from token to token. Values begin at ``START_VALUE``, however small the weights of a model begin:
-        keys have unit length, and a memory that answers k + ... must take k back. If the value were much shorter than
-        its key, little of what the memory holds would be the value. The other weights stay as they are. From random
-        projections a layer learns all this in many hundreds of steps (docs/learning.md). Ours; no paper says how the
-        projections begin.
+        would change from token to token. Where the memory has a residual, values begin at ``START_VALUE``, however
+        small a model's weights begin: keys have unit length, and a memory that answers k + ... must take k back. If the
+        value were much shorter than its key, little of what the memory holds would be the value. The other weights stay
+        as they are. From random projections a layer learns all this in many hundreds of steps (docs/learning.md). Ours;
+        no paper says how the projections begin.
 
         The projections themselves are not drawn again. Where a model is made without numbers, as on the meta device,
         their own ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.
@@ -151,7 +152,8 @@ class NeuralMemory(Stateful):
             w_k.copy_(w_q if self.key_lag else (w_q + w_k) * 0.5**0.5)
             taps_k.copy_(taps_q.roll(-self.key_lag, 1))  # the last tap is the current token's
             self.out.weight.copy_(w_v.mT)
-            w_v.mul_(START_VALUE * len(w_v) ** 0.5 / w_v.norm().clamp_min(1e-30))
+            if self.rule.network.residual:
+                w_v.mul_(START_VALUE * len(w_v) ** 0.5 / w_v.norm().clamp_min(1e-30))
             self.gate.bias.fill_(START_GATE)
 
     @property
