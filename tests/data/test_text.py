@@ -89,7 +89,7 @@ def test_refusals(tmp_path) -> None:
         with pytest.raises(ValueError, match=message):
             Corpus.load(tmp_path / path)
     (tmp_path / "letter").unlink()
-    with pytest.raises(ValueError, match=r"no text in .*2 files"):
+    with pytest.raises(ValueError, match=r"no text in .*2 skipped"):
         Corpus.load(tmp_path)
 
 

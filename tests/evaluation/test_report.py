@@ -85,7 +85,7 @@ def test_texts_that_cannot_be_read_are_refused_by_the_option(tmp_path: Path) -> 
     (tmp_path / "two.txt").write_text("ab")
     assert write_report(tmp_path / "run", tmp_path / "two.txt", sample_tokens=5)["memory_on"]["bytes"] == 2
     (tmp_path / "nothing").mkdir()
-    for name, says in (("nowhere.txt", "does not exist"), ("nothing", "none of them non-empty UTF-8 text")):
+    for name, says in (("nowhere.txt", "does not exist"), ("nothing", "it has no non-empty UTF-8 text")):
         with pytest.raises(ValueError, match=f"--data='.*{name}'.*{says}") as error:
             write_report(tmp_path / "run", tmp_path / name)
         assert "data.path" not in str(error.value)

@@ -63,7 +63,7 @@ def train_tokenizer(
     )
     backend.train_from_iterator(texts(), trainer)
     if not read[1]:
-        raise ValueError(f"no text in {str(source)!r}: {source.skipped} files, none non-empty UTF-8 text")
+        raise ValueError(source.without_text())
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=END,

@@ -155,7 +155,7 @@ def prepare(
                 written += len(ids)
                 progress(len(starts), written)
             if not starts:
-                raise ValueError(f"no text in {str(source)!r}: {source.skipped} files, none non-empty UTF-8 text")
+                raise ValueError(source.without_text())
             file.write(end.tobytes())
         if not kept:
             written = _hold_out_the_end(partial, known, starts, written, held_out, dtype)

@@ -99,6 +99,10 @@ class Source:
                 said += f"; data.{name}={getattr(self, name)!r} has no effect on such text"
         return said
 
+    def without_text(self) -> str:
+        """What to say where nothing that was read is a document."""
+        return f"no text in {str(self)!r}: it has no non-empty UTF-8 text{self.remarks()}"
+
     def size(self) -> int | None:
         """Bytes of the files that will be read; None where that is not known, as of datasets."""
         if self.documents_at_most is not None:

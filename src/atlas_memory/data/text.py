@@ -43,7 +43,7 @@ class Corpus:
             documents.append(document)
             progress(len(documents))
         if not documents:
-            raise ValueError(f"no text in {str(source)!r}: {source.skipped} files, none of them non-empty UTF-8 text")
+            raise ValueError(source.without_text())
         skipped = (source.skipped, source.remarks())
         if len(documents) == 1:
             return cls(str(source), *_split_by_position(documents[0], held_out), *skipped)
