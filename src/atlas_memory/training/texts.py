@@ -45,5 +45,5 @@ def _documents(data: str | Path, config: RunConfig) -> list[Document]:
     source = Source(**options)
     documents = list(source.documents())
     if not documents:
-        raise ValueError(f"data.path={str(data)!r}: {source.skipped} files, none of them non-empty UTF-8 text")
+        raise ValueError(f"data.path={str(data)!r}: it has no non-empty UTF-8 text{source.remarks()}")
     return documents
