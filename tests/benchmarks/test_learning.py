@@ -95,7 +95,7 @@ def test_rows_of_earlier_runs_stay_and_are_in_order(capsys, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (["learn", "recal"], "unknown study 'recal'; there are writes, holds, reach, recall, needle, capacity"),
+        (["learn", "recal"], "unknown study 'recal'; there are writes, holds, reach, recall, narrow, needle, capacity"),
         (["learn", "writes", "--steps", "3", "--compiled"], "study writes takes no --compiled, --steps: leave it out"),
         (["learn", "language", "--cases", "titans", "--text", "no-such-file"], "'no-such-file' does not exist"),
         (["learn", "writes", "--cases", "titan"], "study writes has no case 'titan'"),

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from atlas_memory import NeuralMemory
 from atlas_memory.layers.blocks import BLOCKS
-from atlas_memory.layers.memory import START_GATE
+from atlas_memory.layers.memory import START_GATE, START_VALUE
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM, AtlasModel
 
 Make = Callable[..., AtlasForCausalLM]
@@ -266,7 +266,9 @@ def test_a_fresh_model_asks_for_what_came_next(block: str) -> None:
         for layer in layers:
             q, k, v = layer.qkv.weight.split(16)
             taps_q, taps_k, _ = layer.convolution.weight.split(16)
-            assert torch.equal(k, q) and torch.equal(layer.out.weight, v.mT)
+            assert torch.equal(k, q) and v.norm().item() == pytest.approx(START_VALUE * 16**0.5)
+            torch.testing.assert_close(layer.out.weight * (v.norm() / layer.out.weight.norm()), v.mT)
+            assert layer.out.weight.std().item() == pytest.approx(config.initializer_range, rel=0.2)
             assert torch.equal(taps_k, taps_q.roll(-1, 1)) and 0 < taps_k[:, 3].abs().max() <= 1 / 8
             assert (layer.gate.bias == START_GATE).all()
 

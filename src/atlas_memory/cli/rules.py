@@ -45,7 +45,7 @@ def rules(
         one.add_row(part, options.pop("kind"), ", ".join(f"{key}={value!r}" for key, value in options.items()))
     console.print(one)
     state, work = _costs(numbers)
-    print(f"{measured}: bytes of its state: {state}; multiply-adds a token: {work}")
+    print(f"{measured}: state {state}{' bytes' if numbers['state_bytes'] else ''}, multiply-adds a token: {work}")
 
 
 def _described(rule: Any, size: int, heads: int) -> dict[str, Any]:

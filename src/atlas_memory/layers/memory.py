@@ -136,11 +136,11 @@ class NeuralMemory(Stateful):
         at (W_q + W_k) / sqrt 2: a query that equals the key of its own token would be answered with that token's value,
         and nothing older would be felt. What the memory answers is projected back as values were projected,
         W_o = W_v^T. The gate at the output begins at SiLU(``START_GATE``) on average: if it began around zero, its sign
-        would change from token to token. Where the memory has a residual, values begin at ``START_VALUE``, however
-        small a model's weights begin: keys have unit length, and a memory that answers k + ... must take k back. If the
-        value were much shorter than its key, little of what the memory holds would be the value. The other weights stay
-        as they are. From random projections a layer learns all this in many hundreds of steps (docs/learning.md). Ours;
-        no paper says how the projections begin.
+        would change from token to token. Where the memory has a residual, W_v is then brought to ``START_VALUE``,
+        however small a model's weights begin: keys have unit length, and a memory that answers k + ... must take k
+        back. If the value were much shorter than its key, little of what the memory holds would be the value. The other
+        weights stay as they are. From random projections a layer learns all this in many hundreds of steps
+        (docs/learning.md). Ours; no paper says how the projections begin.
 
         The projections themselves are not drawn again. Where a model is made without numbers, as on the meta device,
         their own ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.
