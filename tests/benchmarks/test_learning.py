@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.cli import main
-from benchmarks.learning import STUDIES, holds, needle, reach, writes
+from benchmarks.learning import OF_TEXT, STUDIES, holds, needle, reach, writes
 from benchmarks.learning.recall import NOISE, Recall, Task
 from benchmarks.results import COLUMNS
 
@@ -53,13 +53,10 @@ def test_needles_can_be_answered_from_the_first_segment_of_their_document() -> N
     assert asked_late > 50
 
 
-OF_TEXT = ("language", "orders", "recipe", "alarms", "collapse")
-
-
 def test_a_quick_run(capsys, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("so it goes. " * 5000)
     for name in STUDIES:
-        of_text = ["--text", str(tmp_path / "text.txt")] if name in OF_TEXT else []
+        of_text = ["--text", str(tmp_path / "text.txt")] if STUDIES[name] in OF_TEXT else []
         arguments = [
             "learn",
             name,
