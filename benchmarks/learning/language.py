@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from atlas_memory import set_execution
 from atlas_memory.data import Corpus, RandomCrops, Tokens, byte_tokenizer
+from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 
@@ -30,9 +31,9 @@ PARAMETERS = 513_000
 
 
 def model(case: str, dim: int, **options: Any) -> AtlasForCausalLM:
-    """Preset ``tiny`` with heads of ``dim``: the rule of that name, or a block without memory; ``options``: of
-    ``AtlasConfig``."""
-    kind = {"rule": case} if case in RULES else {"block": case}
+    """Preset ``tiny`` with heads of ``dim``: the rule of that name, or the block, with "block " before a name that is
+    also a rule's; ``options``: of ``AtlasConfig``."""
+    kind = {"rule": case} if case in RULES else {"block": case.removeprefix("block ")}
     return AtlasForCausalLM(AtlasConfig.preset("tiny", num_attention_heads=WIDTH // dim, **kind, **options))
 
 
@@ -96,7 +97,7 @@ def bits(
     corpus, tokenizer = Corpus.load(text), byte_tokenizer()
     torch.manual_seed(seed)
     net = as_large(case, dim)
-    if compiled and case in RULES:
+    if compiled and BLOCKS[net.config.block].memory:
         set_execution(net, compiled=True)
     started = time.process_time()
     training = train(net, Tokens.of(tokenizer, corpus.train).ids, seed, 2 if quick else steps)
@@ -112,7 +113,7 @@ LANGUAGE = Study(
     "at 3e-3 on 16 random crops of 128 bytes a step, 2,500 steps unless `--steps` says otherwise, of the standard "
     "library's source or of `--text`: bits a byte of the last 50 steps, and of 128 stretches of 1,024 held-out bytes, "
     "each read in one piece, by place; and seconds of one core for training.",
-    cases=("attention", "swa", *RULES),
+    cases=("attention", "swa", *RULES, "block hope"),
     widths=(64,),
     measure=bits,
     columns=(

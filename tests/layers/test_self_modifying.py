@@ -9,6 +9,7 @@ from torch import Tensor
 
 from atlas_memory import RULES
 from atlas_memory.evaluation.perplexity import memory_writes
+from atlas_memory.layers.memory import START_GATE
 from atlas_memory.layers.self_modifying import MEMORIES, SelfModifyingMemory
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 
@@ -34,7 +35,7 @@ def build(rule=HOPE) -> SelfModifyingMemory:
     torch.manual_seed(0)
     layer = SelfModifyingMemory(DIM, HEADS, rule).double()
     with torch.no_grad():
-        layer.gates.bias[0].zero_()  # steps at which the bare equations do not explode
+        layer.gates.bias[0] = -1.5  # steps at which the bare equations do not explode
         for parameter in layer.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return layer
@@ -65,14 +66,18 @@ def equations(layer: SelfModifyingMemory, x: Tensor) -> tuple[Tensor, list[list[
     rule = layer.rule
     chunk, delta = rule.window.chunk, rule.optimiser.erases
     past = F.pad(x, (0, 0, layer.convolution.size - 1, 0))
-    x = sum(past[i : i + len(x)] * layer.convolution.weight[:, i] for i in range(layer.convolution.size))
+    mixed, for_keys = (
+        sum(past[i : i + len(x)] * taps[:, i] for i in range(taps.shape[1]))
+        for taps in (layer.convolution.weight, layer.key_convolution.weight)
+    )
+    asks, bias = layer.gates.weight * WIDTH**0.5, layer.gates.bias
     initial = [
         [tuple(m[b * HEADS + head] for m in layer.memory.params.initial) for head in range(HEADS)]
         for b in range(len(MEMORIES))
     ]
     now = frozen = initial
     out = []
-    for t, token in enumerate(x):
+    for t, token in enumerate(mixed):
         if t % chunk == 0:
             frozen = now  # the end of the previous chunk (Eq. 90)
         answers, new = [], [list(memories) for memories in now]
@@ -80,12 +85,13 @@ def equations(layer: SelfModifyingMemory, x: Tensor) -> tuple[Tensor, list[list[
             channels = slice(head * WIDTH, (head + 1) * WIDTH)
             u, q = unit(token[channels]), unit((layer.q.weight @ token)[channels])
             m_k, m_v, m_eta, m_alpha = (frozen[MEMORIES.index(name)][head] for name in ("k", "v", "eta", "alpha"))
-            k, v = unit(read(m_k, u)), unit(read(m_v, u))
-            eta = torch.sigmoid(layer.gates.weight[0, head] @ read(m_eta, u) + layer.gates.bias[0, head])
-            alpha = torch.sigmoid(layer.gates.weight[1, head] @ read(m_alpha, u) + layer.gates.bias[1, head])
+            k, v = unit(read(m_k, unit(for_keys[t, channels]))), unit(read(m_v, u))
+            for_eta, for_alpha = read(m_eta, u), read(m_alpha, u)
             answers.append(read(now[0][head], q))
             for b in range(len(MEMORIES)):
                 before, start = frozen[b][head], initial[b][head]
+                eta = torch.sigmoid(asks[0, b, head] @ for_eta + bias[0, b, head])
+                alpha = torch.sigmoid(asks[1, b, head] @ for_alpha + bias[1, b, head])
                 target = read(before, v)
                 # The gradient with respect to the matrices alone: the target is a number by then.
                 at = tuple(w + torch.zeros_like(w) for w in before)
@@ -106,7 +112,7 @@ def equations(layer: SelfModifyingMemory, x: Tensor) -> tuple[Tensor, list[list[
                 new[b][head] = tuple(updated)
         now = new
         y = torch.cat([a * (a.square().mean() + layer.norm.eps).rsqrt() * layer.norm.weight for a in answers])
-        out.append(layer.out.weight @ (y * F.silu(layer.gate.weight @ x_of(layer, past, t))))
+        out.append(layer.out.weight @ (y * F.silu(layer.gate(x_of(layer, past, t)))))
     return torch.stack(out), now
 
 
@@ -137,14 +143,42 @@ def test_outputs_state_and_gradients_are_the_equations(variant, time):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-8 * max(1.0, wanted.abs().max().item()))
 
 
-def test_the_five_memories_start_as_other_layers_do():
+def test_memory_starts_as_other_layers_do_and_the_others_slow_and_forgetful():
     layer = SelfModifyingMemory(64, 4)
     assert layer.memory.heads == 20
     zero = torch.zeros(1, 4, 1, 16)
     eta, alpha = layer.gates(zero, zero)
     half_lives = (math.log(0.5) / alpha.log()).flatten()
-    torch.testing.assert_close(half_lives, torch.logspace(5, 13, 4, base=2.0), rtol=2e-3, atol=0)
-    torch.testing.assert_close(eta, torch.full_like(eta, 0.25))
+    expected = torch.cat([torch.logspace(5, 13, 4, base=2.0), torch.full((16,), 32.0)])
+    torch.testing.assert_close(half_lives, expected, rtol=2e-3, atol=0)
+    torch.testing.assert_close(eta.flatten(), torch.tensor([0.5] * 4 + [0.02] * 16))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_fresh_layer_answers_with_what_it_read(lag):
+    """As tests/layers/test_memory_layer.py has it of ``NeuralMemory``: twelve words read twice by untrained layers. A
+    memory that half of a value is written to answers the other half with its query: with a lag, the word that was asked
+    with does not count."""
+    torch.manual_seed(0)
+    words, right = F.rms_norm(torch.randn(50, 64), (64,)), []
+    for _ in range(8):
+        memory = SelfModifyingMemory(64, 4, chunk_size=4, key_lag=lag)
+        memory.gate.register_forward_hook(lambda _, x, y: torch.ones_like(y))
+        ids = torch.randperm(50)[:12].repeat(2)
+        scores = memory(words[ids][None])[0][0] @ words.mT
+        said = (scores.scatter(1, ids[:, None], -torch.inf) if lag else scores).argmax(-1)
+        right.append((said[12 : 24 - lag] == ids[12 + lag :]).double().mean())
+    assert sum(right) / len(right) > (0.3 if lag else 0.5)  # of 50 words
+
+
+def test_a_fresh_model_asks_for_what_came_next():
+    """In spite of what transformers does to linear layers."""
+    (layer,) = (block.mixer for block in model(block="hope", rule="hope").model.layers)
+    for w in (layer.q.weight, layer.out.weight):
+        torch.testing.assert_close(w, torch.eye(16) * w[0, 0])
+        assert w.square().mean().sqrt().item() == pytest.approx(0.02, rel=0.2)
+    assert torch.equal(layer.key_convolution.weight, layer.convolution.weight.roll(-1, 1))
+    assert (layer.gate.bias == START_GATE).all()
 
 
 def model(**changes) -> AtlasForCausalLM:
@@ -191,6 +225,10 @@ def test_as_printed_the_memories_fade_until_keys_are_values_and_to_start_keeps_t
     for to_start in (False, True):
         torch.manual_seed(0)
         layer = SelfModifyingMemory(32, 2, RULES["hope"].vary(retention={"to_start": to_start}))
+        layer.memory.reset_parameters()  # an M_0 of full size
+        with torch.no_grad():  # one gate for all, as printed
+            layer.gates.bias[:] = layer.gates.bias[:, :1]
+            layer.gates.bias[0] = -math.log(3.0)
         with torch.inference_mode():
             _, state = layer(torch.randn(1, 4096, 32))
             asked = F.normalize(torch.randn(1, 1, 50, 16), dim=-1).expand(1, 10, 50, 16)
@@ -225,6 +263,7 @@ def test_hope_attention_is_attention_with_a_continuum():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: SelfModifyingMemory(8, 2, key_lag=4), "key_lag must be an integer >= 0 and below conv_size=4"),
         (lambda: SelfModifyingMemory(10, 3), "dim=10 and heads=3"),
         (lambda: SelfModifyingMemory(8, 2, "titans"), "the rule has .* take rule='hope'"),
         (lambda: SelfModifyingMemory(8, 2, "omeganet"), "the rule has .* take rule='hope'"),

@@ -41,7 +41,7 @@ HIERARCHY = {"global_chunk": 8, "local_chunks": [4], "shard": 8}
         ({"block": "attention", "chunk_size": 4}, "chunk_size=4 has no use"),
         ({"block": "attention", "conv_size": 2}, "conv_size=2 has no use"),
         ({"block": "swa", "key_lag": 1}, "key_lag=1 has no use in block='swa'"),
-        ({"block": "hope", "rule": "hope", "key_lag": 1}, "key_lag=1 has no use in block='hope'"),
+        ({"block": "hope", "rule": "hope", "key_lag": 4}, "key_lag must be an integer >= 0 and below conv_size=4"),
         ({"key_lag": 4}, "key_lag must be an integer >= 0 and below conv_size=4, .*; got 4"),
         ({"key_lag": -1}, "key_lag must be an integer >= 0"),
         ({"key_lag": 1, "conv_size": 1}, "below conv_size=1"),

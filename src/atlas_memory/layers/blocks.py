@@ -41,11 +41,10 @@ def self_modifying(
     persistent_tokens: int = 0,
     gate_rank: None = None,
     hierarchy: None = None,
-    key_lag: None = None,
     **options: Any,
 ) -> nn.Module:
     """The mixer "hope": `SelfModifyingMemory`. Its memories make its gates and keys, and stand in no hierarchy."""
-    for name, value in (("gate_rank", gate_rank), ("hierarchy", hierarchy), ("key_lag", key_lag)):
+    for name, value in (("gate_rank", gate_rank), ("hierarchy", hierarchy)):
         if value is not None:
             raise ValueError(f"{name}={value} has no use in block='hope', whose memories make one another; drop it")
     return _after_persistent(SelfModifyingMemory(dim, heads, **options), persistent_tokens, dim)
@@ -83,7 +82,7 @@ BLOCKS: dict[str, Mixer] = {
     "mag": Mixer(MemoryAsGate),
     "mal": Mixer(memory_as_layer),
     "mac": Mixer(MemoryAsContext),
-    "hope": Mixer(self_modifying, window=False, lag=False),
+    "hope": Mixer(self_modifying, window=False),
     "swa": Mixer(sliding_window, memory=False, lag=False),
     "attention": Mixer(FullAttention, memory=False, window=False, lag=False),
 }

@@ -66,6 +66,16 @@ class ShortConvolution(nn.Module):
         return y, take(inputs, last)
 
 
+def check_lag(key_lag: int, conv_size: int) -> None:
+    """Raise ValueError unless a convolution of this size can hold keys back by so many tokens."""
+    check_size("conv_size", conv_size)
+    if isinstance(key_lag, bool) or not isinstance(key_lag, int) or not 0 <= key_lag < conv_size:
+        raise ValueError(
+            f"key_lag must be an integer >= 0 and below conv_size={conv_size}, since the convolution makes the "
+            f"lag; got {key_lag!r}"
+        )
+
+
 class _Convolution(torch.autograd.Function):
     """y_t = sum_j w_j x_{t+j}, for x ``[batch, time + taps - 1, channels]`` and w ``[channels, taps]``. It goes tap by
     tap over blocks of time that stay in cache meanwhile. ``conv1d`` wants time as the last dimension: with the channels

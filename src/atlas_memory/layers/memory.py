@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..forms.chunkwise import Reading, begin, end, read_on
 from ..mathematics.precision import kept_dtype
-from ..mathematics.sizes import check_heads, check_size
+from ..mathematics.sizes import check_heads
 from ..mathematics.state import State
 from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
-from .convolution import ShortConvolution
+from .convolution import ShortConvolution, check_lag
 from .documents import read_documents
 from .gates import GateProjection
 from .hierarchy import HierarchicalGates, HierarchicalMemory, Hierarchy
@@ -100,12 +100,7 @@ class NeuralMemory(Stateful):
     ) -> None:
         super().__init__()
         check_heads(dim, heads)
-        check_size("conv_size", conv_size)
-        if isinstance(key_lag, bool) or not isinstance(key_lag, int) or not 0 <= key_lag < conv_size:
-            raise ValueError(
-                f"key_lag must be an integer >= 0 and below conv_size={conv_size}, since the convolution makes the "
-                f"lag; got {key_lag!r}"
-            )
+        check_lag(key_lag, conv_size)
         self.dim, self.heads, self.key_lag = dim, heads, key_lag
         self.memory: OmegaMemory | HierarchicalMemory
         self.gates: GateProjection | HierarchicalGates

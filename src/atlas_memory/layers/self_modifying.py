@@ -9,13 +9,12 @@ memory itself does. A head has five: M_memory answers the query, the other four 
 
 with v^_t the target that each M makes for itself. By chunks (Eq. 90), k, v, eta, alpha, every v^ and every gradient are
 made by the memories as they stood before the chunk, so that the five are one call of the chunkwise form with five times
-as many heads. Errors see what the chunk has written to the last matrices, and memories fade to M_0: both are ours
-(mathematics/step.py, retention.py).
+as many heads. Errors see what the chunk has written to the last matrices, memories fade to M_0, and all but M_memory
+write slowly at first: these are ours (mathematics/step.py, retention.py, readout.py).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -41,51 +40,16 @@ from ..memory import (
     initial_state,
     l2_normalise,
 )
-from .convolution import ShortConvolution
+from .convolution import ShortConvolution, check_lag
 from .documents import read_documents
-from .gates import HALF_LIVES
-from .memory import LayerState
+from .memory import START_GATE, LayerState
 from .omega import INCREMENTAL_TOKENS, OmegaMemory
+from .readout import MEMORIES, GateReadout, Readout, for_all
 from .stateful import Stateful
 
-MEMORIES = ("memory", "k", "v", "eta", "alpha")
-"""What the five memories of a head are for, in the order in which they are stacked: all heads of one, then the next."""
-
-
-class GateReadout(nn.Module):
-    """eta and alpha from what their memories answer: sigmoids of ``<w, M(x)> + b``, with a w and b a gate and head.
-
-    alpha starts as that of ``GateProjection``, eta at 1/4: with more, k and v come to differ less and less.
-
-    Args:
-        dim: width of a head.
-        heads: number of heads.
-    """
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(2, heads, dim))
-        self.bias = nn.Parameter(torch.empty(2, heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Small random weights, and the biases described above."""
-        nn.init.normal_(self.weight, std=0.1)  # what is read is about as long as its query, which has length 1
-        first, last = torch.tensor(HALF_LIVES).log2()
-        with torch.no_grad():
-            self.bias[0].fill_(-math.log(3.0))
-            self.bias[1].copy_(torch.logit(0.5 ** (1.0 / torch.logspace(first, last, self.bias.shape[1], base=2.0))))
-
-    def forward(self, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        """What M_eta and M_alpha answer, ``[batch, heads, time, dim]`` -> the gates, ``[batch, heads, time]``."""
-        return _gates(self.weight, self.bias, eta, alpha)
-
-
-def _gates(weight: Tensor, bias: Tensor, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """``GateReadout`` with the parameters as arguments, for what is compiled, or computed again in a backward pass."""
-    weight, bias = weight.to(eta.dtype), bias.to(eta.dtype)
-    logits = ((torch.stack([eta, alpha]) * weight[:, None, :, None]).sum(-1) + bias[:, None, :, None]).unbind(0)
-    return logits[0].sigmoid(), logits[1].sigmoid()
+START_M_0 = 0.3
+"""What the last matrix of each M_0 is multiplied by at the start, where ``Rule.initial_weights`` has entries of the
+variance 1 / columns. Queries ask for keys, which M_k makes: what it adds to x at random tells them apart."""
 
 
 class _Lesson(NamedTuple):
@@ -101,10 +65,11 @@ class _Lesson(NamedTuple):
 class SelfModifyingMemory(Stateful):
     """A layer whose projections and gates also learn while it reads: ``y, state = memory(x)``, as ``NeuralMemory``.
 
-    x goes through a depthwise convolution, and the memories of a head see its channels. What they are asked always has
-    unit length: q and k as in Sec. 8.3 and, ours, x and v too. A memory is trained at unit keys alone, and a target
-    M(v) at a long v would be longer than all that M has learned: it would grow by itself. RMSNorm a head, output gate
-    and output projection follow as in ``NeuralMemory``. Memories are computed in at least float32, whatever x's dtype.
+    x goes through a depthwise convolution, with taps of its own for M_k, and the memories of a head see its channels.
+    What they are asked always has unit length: q and k as in Sec. 8.3 and, ours, x and v too. A memory is trained at
+    unit keys alone, and a target M(v) at a long v would be longer than all that M has learned: it would grow by itself.
+    RMSNorm a head, output gate and output projection follow as in ``NeuralMemory``. Memories are computed in at least
+    float32, whatever x's dtype.
 
     >>> memory = SelfModifyingMemory(dim=64, heads=4)
     >>> x = torch.randn(2, 100, 64)
@@ -116,15 +81,16 @@ class SelfModifyingMemory(Stateful):
         heads: heads of width dim / heads, each with five memories.
         rule: of all five; "hope", or that with parts changed, such as plain gradient descent for the delta step.
         chunk_size: b, tokens between refreshes of the frozen memories, the same for all five; None: the rule's.
-        conv_size: taps of the convolution.
+        conv_size: taps of the convolutions.
+        key_lag: by how many tokens keys are behind values in a fresh layer, as in ``NeuralMemory``.
         eps: of the RMSNorm on what the memories answer.
 
     Attributes:
         writes: set to False, and nothing is written to the memories, as in ``NeuralMemory``.
 
     Raises:
-        ValueError: a width that is no multiple of ``heads``, a size below 1, or a rule that is unknown or needs more
-            than k, v, eta and alpha of the current token.
+        ValueError: a width that is no multiple of ``heads``, a size below 1, a ``key_lag`` that the convolution does
+            not reach, or a rule that is unknown or needs more than k, v, eta and alpha of the current token.
 
     As printed, with ``Decay()``, M_0 fades away and with it what makes k differ from v; then nothing is left to learn.
     The rule therefore fades to M_0: see docs/hope.md.
@@ -137,20 +103,40 @@ class SelfModifyingMemory(Stateful):
         rule: str | Rule = "hope",
         chunk_size: int | None = None,
         conv_size: int = 4,
+        key_lag: int = 0,
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
         check_heads(dim, heads)
-        self.dim, self.heads = dim, heads
+        check_lag(key_lag, conv_size)
+        self.dim, self.heads, self.key_lag = dim, heads, key_lag
         self.memory = OmegaMemory(dim // heads, len(MEMORIES) * heads, rule, None, chunk_size, gates=False)
         check_rule(self.rule)
         self.gates = GateReadout(dim // heads, heads)
         self.q = nn.Linear(dim, dim, bias=False)
         self.convolution = ShortConvolution(dim, conv_size)
+        self.key_convolution = ShortConvolution(dim, conv_size)
         self.norm = nn.RMSNorm(dim // heads, eps=eps)
-        self.gate = nn.Linear(dim, dim, bias=False)
+        self.gate = nn.Linear(dim, dim)
         self.out = nn.Linear(dim, dim, bias=False)
         self.writes = True
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Let queries begin as keys do, and the output as values do, so that a fresh layer recalls what it reads.
+
+        The memories answer x + ... and begin near the identity: the last matrix of each M_0 is brought to
+        ``START_M_0``. W_q and W_o begin as multiples of the identity, as long as they were. The taps for keys are those
+        for all else, ``key_lag`` tokens later, and the gate at the output begins open, as in
+        ``NeuralMemory.reset_parameters``. Ours.
+        """
+        with torch.no_grad():
+            last = self.memory.initial[-1]
+            last.mul_(START_M_0 * last[..., 0].numel() ** 0.5 / last.norm().clamp_min(1e-30))
+            for w in (self.q.weight, self.out.weight):
+                w.copy_(torch.eye(len(w)).to(w) * (w.norm() / len(w) ** 0.5))
+            self.key_convolution.weight.copy_(self.convolution.weight.roll(-self.key_lag, 1))
+            self.gate.bias.fill_(START_GATE)
 
     @property
     def rule(self) -> Rule:
@@ -190,17 +176,14 @@ class SelfModifyingMemory(Stateful):
 
     def lesson(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
         """What the memories would be taught by x, all of one chunk; as in ``NeuralMemory``, of 5 times the heads."""
-        mixed = self.convolution(x, state.past, None)[0].to(kept_dtype(x))
-        u = l2_normalise(mixed.unflatten(-1, (self.heads, -1)).transpose(1, 2))
-        found = _lesson(self.rule, self.memory.params, (self.gates.weight, self.gates.bias), u, state.memory.frozen)
+        _, u, _ = self._look(x, state.past, None)
+        found = _lesson(self.rule, self.memory.params, self.gates.read_with, u, state.memory.frozen)
         return found.k, found.target, Gates(found.eta, found.alpha)
 
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
-        mixed, past = self.convolution(x, state.past if state else None, length)
-        both = (z.to(kept_dtype(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2) for z in (self.q(mixed), mixed))
-        q, u = map(l2_normalise, both)
+        q, u, past = self._look(x, state.past if state else None, length)
         with torch.autocast(x.device.type, enabled=False):
-            asked = _for_all(q)
+            asked = for_all(q)
             memory = initial_state(self.rule, self.memory.params.initial, asked) if state is None else state.memory
             memory = memory.map(cast(kept_dtype(x)))
             check_inputs(self.rule, self.memory.params, asked, asked, asked, Gates(asked[..., 0]), memory)
@@ -213,11 +196,20 @@ class SelfModifyingMemory(Stateful):
         y = self.norm(y.to(x.dtype)).transpose(1, 2).flatten(2)
         return self.out(y * F.silu(self.gate(x))), LayerState(memory, past)
 
+    def _look(self, x: Tensor, past: Tensor | None, length: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q ``[batch, heads, time, dim / heads]``; u, which M_v, M_eta and M_alpha are asked, and behind it, as further
+        heads, what M_k is asked; both in at least float32 and of unit length. And the last inputs of both
+        convolutions."""
+        mixed, after = self.convolution(x, past, length)
+        both = torch.cat([mixed, self.key_convolution(x, past, length)[0]], -1)
+        q, u = (z.to(kept_dtype(x)).unflatten(-1, (-1, x.shape[-1] // self.heads)) for z in (self.q(mixed), both))
+        return l2_normalise(q.transpose(1, 2)), l2_normalise(u.transpose(1, 2)), after
+
     def _learn(
         self, q: Tensor, u: Tensor, state: MemoryState, length: Tensor | None, aligned: bool
     ) -> tuple[Tensor, MemoryState]:
-        """Read with q and learn from u, the convolved x of unit length, both ``[batch, heads, time, dim]``, chunk after
-        chunk. ``aligned``: whether all sequences of the batch begin at the start of a chunk."""
+        """Read with q and learn from u, as ``_look`` gives them, chunk after chunk. ``aligned``: whether all sequences
+        of the batch begin at the start of a chunk."""
         rule, chunk, time = self.rule, self.rule.window.chunk, u.shape[-2]
         if time == 0:
             return q, state
@@ -228,7 +220,7 @@ class SelfModifyingMemory(Stateful):
         read = partial(_read_chunks, rule, self.memory.compiled, params)
         if self.memory.recompute is not None and torch.is_grad_enabled():
             read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
-        group, gate = self.memory.recompute or grid.count, (self.gates.weight, self.gates.bias)
+        group, gate = self.memory.recompute or grid.count, self.gates.read_with
         memory, outputs = tuple(Held.of(m, aligned) for m in state.matrices), []
         parts = zip(*(z.split(group, 2) for z in (grid.chunks(q), grid.chunks(u), inside)), strict=True)
         for i, (q_i, u_i, real) in enumerate(parts):
@@ -242,12 +234,12 @@ class SelfModifyingMemory(Stateful):
         self, q: Tensor, u: Tensor, state: MemoryState, length: Tensor | None
     ) -> tuple[Tensor, MemoryState]:
         """As ``_learn``, token by token, with constant work for each: for a few tokens."""
-        outputs, gate = [q[..., :0, :]], (self.gates.weight, self.gates.bias)
+        outputs, gate = [q[..., :0, :]], self.gates.read_with
         for t in range(u.shape[-2]):
             now = slice(t, t + 1)
             k, target, eta, alpha = _lesson(self.rule, self.memory.params, gate, u[..., now, :], state.frozen)
             real = None if length is None else (length > t).long()
-            y, state = self.memory(_for_all(q[..., now, :]), k, target, Gates(eta, alpha, length=real), state)
+            y, state = self.memory(for_all(q[..., now, :]), k, target, Gates(eta, alpha, length=real), state)
             outputs.append(_answer(y, self.heads))
         return torch.cat(outputs, -2), state
 
@@ -259,14 +251,15 @@ def _read_chunks(
     rule: Rule,
     compiled: bool,
     params: Params,
-    gate: tuple[Tensor, Tensor],
+    gate: Readout,
     q: Tensor,
     u: Tensor,
     inside: Tensor,
     end: Tensor | int,
     memory: Memory,
 ) -> tuple[Tensor, Memory]:
-    """Read with q and learn from u ``[batch, heads, chunks, b, dim]``; y ``[batch, heads, chunks * b, dim]``.
+    """Read with q ``[batch, heads, chunks, b, dim]`` and learn from u, of twice the heads;
+    y ``[batch, heads, chunks * b, dim]``.
 
     Args:
         inside: which slots hold tokens of this call, bool ``[batch or 1, 1, chunks, b]``.
@@ -288,17 +281,18 @@ def _read_chunks(
 def _read_chunk(
     rule: Rule,
     params: Params,
-    gate: tuple[Tensor, Tensor],
+    gate: Readout,
     q: Tensor,
     u: Tensor,
     real: Tensor,
     filled: Tensor | bool,
     memory: Memory,
 ) -> tuple[Tensor, Memory]:
-    """One chunk: q and u ``[batch, heads, b, dim]``, ``real`` as ``inside`` above, the rest as in ``read_chunk``."""
+    """One chunk: q ``[batch, heads, b, dim]``, u of twice the heads, ``real`` as ``inside`` above, the rest as in
+    ``read_chunk``."""
     lesson = _lesson(rule, params, gate, u, tuple(held.start for held in memory))
     tokens = Chunk(
-        kq=torch.cat([lesson.k, _for_all(q)], -2),
+        kq=torch.cat([lesson.k, for_all(q)], -2),
         v=lesson.target,
         window=real.to(u.dtype),
         alpha=torch.where(real, lesson.alpha, 1.0),
@@ -310,13 +304,13 @@ def _read_chunk(
     return _answer(y, q.shape[1]), memory
 
 
-def _lesson(rule: Rule, params: Params, gate: tuple[Tensor, Tensor], u: Tensor, frozen: tuple[Tensor, ...]) -> _Lesson:
+def _lesson(rule: Rule, params: Params, gate: Readout, u: Tensor, frozen: tuple[Tensor, ...]) -> _Lesson:
     """What the ``frozen`` memories, as they stood before the current chunk, make of its tokens u: their lesson."""
-    asked = read_out(rule, params, _for_all(u), frozen).unflatten(1, (len(MEMORIES), -1))
+    u, for_k = u.chunk(2, 1)
+    asked = read_out(rule, params, torch.cat([u, for_k, u, u, u], 1), frozen).unflatten(1, (len(MEMORIES), -1))
     _, k, v, eta, alpha = asked.unbind(1)
-    target = read_out(rule, params, _for_all(l2_normalise(v)), frozen)
-    eta, alpha = _gates(*gate, eta, alpha)
-    return _Lesson(_for_all(l2_normalise(k)), target, _for_all(eta), _for_all(alpha))
+    target = read_out(rule, params, for_all(l2_normalise(v)), frozen)
+    return _Lesson(for_all(l2_normalise(k)), target, *gate.gates(eta, alpha))
 
 
 def _answer(y: Tensor, heads: int) -> Tensor:
@@ -339,8 +333,3 @@ def check_rule(rule: Rule) -> None:
             f"the rule has {', '.join(found)}; a self-modifying memory makes k, v, eta and alpha of one token and "
             "no more: take rule='hope', or a variation of it with DeltaGradientDescent or GradientDescent, and Decay"
         )
-
-
-def _for_all(x: Tensor) -> Tensor:
-    """``[batch, heads, ...]`` -> ``[batch, 5 heads, ...]``: the same for the five memories of a head."""
-    return x.repeat(1, len(MEMORIES), *(1,) * (x.dim() - 2))

@@ -70,8 +70,7 @@ class AtlasConfig(PreTrainedConfig):
             "mac"; None takes 64. No use in "lmm" and "attention".
         conv_size: Length of the memory's short convolution.
         key_lag: Tokens by which keys begin behind values (`NeuralMemory.reset_parameters`). None takes 1, so that a
-            fresh memory answers with what came next, as a language model needs; 0 where `conv_size` is 1. Not in
-            "hope".
+            fresh memory answers with what came next, as a language model needs; 0 where `conv_size` is 1.
         gate_rank: Make the memory's eta and alpha channel-wise, through a map of this rank (Miras: 32 or 64).
         continuum_periods: One MLP after another in each block instead of one, the l-th with new weights only every so
             many steps of training (Hope's continuum memory system; `ContinuumMLP`). None takes one MLP.

@@ -1,0 +1,81 @@
+"""The gates of self-modifying Titans, read from what two of their memories answer (Nested Learning, Eq. 88)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .gates import HALF_LIVES, SPREAD
+
+MEMORIES = ("memory", "k", "v", "eta", "alpha")
+"""What the five memories of a head are for, in the order in which they are stacked: all heads of one, then the next."""
+
+START_ETA = (0.5, 0.02)
+"""Where eta starts: that of M_memory, and that of the other memories."""
+
+
+class Readout(NamedTuple):
+    """The parameters of a ``GateReadout``, as arguments of what is compiled or computed again in a backward pass."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def gates(self, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``GateReadout.forward``."""
+        weight, bias = self.weight.to(eta.dtype) * eta.shape[-1] ** 0.5, self.bias.to(eta.dtype)
+        answers = torch.stack([for_all(eta), for_all(alpha)])
+        logits = (answers * weight.flatten(1, 2)[:, None, :, None]).sum(-1) + bias.flatten(1)[:, None, :, None]
+        eta, alpha = logits.sigmoid().unbind(0)
+        return eta, alpha
+
+
+class GateReadout(nn.Module):
+    """eta and alpha of each token, head and memory, from what M_eta and M_alpha answer.
+
+    A gate is the sigmoid of ``<w, M(x)> sqrt(dim) + b``, with a w and b a gate, memory and head. The root makes what is
+    read about as long as the x of ``GateProjection``, so that gates learn as fast.
+
+    Eq. 88 has one eta and one alpha for the five memories of a head. If the memory that makes keys then learns as fast
+    as M_memory, it soon answers a token with what came after that token, and not with the key under which M_memory has
+    stored it, while queries stay as they are: nothing can be recalled (docs/hope.md). So M_memory starts with an eta of
+    1/2 and the half-lives of ``GateProjection``, the others with an eta of 1/50 and ``HALF_LIVES[0]`` tokens, after
+    which they are back at M_0.
+
+    Args:
+        dim: width of a head.
+        heads: number of heads.
+    """
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, len(MEMORIES), heads, dim))
+        self.bias = nn.Parameter(torch.empty(2, len(MEMORIES), heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Small random weights, and the starts described above."""
+        nn.init.normal_(self.weight, std=SPREAD * self.weight.shape[-1] ** -0.5)
+        first, last = torch.tensor(HALF_LIVES).log2()
+        half_lives = torch.full(self.bias.shape[1:], HALF_LIVES[0])
+        half_lives[0] = torch.logspace(first, last, self.bias.shape[2], base=2.0)
+        eta = torch.full(self.bias.shape[1:], START_ETA[1])
+        eta[0] = START_ETA[0]
+        with torch.no_grad():
+            self.bias.copy_(torch.stack([eta, 0.5 ** (1.0 / half_lives)]).logit())
+
+    def forward(self, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """What M_eta and M_alpha answer, ``[batch, heads, time, dim]`` -> the gates of all memories,
+        ``[batch, 5 heads, time]``."""
+        return self.read_with.gates(eta, alpha)
+
+    @property
+    def read_with(self) -> Readout:
+        """The parameters."""
+        return Readout(self.weight, self.bias)
+
+
+def for_all(x: Tensor) -> Tensor:
+    """``[batch, heads, ...]`` -> ``[batch, 5 heads, ...]``: the same for the five memories of a head."""
+    return x.repeat(1, len(MEMORIES), *(1,) * (x.dim() - 2))
