@@ -8,10 +8,13 @@ from typing import Any
 
 FORGETS = 8.0
 """Tokens: a memory of which no head has a longer half-life keeps nothing that a convolution would not."""
-WRITTEN, SHARE, BRANCH = 0.01, 0.01, 0.001
-"""Below the first a write hardly moves the answer to its key; below the second what was written hardly moves what the
+WRITTEN, SHARE, BRANCH = 0.002, 0.01, 0.001
+"""Below the first a write hardly moves the answer to its key: the memories of Hope that make keys and values begin at
+0.01, and change within a hundred tokens all the same. Below the second what was written hardly moves what the
 mixer around the memory gives out; below the third that is next to nothing beside what goes past the mixer."""
 
+SHUT = 0.01
+"""An eta below which it is the gate that keeps a memory from writing."""
 
 AGAIN = "Train anew, into another output_dir, with"
 """Settings cannot be changed under a run."""
@@ -60,7 +63,7 @@ def _of(memory: dict[str, Any]) -> Iterable[Alarm]:
         why = (
             f"its gate eta is {eta:.1g} at most. A gate that is shut does not come back: see whether something holds "
             f"eta at zero. {SLOWER}"
-            if eta < WRITTEN
+            if eta < SHUT
             else f"though eta is {eta:.2f}. Look whether keys and values have collapsed. {AGAIN} a rule with bounded "
             "steps (optimiser.bounded)"
         )
