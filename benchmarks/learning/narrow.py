@@ -47,7 +47,9 @@ def narrow(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
     """See ``NARROW``."""
     torch.manual_seed(seed)
     name = case.removesuffix(SHORT)
-    kind = {"rule": name} if name in RULES else {"block": name.removeprefix("block ")}
+    rule, _, block = name.rpartition(" in ")
+    kind = {"rule": name} if name in RULES else {"block": block.removeprefix("block ")}
+    kind |= {"rule": rule} if rule else {}
     sizes = {"hidden_size": 2 * dim, "num_attention_heads": 2, "num_hidden_layers": 2}
     vocabulary = KEYS + VALUES + NOISE + 1
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -82,7 +84,13 @@ NARROW = Study(
     "two heads and memories as in the byte presets, 300 steps of AdamW at 3e-3 on batches of 12; the share of right "
     "answers after 50, 200, 800 and 2,000 tokens of noise. Chance is 0.04. 'Values begin short': W_v begins at 0.02, "
     "as all weights of a model do, and not at `START_VALUE`.",
-    cases=("attention", *RULES, "block hope", *(f"{rule}{SHORT}" for rule in ("titans", "omeganet", "atlas", "tnt"))),
+    cases=(
+        "attention",
+        *RULES,
+        "block hope",
+        *(f"titans in {block}" for block in ("mag", "mal", "mac")),
+        *(f"{rule}{SHORT}" for rule in ("titans", "omeganet", "atlas", "tnt")),
+    ),
     widths=(16,),
     measure=narrow,
     columns=("candidate", "head", *(f"noise {noise:,}" for noise in ASKED), "seeds", "revision"),

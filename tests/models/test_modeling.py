@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from atlas_memory import NeuralMemory
 from atlas_memory.layers.blocks import BLOCKS
+from atlas_memory.layers.hybrids import START_ATTENTION, MemoryGate
 from atlas_memory.layers.memory import START_GATE, START_VALUE
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM, AtlasModel
 
@@ -83,12 +84,13 @@ def test_a_missing_weight_begins_anew_and_the_rest_is_kept(make: Make, tmp_path:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_initial_weights_are_the_layers_own(make: Make, block: str) -> None:
-    """Built directly or by the Auto class, gates and memories begin with the same spread."""
+    """Built directly or by the Auto class, gates and memories begin with the same spread, and norms at 1, but for that
+    of the attention in a ``MemoryGate``."""
     model = make(block, initializer_range=0.02)
     auto = AutoModelForCausalLM.from_config(model.config)
-    for module in model.model.layers[0].mixer.modules():
+    for name, module in model.model.layers[0].mixer.named_modules():
         if isinstance(module, torch.nn.RMSNorm):
-            assert (module.weight == 1).all()
+            assert (module.weight == (START_ATTENTION if name == "gate.attention_norm" else 1)).all()
     for (name, a), (_, b) in zip(model.named_parameters(), auto.named_parameters(), strict=True):
         assert a.isfinite().all() and b.isfinite().all(), name
         if a.numel() > 200:
@@ -271,6 +273,9 @@ def test_a_fresh_model_asks_for_what_came_next(block: str) -> None:
             assert layer.out.weight.std().item() == pytest.approx(config.initializer_range, rel=0.2)
             assert torch.equal(taps_k, taps_q.roll(-1, 1)) and 0 < taps_k[:, 3].abs().max() <= 1 / 8
             assert (layer.gate.bias == START_GATE).all()
+        for gate in (module for module in model.modules() if isinstance(module, MemoryGate)):
+            assert (gate.bias == 1).all() and (gate.attention_norm.weight == START_ATTENTION).all()
+            assert block in ("mag", "mac") and (gate.memory_norm.weight == 1).all()
 
 
 @pytest.mark.parametrize("rule", ["gated-deltanet", "titans", "omeganet", "atlas"])

@@ -12,6 +12,7 @@ from ..forms.bands import shift_right, take
 from ..mathematics.sizes import check_size
 from ..mathematics.state import State
 from .documents import read_documents
+from .hybrids import MemoryGate
 from .memory import LayerState, NeuralMemory
 from .persistent import PersistentTokens
 from .rotary import check_heads, rotary, rotate
@@ -58,7 +59,7 @@ class MemoryAsContext(Stateful):
     For each segment of tokens x, with p the persistent tokens, M* a read of the memory, and M_s* a read of it as it
     stood when the segment began (the paper's M_0),
 
-        h = M_s*(x)    y = Attn([p || h || x])    o = norm(y) * silu(norm(M*(y)))
+        h = M_s*(x)    y = x + Attn([p || h || x])    o = (norm(y) + b) * silu(norm(M*(y)))
 
     A token attends to all p, and to the h and x of itself and earlier tokens of its segment: h_j is made of x_j, so a
     later one would tell the future. The memory then writes y token by token, and M* reads it after each write. Segments
@@ -104,8 +105,7 @@ class MemoryAsContext(Stateful):
         self.q = nn.Linear(dim, dim, bias=False)
         self.kv = nn.Linear(dim, 2 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
-        self.memory_norm = nn.RMSNorm(dim, eps)
-        self.attention_norm = nn.RMSNorm(dim, eps)
+        self.gate = MemoryGate(dim, eps)
 
     def forward(
         self,
@@ -179,7 +179,7 @@ class MemoryAsContext(Stateful):
         asked = torch.stack([self.memory.retrieve(x, state.memory.memory.answering_with(state.start)), x], 1)
         k, v = self.kv(asked).unflatten(-1, (2, self.heads, -1)).permute(3, 0, 4, 1, 2, 5)
         keys, values = (self._place(new, old, slot, count) for new, old in ((k, state.keys), (v, state.values)))
-        y = self._attend(x, slot, keys, values, persistent)
+        y = x + self._attend(x, slot, keys, values, persistent)
         recalled, memory = self.memory(y, state.memory, real)
         if not self.memory.writes:  # then the memory does not count tokens, and segments are counted by its count
             memory = replace(memory, memory=replace(memory.memory, seen=memory.memory.seen + count))
@@ -187,8 +187,7 @@ class MemoryAsContext(Stateful):
         start = tuple(
             torch.where(ended, w, s) for w, s in zip(memory.memory.shown(self.memory.rule), state.start, strict=True)
         )
-        y = self.attention_norm(y) * F.silu(self.memory_norm(recalled))
-        return y, ContextState(memory, start, keys, values)
+        return self.gate(y, recalled), ContextState(memory, start, keys, values)
 
     def _place(self, new: Tensor, old: Tensor, slot: Tensor, count: Tensor) -> Tensor:
         """`old`, the keys or values of a segment, with the first `count` `[batch]` tokens of `new`

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,6 +14,9 @@ from .memory import LayerState, NeuralMemory
 from .persistent import PersistentTokens, WithPersistentTokens
 from .stateful import Stateful
 
+START_ATTENTION = 0.3
+"""The vector of the norm on what attention gives, in a fresh `MemoryGate`."""
+
 
 @dataclass(frozen=True, repr=False)
 class HybridState(State):
@@ -22,11 +26,42 @@ class HybridState(State):
     attention: AttentionState
 
 
+class MemoryGate(nn.Module):
+    """Attention gated by a memory, `(norm(attention) + b) * silu(norm(memory))` (Titans, Secs. 4.1, 4.2 and 4.4).
+
+    The norms have learned vectors, those of Sec. 4.4. The vector b is ours. It begins at 1, and the vector of the
+    attention's norm at `START_ATTENTION`, so that a fresh gate passes on what the memory answers. Without b, what
+    attention happens to give would multiply the memory's answer by another random sign for every token and channel,
+    and a small model learns to read its memory in thousands of steps or not at all (docs/blocks.md).
+
+    Args:
+        dim: Width of the tokens.
+        eps: Of the norms.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps)
+        self.memory_norm = nn.RMSNorm(dim, eps)
+        self.bias = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The starts described above."""
+        nn.init.constant_(self.attention_norm.weight, START_ATTENTION)
+        nn.init.ones_(self.memory_norm.weight)
+        nn.init.ones_(self.bias)
+
+    def forward(self, attention: Tensor, memory: Tensor) -> Tensor:
+        """What attention and memory give, `[batch, time, dim]` each; of the same shape."""
+        return (self.attention_norm(attention) + self.bias.to(attention.dtype)) * F.silu(self.memory_norm(memory))
+
+
 class MemoryAsGate(Stateful):
     """The mixer "mag": sliding-window attention gated by the memory beside it (Titans, Eqs. 26-28).
 
-    `y = norm(SW-Attn*(x)) * silu(norm(M([p || x])))`, with learnable vectors in the norms. Attention and memory M both
-    read x. Persistent tokens p are seen from every window of the attention, and read by the memory before x.
+    `y = (norm(SW-Attn*(x)) + b) * silu(norm(M([p || x])))`: see `MemoryGate`. Attention and memory M both read x.
+    Persistent tokens p are seen from every window of the attention, and read by the memory before x.
 
     Args:
         dim: Width of the tokens.
@@ -53,8 +88,7 @@ class MemoryAsGate(Stateful):
         if persistent_tokens:
             self.memory = WithPersistentTokens(self.memory, PersistentTokens(persistent_tokens, dim))
         self.attention = SlidingWindowAttention(dim, heads, attention_window)
-        self.memory_norm = nn.RMSNorm(dim, eps)
-        self.attention_norm = nn.RMSNorm(dim, eps)
+        self.gate = MemoryGate(dim, eps)
 
     def forward(
         self,
@@ -70,12 +104,15 @@ class MemoryAsGate(Stateful):
         prefix = self.memory.tokens.weight if isinstance(self.memory, WithPersistentTokens) else None
         memory, memory_state = self.memory(x, state.memory if state else None, mask)
         attention, attention_state = self.attention(x, state.attention if state else None, mask, prefix)
-        y = self.attention_norm(attention) * F.silu(self.memory_norm(memory))
-        return y, HybridState(memory_state, attention_state)
+        return self.gate(attention, memory), HybridState(memory_state, attention_state)
 
 
 class MemoryAsLayer(Stateful):
-    """The mixer "mal": `y = SW-Attn(M(x))` (Titans, Eqs. 29-31).
+    """The mixer "mal": a memory, then sliding-window attention (Titans, Eqs. 29-31).
+
+    `m = M(x), y = m + SW-Attn(norm(x + m))`, with the residuals that Sec. 4.4 has everywhere and a norm before the
+    attention as before every other layer. Eq. 31 prints SW-Attn(M(x)): a fresh attention takes a mean over its window,
+    in which what the memory answers to one token is lost.
 
     Its persistent tokens are in front of the sequence (`WithPersistentTokens`), so what the memory makes of them slides
     out of the attention's window like any other token: Eq. 31 has no prefix, unlike Eq. 27.
@@ -84,7 +121,7 @@ class MemoryAsLayer(Stateful):
         dim: Width of the tokens.
         heads: Heads of the memory and of the attention.
         attention_window: Tokens that the attention sees, itself included.
-        eps: Of the memory's norm.
+        eps: Of the norms.
         memory: Further arguments of `NeuralMemory`.
     """
 
@@ -92,6 +129,7 @@ class MemoryAsLayer(Stateful):
         super().__init__()
         self.dim = dim
         self.memory = NeuralMemory(dim, heads, eps=eps, **memory)
+        self.norm = nn.RMSNorm(dim, eps)
         self.attention = SlidingWindowAttention(dim, heads, attention_window)
 
     def forward(
@@ -105,6 +143,6 @@ class MemoryAsLayer(Stateful):
         if document_starts is not None:
             return read_documents(self, x, state, mask, document_starts)
         self.check_state(state, HybridState)
-        x, memory_state = self.memory(x, state.memory if state else None, mask)
-        y, attention_state = self.attention(x, state.attention if state else None, mask)
-        return y, HybridState(memory_state, attention_state)
+        m, memory_state = self.memory(x, state.memory if state else None, mask)
+        y, attention_state = self.attention(self.norm(x + m), state.attention if state else None, mask)
+        return m + y, HybridState(memory_state, attention_state)
