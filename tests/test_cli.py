@@ -249,6 +249,7 @@ def test_ctrl_c_is_not_dropped_by_what_is_imported() -> None:
     """While a command loads, the process ends at once; later what Ctrl-C raises is raised."""
     program = """
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what was started in the background ignores it
 from atlas_memory.cli.loading import loading
 with loading():
     try:
@@ -262,11 +263,13 @@ print("went on")
 
 
 def test_ctrl_c_in_a_command_is_said_once(run, monkeypatch, capsys) -> None:
+    told = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr("atlas_memory.evaluation.sampling.sample", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     code, err = refused(capsys, "generate", run)
     assert (code, err) == (130, "atlas: interrupted\n")
     assert signal.getsignal(signal.SIGINT) is before
+    signal.signal(signal.SIGINT, told)
 
 
 def test_numbers_have_the_unit_that_they_round_to() -> None:
