@@ -65,16 +65,15 @@ class Mixer:
 
     Attributes:
         make: The mixer's class, or a function that makes one.
-        memory: Whether it has a memory, and takes `persistent_tokens`, `eps` and the arguments of `NeuralMemory`.
+        memory: Whether it has a memory, and takes `persistent_tokens`, `eps` and the arguments of `NeuralMemory`. It is
+            given `key_lag=1` where a configuration leaves `key_lag` out, as a language model needs; `NeuralMemory`
+            alone begins with 0.
         window: Whether it takes `attention_window`.
-        lag: Whether its memory takes `key_lag`. If so, it is given `key_lag=1` where a configuration leaves `key_lag`
-            out, as a language model needs; `NeuralMemory` alone begins with 0. Not read for a mixer without a memory.
     """
 
     make: Callable[..., nn.Module]
     memory: bool = True
     window: bool = True
-    lag: bool = True
 
 
 BLOCKS: dict[str, Mixer] = {
@@ -83,8 +82,8 @@ BLOCKS: dict[str, Mixer] = {
     "mal": Mixer(memory_as_layer),
     "mac": Mixer(MemoryAsContext),
     "hope": Mixer(self_modifying, window=False),
-    "swa": Mixer(sliding_window, memory=False, lag=False),
-    "attention": Mixer(FullAttention, memory=False, window=False, lag=False),
+    "swa": Mixer(sliding_window, memory=False),
+    "attention": Mixer(FullAttention, memory=False, window=False),
 }
 
 

@@ -12,7 +12,7 @@ from .gates import HALF_LIVES, SPREAD
 MEMORIES = ("memory", "k", "v", "eta", "alpha")
 """What the five memories of a head are for, in the order in which they are stacked: all heads of one, then the next."""
 
-START_ETA = (0.5, 0.02)
+START_ETAS = (0.5, 0.02)
 """Where eta starts: that of M_memory, and that of the other memories."""
 
 
@@ -23,12 +23,12 @@ class Readout(NamedTuple):
     bias: Tensor
 
     def gates(self, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``GateReadout.forward``."""
+        """As ``GateReadout.forward``, in the dtype of what the memories answer."""
         weight, bias = self.weight.to(eta.dtype) * eta.shape[-1] ** 0.5, self.bias.to(eta.dtype)
         answers = torch.stack([for_all(eta), for_all(alpha)])
         logits = (answers * weight.flatten(1, 2)[:, None, :, None]).sum(-1) + bias.flatten(1)[:, None, :, None]
-        eta, alpha = logits.sigmoid().unbind(0)
-        return eta, alpha
+        gates = logits.sigmoid()
+        return gates[0], gates[1]
 
 
 class GateReadout(nn.Module):
@@ -60,8 +60,8 @@ class GateReadout(nn.Module):
         first, last = torch.tensor(HALF_LIVES).log2()
         half_lives = torch.full(self.bias.shape[1:], HALF_LIVES[0])
         half_lives[0] = torch.logspace(first, last, self.bias.shape[2], base=2.0)
-        eta = torch.full(self.bias.shape[1:], START_ETA[1])
-        eta[0] = START_ETA[0]
+        eta = torch.full(self.bias.shape[1:], START_ETAS[1])
+        eta[0] = START_ETAS[0]
         with torch.no_grad():
             self.bias.copy_(torch.stack([eta, 0.5 ** (1.0 / half_lives)]).logit())
 

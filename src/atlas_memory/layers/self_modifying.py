@@ -92,8 +92,8 @@ class SelfModifyingMemory(Stateful):
         ValueError: a width that is no multiple of ``heads``, a size below 1, a ``key_lag`` that the convolution does
             not reach, or a rule that is unknown or needs more than k, v, eta and alpha of the current token.
 
-    As printed, with ``Decay()``, M_0 fades away and with it what makes k differ from v; then nothing is left to learn.
-    The rule therefore fades to M_0: see docs/hope.md.
+    As printed, with ``Decay()``, M_0 fades away and with it what makes k differ from v, but for a lag; then nothing is
+    left to learn. The rule therefore fades to M_0: see docs/hope.md.
     """
 
     def __init__(

@@ -206,7 +206,7 @@ class AtlasConfig(PreTrainedConfig):
                 "eps": self.rms_norm_eps,
                 "rule": self.memory_rule(),
                 "conv_size": self.conv_size,
-                "key_lag": min(1, self.conv_size - 1) if self.key_lag is None and kind.lag else self.key_lag,
+                "key_lag": min(1, self.conv_size - 1) if self.key_lag is None else self.key_lag,
                 "gate_rank": self.gate_rank,
                 "hierarchy": self.hierarchy,
             }
