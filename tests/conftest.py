@@ -6,7 +6,7 @@ a process: two that wait for each other over small tensors take thirty times as 
 import os
 import zlib
 
-os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "1")  # 0: for tests/gpu
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..forms.graphed import Graphs
+from ..mathematics.precision import Form
 from ..mathematics.sizes import check_size
 from ..memory import (
     Gates,
@@ -46,7 +49,7 @@ class OmegaMemory(Stateful):
         gate_rank: the ``rank`` of ``GateProjection``.
 
     Attributes:
-        recompute, compiled: how ``forward`` computes, as for ``chunkwise``; ``set_execution`` sets them in a model.
+        recompute, compiled, graphs: how ``forward`` computes; ``set_execution`` sets them in a model.
 
     Raises:
         ValueError: an unknown rule, or a size below 1.
@@ -77,6 +80,7 @@ class OmegaMemory(Stateful):
         self.reset_parameters()
         self.recompute: int | None = None
         self.compiled = False
+        self.graphs: Graphs | None = None
 
     @property
     def grows(self) -> bool:  # type: ignore[override]
@@ -135,11 +139,11 @@ class OmegaMemory(Stateful):
                     "this memory was made with gates=False: pass gates=Gates(eta=..., ...) with every call"
                 )
             gates = self.gates(k.transpose(1, 2).flatten(2))
-        args = self.rule, self.params, q, k, v, gates, state
+        form: Form = partial(chunkwise, recompute=self.recompute, compiled=self.compiled)
         if state is not None and k.shape[-2] <= INCREMENTAL_TOKENS:
-            y, after = incremental(*args)
-        else:
-            y, after = chunkwise(*args, recompute=self.recompute, compiled=self.compiled)
+            form = incremental
+        args = self.rule, self.params, q, k, v, gates, state
+        y, after = form(*args) if self.graphs is None or not q.is_cuda else self.graphs(form, *args)
         return self.with_every_parameter(y, state), after
 
     def empty(self, batch: int) -> tuple[Any, ...]:
@@ -180,7 +184,9 @@ class OmegaMemory(Stateful):
         return retrieve(self.rule, self.params, q, state)
 
 
-def set_execution(module: nn.Module, *, recompute: int | None = None, compiled: bool = False) -> None:
+def set_execution(
+    module: nn.Module, *, recompute: int | None = None, compiled: bool = False, graphed: bool = False
+) -> None:
     """Set for every memory inside ``module`` how it is computed; what it computes stays the same.
 
     Args:
@@ -189,6 +195,9 @@ def set_execution(module: nn.Module, *, recompute: int | None = None, compiled: 
             computes the rest again; None: keep everything. On a CPU ``NeuralMemory`` keeps only its input besides, and
             computes projections and gates again, too.
         compiled: whether to compile the reading of a chunk; see ``chunkwise``.
+        graphed: whether to record calls on a GPU as CUDA graphs, when they come for the third time with the same
+            shapes, and then to replay them (docs/kernels.md). A recording holds what the backward pass needs, and has
+            its own memory. It cannot be differentiated twice. On a CPU this changes nothing.
 
     Raises:
         ValueError: ``recompute`` below 1, or a module without memories to set.
@@ -199,4 +208,4 @@ def set_execution(module: nn.Module, *, recompute: int | None = None, compiled: 
     if not memories:
         raise ValueError(f"{type(module).__name__} has no memory whose execution could be set")
     for memory in memories:
-        memory.recompute, memory.compiled = recompute, compiled
+        memory.recompute, memory.compiled, memory.graphs = recompute, compiled, Graphs() if graphed else None

@@ -138,12 +138,12 @@ class Polynomial(WithEntries):
         for j in range(2, self.degree + 1):
             if j == 2:
                 # Products of 0/1 matrices pick the factors: unlike indexing, they have a fast backward pass.
-                block = (x @ _selection(dim, 0).to(x)) * (x @ _selection(dim, 1).to(x))
+                block = (x @ _selection(dim, 0, x)) * (x @ _selection(dim, 1, x))
             else:
                 # Lexicographic order: x_i times the monomials of degree j - 1 in x_i, x_{i+1}, ..., which are a suffix.
                 starts = (block.shape[-1] - math.comb(dim - i + j - 2, j - 1) for i in range(dim))
                 block = torch.cat([x[..., i, None] * block[..., s:] for i, s in enumerate(starts)], -1)
-            blocks.append(block * (a[j] * _weights(dim, j).to(x)))
+            blocks.append(block * (a[j] * _weights(dim, j, x)))
         return torch.cat(blocks, -1)
 
     def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
@@ -223,10 +223,24 @@ class Exponential:
 FeatureMap = Identity | Polynomial | Exponential
 
 
-def _kept(make: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
-    """``make`` with a cache. A compiler makes constants of its own, and is led past the cache."""
+def _kept(make: Callable[[int, int], Tensor]) -> Callable[[int, int, Tensor], Tensor]:
+    """``make`` with a cache, in the dtype and on the device of a third argument. A compiler makes constants of its own,
+    and is led past the cache. What a GPU needs is kept there: it would have to wait for a copy."""
     known = lru_cache(maxsize=64)(make)
-    return lambda dim, i: make(dim, i) if torch.compiler.is_compiling() else known(dim, i)
+
+    @lru_cache(maxsize=64)
+    def there(dim: int, i: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):
+            return known(dim, i).to(device, dtype)
+
+    def kept(dim: int, i: int, like: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return make(dim, i).to(like)
+        if like.device.type == "cpu" or type(like) is not Tensor:
+            return known(dim, i).to(like)
+        return there(dim, i, like.device, like.dtype)
+
+    return kept
 
 
 @_kept
