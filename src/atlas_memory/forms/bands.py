@@ -37,10 +37,17 @@ def decay_matrix(factor: Tensor, rows: slice = EVERYTHING, columns: slice = EVER
     products or a logarithm is not; and so is its gradient.
     """
     b = factor.shape[-1]
-    return _Decay.apply(factor, rows.indices(b), columns.indices(b))
+    return _Decay.apply(factor, _bounds(rows, b), _bounds(columns, b))
 
 
 Range = tuple[int, int, int]
+
+
+def _bounds(part: slice, length: int) -> Range:
+    """What ``part.indices(length)`` is, for a slice that goes forward; PyTorch 2.11's compiler does not know that."""
+    start, stop = part.start or 0, length if part.stop is None else part.stop
+    start, stop = (at + length if at < 0 else at for at in (start, stop))
+    return max(start, 0), min(stop, length), part.step or 1
 
 
 class _Decay(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels import dispatch
 from ..mathematics.gates import CompleteGates, Gates
-from ..mathematics.precision import Broken, at_hand, cast, check_inputs, compute, kept_dtype, working_dtype
+from ..mathematics.precision import Broken, can_look, cast, check_inputs, compute, kept_dtype, working_dtype
 from ..mathematics.rules import Params, Rule
 from ..mathematics.sizes import check_size
 from ..mathematics.state import MemoryState, initial_state
@@ -52,9 +52,10 @@ def chunkwise(
     compiled: bool = False,
     spaces: Spaces = DEFAULT,
     kernels: bool | None = None,
+    starts: bool | None = None,
 ) -> tuple[Tensor, MemoryState]:
     """The outputs y_t = M_t(phi(q_t)) and the state after the last token. Arguments and results are those of
-    ``recurrent``; four more arguments change how the same numbers are computed:
+    ``recurrent``; five more arguments change how the same numbers are computed:
 
     Args:
         recompute: keep for the backward pass only the memory at the start of every so many chunks, and compute what
@@ -66,6 +67,8 @@ def chunkwise(
         kernels: whether a Triton kernel reads the whole sequence (docs/kernels.md; Muon's is chosen in
             ``gram_polynomial``). True: it must; False: never; None: where there is one and the environment has
             ATLAS_MEMORY_KERNELS=1.
+        starts: whether all rows of ``state`` stand at the start of a chunk, as ``starts_chunk`` finds it, which is
+            asked if None. Chunks that all rows begin together take less work.
 
     Raises:
         ValueError: as ``recurrent``; ``recompute`` below 1; ``kernels`` is True, and this call has no kernel.
@@ -76,7 +79,16 @@ def chunkwise(
     """
     if recompute is not None:
         check_size("recompute, a number of chunks,", recompute)
-    return compute(partial(_chunkwise, recompute, compiled, spaces, kernels), rule, params, q, k, v, gates, state)
+    form = partial(_chunkwise, recompute, compiled, spaces, kernels, starts)
+    return compute(form, rule, params, q, k, v, gates, state)
+
+
+def starts_chunk(rule: Rule, state: MemoryState | None) -> bool:
+    """Whether all rows of a state stand at the start of a chunk. A GPU is waited for to find that out. Where numbers
+    cannot be looked at, as under a compiler, it is not known, and so False."""
+    if state is None:
+        return True
+    return can_look(state.seen) and not (state.seen % rule.window.chunk).any()
 
 
 def _chunkwise(
@@ -84,6 +96,7 @@ def _chunkwise(
     compiled: bool,
     spaces: Spaces,
     kernels: bool | None,
+    starts: bool | None,
     rule: Rule,
     params: Params,
     q: Tensor,
@@ -97,7 +110,9 @@ def _chunkwise(
     if q.shape[-2] == 0:
         return q.new_zeros(q.shape), initial_state(rule, params.initial, k) if state is None else state
     gate = gates.complete(q, rule.window.size)
-    if dispatch.taken(kernels, _no_kernel, rule, q, gates.length, gate, state):
+    if starts is None:
+        starts = starts_chunk(rule, state)
+    if dispatch.taken(kernels, _no_kernel, rule, q, gates.length, gate, starts):
         from ..kernels.chunk import chunk_recurrence
 
         return chunk_recurrence(rule, q, k, v, gate, state or initial_state(rule, params.initial, k))
@@ -106,7 +121,7 @@ def _chunkwise(
     if recompute is not None and torch.is_grad_enabled():
         read_group = partial(checkpoint, read_group, use_reentrant=False, preserve_rng_state=False)
     width = (recompute or GROUP) * rule.window.chunk
-    params, reading = begin(rule, params, q[:, :, :0], state)
+    params, reading = begin(rule, params, q[:, :, :0], state, starts)
     outputs = []
     for i, group in enumerate(zip(*(x.split(width, 2) for x in tokens), strict=True)):
         left = None if length is None else (length - i * width).clamp(0, width)
@@ -115,14 +130,12 @@ def _chunkwise(
     return torch.cat(outputs, 2), end(reading, q)
 
 
-def _no_kernel(
-    rule: Rule, q: Tensor, length: Tensor | None, gate: CompleteGates, state: MemoryState | None
-) -> str | None:
+def _no_kernel(rule: Rule, q: Tensor, length: Tensor | None, gate: CompleteGates, starts: bool) -> str | None:
     """Why no Triton kernel can compute this call, as ``dispatch.taken`` says it; None: one can."""
     if length is not None:
         return "knows padding: leave gates.length out"
     why = dispatch.chunk_refusal(rule, q.device.type, q.dtype, q.shape, gate)
-    if why is None and state is not None and bool((state.seen % rule.window.chunk).any()):
+    if why is None and not starts:
         return f"begins inside a chunk: give a state after a multiple of {rule.window.chunk} tokens"
     return why
 
@@ -142,7 +155,9 @@ class Reading(NamedTuple):
     together: bool
 
 
-def begin(rule: Rule, params: Params, q: Tensor, state: MemoryState | None) -> tuple[Params, Reading]:
+def begin(
+    rule: Rule, params: Params, q: Tensor, state: MemoryState | None, starts: bool | None = None
+) -> tuple[Params, Reading]:
     """Begin to read a sequence of which only a group of chunks is at hand at a time. Returns ``params`` in the working
     precision, and what ``read_on`` goes on from.
 
@@ -152,12 +167,11 @@ def begin(rule: Rule, params: Params, q: Tensor, state: MemoryState | None) -> t
     check_inputs(rule, params, q, q, q, Gates(q[..., 0]), state)
     up = cast(working_dtype(rule, q))
     params = params.map(up)
-    if state is not None:
-        phase = state.seen % rule.window.chunk
-        if at_hand(phase) and not phase.any():
-            return params, Reading(state.map(up), None, True)
-        return params, Reading(state.map(up), phase, False)
-    return params, Reading(initial_state(rule, params.initial, up(q)), None, True)
+    if state is None:
+        return params, Reading(initial_state(rule, params.initial, up(q)), None, True)
+    if starts_chunk(rule, state) if starts is None else starts:
+        return params, Reading(state.map(up), None, True)
+    return params, Reading(state.map(up), state.seen % rule.window.chunk, False)
 
 
 def read_on(

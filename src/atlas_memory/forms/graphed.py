@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -83,7 +84,8 @@ class Graphs:
         gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         shapes = tuple((x.shape, x.dtype, gradients and x.requires_grad) for x in tensors)
         given = tuple(g is None for g in (gates.alpha, gates.theta, gates.gamma, gates.delta, gates.length))
-        key = getattr(form, "func", form), shapes, given, torch.cuda.current_stream(tensors[0].device)
+        which = (form.func, *form.keywords.items()) if isinstance(form, partial) else form
+        key = which, shapes, given, torch.cuda.current_stream(tensors[0].device)
         if key not in self.recordings:
             self.met[key] += 1
             if self.met[key] <= CALLS or len(self.recordings) >= KEPT:
@@ -115,11 +117,12 @@ class Recording:
         self.node: Callable[[], object | None] = _gone
         self.calls = 0
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        memory = torch.cuda.graph_pool_handle()
         self.outputs: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
 
         def record(graph: torch.cuda.CUDAGraph) -> Any:  # while other threads may load data
-            return torch.cuda.graph(graph, self.forward.pool(), aside, capture_error_mode="thread_local")
+            return torch.cuda.graph(graph, memory, aside, capture_error_mode="thread_local")
 
         with torch.inference_mode(False), torch.cuda.device(device), torch.set_grad_enabled(gradients):
             self.inputs = [x.detach().clone().requires_grad_(gradients and x.requires_grad) for x in tensors]

@@ -116,7 +116,7 @@ def options(rule: Rule, dim: int) -> dict[str, Any]:
     return {
         "HIDDEN": network.expansion * dim if deep else dim,
         "DIM": dim,
-        "BLOCK": 16 if deep else dim,
+        "BLOCK": min(64, network.expansion * dim) if deep else dim,
         "CHUNK": chunk,
         "WINDOW": rule.window.size,
         "PADDED": triton.next_power_of_2(chunk + rule.window.size - 1),
@@ -125,6 +125,6 @@ def options(rule: Rule, dim: int) -> dict[str, Any]:
         "RESIDUAL": network.residual,
         "L2": not rule.bias.is_linear,
         "PRECISION": "tf32x3",  # three products of TF32 parts, nearly float32; "ieee" takes no tensor cores
-        "num_warps": 8,
+        "num_warps": 4,  # Triton 3.6 made wrong code of blocks of 16 with 8
         "num_stages": 1,
     }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..forms.chunkwise import starts_chunk
 from ..forms.graphed import Graphs
 from ..mathematics.precision import Form
 from ..mathematics.sizes import check_size
@@ -139,9 +140,10 @@ class OmegaMemory(Stateful):
                     "this memory was made with gates=False: pass gates=Gates(eta=..., ...) with every call"
                 )
             gates = self.gates(k.transpose(1, 2).flatten(2))
-        form: Form = partial(chunkwise, recompute=self.recompute, compiled=self.compiled)
-        if state is not None and k.shape[-2] <= INCREMENTAL_TOKENS:
-            form = incremental
+        form: Form = incremental
+        if state is None or k.shape[-2] > INCREMENTAL_TOKENS:
+            starts = starts_chunk(self.rule, state)
+            form = partial(chunkwise, recompute=self.recompute, compiled=self.compiled, starts=starts)
         args = self.rule, self.params, q, k, v, gates, state
         y, after = form(*args) if self.graphs is None or not q.is_cuda else self.graphs(form, *args)
         return self.with_every_parameter(y, state), after

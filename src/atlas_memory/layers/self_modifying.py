@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..forms.chunk import read_chunk
+from ..forms.chunkwise import starts_chunk
 from ..forms.compiling import compiled_for_rule, laid_out
 from ..forms.counterparts import has_chunks
 from ..forms.grid import Grid
@@ -192,7 +193,7 @@ class SelfModifyingMemory(Stateful):
             elif state is not None and x.shape[1] <= INCREMENTAL_TOKENS:
                 y, memory = self._learn_by_token(q, u, memory, length)
             else:
-                y, memory = self._learn(q, u, memory, length, aligned=state is None)
+                y, memory = self._learn(q, u, memory, length, state is None or starts_chunk(self.rule, memory))
         y = self.norm(y.to(x.dtype)).transpose(1, 2).flatten(2)
         return self.out(y * F.silu(self.gate(x))), LayerState(memory, past)
 

@@ -104,8 +104,16 @@ class Broken(NamedTuple):
 def at_hand(x: Tensor) -> bool:
     """Whether a look at the numbers of ``x`` costs nothing. On a GPU one would have to wait for them; a compiler, the
     transforms of torch.func and fake tensors have none."""
-    there = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"
-    return there and not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return x.device.type == "cpu" and can_look(x)
+
+
+def can_look(x: Tensor) -> bool:
+    """Whether the numbers of ``x`` can be looked at, though a GPU may have to be waited for: not under a compiler, in a
+    transform or of a fake tensor, nor while a CUDA graph is recorded."""
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    there = type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
+    return there and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _is_near(x: Tensor) -> bool:

@@ -31,6 +31,7 @@ _MAY_CHANGE = frozenset(
         "keep_checkpoints",
         "threads",
         "device",
+        "graphed",
         "evaluate_every",
         "report_to",
     }

@@ -113,8 +113,7 @@ def _locked(
     model = first_model(config, architecture) if begins else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    if config.train.compiled:
-        _compile(model)
+    _set_execution(config, model)
     if config.data.order == "stream" and any(getattr(layer, "grows", False) for layer in model.modules()):
         raise ConfigError(
             "data.order='stream' keeps what rows remember, and the state of this model grows with what it reads: "
@@ -144,11 +143,17 @@ def _locked(
     return _run(config, arguments, model, text, examples, resume, checkpoint, console, on_alarm)
 
 
-def _compile(model: AtlasForCausalLM) -> None:
+def _set_execution(config: RunConfig, model: AtlasForCausalLM) -> None:
+    """How the memories compute. ConfigError where there are none to compile."""
+    run = config.train
+    cuda = run.device != "cpu" and torch.cuda.is_available()
+    graphed = cuda and not run.fsdp if run.graphed is None else run.graphed
     try:
-        set_execution(model, compiled=True)
+        set_execution(model, compiled=run.compiled, graphed=graphed)
     except ValueError as error:
-        raise ConfigError(f"train.compiled=true compiles memories, and {error}: leave it out") from error
+        if run.compiled or run.graphed:
+            name = "compiled=true compiles" if run.compiled else "graphed=true records"
+            raise ConfigError(f"train.{name} memories, and {error}: leave it out") from error
 
 
 def _run(
