@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from functools import partial
@@ -26,7 +27,8 @@ from benchmarks.suites.gpu_training import TRAINING
 
 
 class Item(NamedTuple):
-    """At one shape of a benchmark the candidates whose names begin with ``of``: the compiled ones, or the others."""
+    """At one shape of a benchmark the candidates in whose names the pattern ``of`` is found: the compiled ones, or the
+    others."""
 
     benchmark: Benchmark
     shape: int
@@ -35,19 +37,23 @@ class Item(NamedTuple):
 
     def candidates(self) -> list[Candidate]:
         """Those that are meant."""
-        return [c for c in self.benchmark.candidates if c.name.startswith(self.of) and c.compile == self.compiled]
+        return [c for c in self.benchmark.candidates if re.search(self.of, c.name) and c.compile == self.compiled]
 
 
 LENGTHS = range(len(CHUNK.shapes))
+FAST, SLOW = "attention|graphed|fla", "memory$"
+"""What trains a model in seconds a step at most, and the rest."""
 ORDER: tuple[Item, ...] = (
     Item(CHUNK, 0, "MLP"),
     *(Item(NEWTON_SCHULZ, index) for index in range(len(NEWTON_SCHULZ.shapes))),
-    Item(TRAINING, 0),
-    *(Item(CHUNK, index, "MLP") for index in LENGTHS[1:]),
+    Item(TRAINING, 0, FAST),
     Item(CHUNK, 0, "linear"),
-    *(Item(TRAINING, index) for index in range(1, len(TRAINING.shapes))),
+    *(Item(CHUNK, index, "MLP") for index in LENGTHS[1:]),
+    *(Item(TRAINING, index, FAST) for index in range(1, len(TRAINING.shapes))),
     *(Item(CHUNK, index, "linear") for index in LENGTHS[1:]),
+    Item(TRAINING, 0, SLOW),
     *(Item(CHUNK, index, memory, compiled=True) for memory in MEMORIES for index in LENGTHS),
+    *(Item(TRAINING, index, SLOW) for index in range(1, len(TRAINING.shapes))),
 )
 """Most important first; compiling takes long."""
 

@@ -10,21 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from atlas_memory.forms.graphed import Graphs
 from atlas_memory.memory import (
     RULES,
     Decay,
     GradientDescent,
     Identity,
     Linear,
+    MemoryState,
     Rule,
     Window,
     chunkwise,
     gram_polynomial,
 )
-from benchmarks.operations import SEED, bare_memory
+from benchmarks.operations import FORM, SEED, bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Operation, Shape, Wrap
 
 RULE = replace(
@@ -70,18 +74,30 @@ def model_of_gram(shape: Shape, backward: bool = False) -> Cost:
     return Cost(2.0 * products * shape.dim**3 * shape.heads, (3 if backward else 2) * 4.0 * shape.dim**2 * shape.heads)
 
 
+def graphed() -> FORM:
+    """``chunkwise`` whose calls are recorded as CUDA graphs, each at its first."""
+    graphs = Graphs()
+    graphs.calls = 0
+
+    def form(*arguments: Any, **how: Any) -> tuple[Tensor, MemoryState]:
+        return graphs(partial(chunkwise, kernels=False, **how), *arguments)
+
+    return form
+
+
 def _chunks(memory: str, backward: bool) -> Iterator[Candidate]:
     """The forms of a memory."""
     rule, way = MEMORIES[memory], "forward and backward" if backward else "forward"
-    for form in ("eager", "kernel", "compiled"):
+    forms = {"eager": partial(chunkwise, kernels=False), "kernel": partial(chunkwise, kernels=True)}
+    for form in ("eager", "graphed", "kernel", "compiled and graphed"):
         candidate = bare_memory(
             f"{memory}, {form}, {way}",
             rule,
-            partial(chunkwise, kernels=form == "kernel"),
+            forms[form] if form in forms else graphed(),
             baseline=form == "eager",
             group=f"{memory}, {way}",
             kernel=form == "kernel",
-            compile=form == "compiled",
+            compile=form == "compiled and graphed",
         )
         yield replace(
             candidate,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atlas_memory import AtlasConfig, AtlasForCausalLM, set_execution
+from atlas_memory import AtlasConfig, AtlasForCausalLM, OmegaMemory, set_execution
 from atlas_memory.models.presets import PRESETS
 from benchmarks.operations import SEED, by_definition, seeded
 from benchmarks.registry import Benchmark, Candidate, Missing, Operation, Shape, Wrap
@@ -46,8 +46,8 @@ def sizes(shape: Shape) -> dict[str, Any]:
     return SIZES.get(shape.width, SMALL) | heads
 
 
-def ours(name: str, **options: Any) -> Candidate:
-    """One of ``MODELS``."""
+def ours(name: str, graphed: bool = False, **options: Any) -> Candidate:
+    """One of ``MODELS``; ``graphed``: with its memories recorded as CUDA graphs, each at its first call."""
     has_memory = "rule" in MODELS[name]
     given = MODELS[name] | ({"window": 1, "chunk_size": CHUNK} if has_memory else {})
 
@@ -57,13 +57,16 @@ def ours(name: str, **options: Any) -> Candidate:
     def build(shape: Shape, dtype: torch.dtype, wrap: Wrap) -> Operation:
         model = make(shape, dtype)
         if has_memory:
-            set_execution(model, recompute=GROUP)
+            set_execution(model, recompute=GROUP, graphed=graphed)
+        for module in model.modules():
+            if isinstance(module, OmegaMemory) and module.graphs is not None:
+                module.graphs.calls = 0
         return training(model, shape)
 
     def oracle(shape: Shape, dtype: torch.dtype) -> Operation:
         return training(by_definition(make(shape, dtype)), shape)
 
-    return Candidate(name, build, oracle, reduce=reduced, **options)
+    return Candidate(name + ", graphed" * graphed, build, oracle, reduce=reduced, **options)
 
 
 def deltanet_of_fla() -> Candidate:
@@ -121,7 +124,14 @@ TRAINING = Benchmark(
         for time in (2048, 8192, 32768)
     ),
     quick=(Shape(batch=1, heads=2, dim=16, time=2 * CHUNK + 5),),
-    candidates=(ours("attention", baseline=True), ours("memory"), deltanet_of_fla(), ours("linear memory")),
+    candidates=(
+        ours("attention", baseline=True),
+        ours("memory", graphed=True),
+        deltanet_of_fla(),
+        ours("linear memory", graphed=True),
+        ours("memory"),
+        ours("linear memory"),
+    ),
     columns=(
         "shape",
         "candidate",

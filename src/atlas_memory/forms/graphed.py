@@ -27,7 +27,7 @@ from ..mathematics.rules import Params, Rule
 from ..mathematics.state import MemoryState
 
 CALLS = 2
-"""How often a call is computed before it is recorded."""
+"""How often a call is computed before it is recorded, unless ``Graphs.calls`` is set."""
 KEPT = 8
 """How many recordings a memory keeps; calls of further shapes are computed."""
 
@@ -40,6 +40,7 @@ class Graphs:
     unpickled, begin without recordings."""
 
     def __init__(self) -> None:
+        self.calls = CALLS
         self.met: Counter[Any] = Counter()
         self.recordings: dict[Any, Recording | None] = {}  # None: it could not be recorded
         self.lock = Lock()
@@ -88,7 +89,7 @@ class Graphs:
         key = which, shapes, given, torch.cuda.current_stream(tensors[0].device)
         if key not in self.recordings:
             self.met[key] += 1
-            if self.met[key] <= CALLS or len(self.recordings) >= KEPT:
+            if self.met[key] <= self.calls or len(self.recordings) >= KEPT:
                 return None
             self.recordings[key] = None
             try:
