@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from atlas_memory.forms.bands import band, decay_matrix, overlapping, shift_right
+from atlas_memory.forms.bands import band, decay_matrix, overlapping, running_product, shift_right
 from atlas_memory.memory import Window
 
 
@@ -38,6 +38,22 @@ def test_some_of_a_decay_matrix_and_its_gradient(rows, columns):
     torch.testing.assert_close(some, decay_matrix(factor)[..., rows, :][..., columns], rtol=1e-14, atol=0.0)
     assert torch.autograd.gradcheck(lambda f: decay_matrix(f, rows, columns), factor)
     assert torch.autograd.gradgradcheck(lambda f: decay_matrix(f, rows, columns), factor)
+
+
+@pytest.mark.parametrize("b", [1, 2, 5, 8])
+def test_running_product_and_its_gradient(b):
+    factor = torch.rand(2, 3, b, dtype=torch.float64)
+    factor[0, 1, b // 2] = factor[0, 1, b - 1] = factor[1, 0, 0] = 0.0
+    factor.requires_grad_()
+    assert torch.equal(running_product(factor), factor.cumprod(-1))
+    weights = torch.randn(2, 3, b, dtype=torch.float64)
+    ours, theirs = (torch.autograd.grad((p(factor) * weights).sum(), factor)[0] for p in (running_product, _cumprod))
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-14)
+    assert torch.autograd.gradgradcheck(running_product, factor)
+
+
+def _cumprod(x):
+    return x.cumprod(-1)
 
 
 def test_shift_right_with_a_shift_a_row():

@@ -87,6 +87,36 @@ def _running_products(factor: Tensor, rows: slice, columns: slice) -> Tensor:
     return running.tril() if running.shape[-1] == b else torch.where(ones.tril()[:, columns], running, 0.0)
 
 
+def running_product(factor: Tensor) -> Tensor:
+    """factor_1 * ... * factor_t for each t, ``[..., b]``."""
+    return _RunningProduct.apply(factor)
+
+
+class _RunningProduct(torch.autograd.Function):
+    """``running_product`` with its gradient, exact for any factor: with P_t the product up to t, dfactor_m is P_{m-1}
+    times h_m = g_m + factor_{m+1} h_{m+1}. PyTorch's own waits for a GPU, to look for zeros."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(factor: Tensor) -> Tensor:
+        return factor.cumprod(-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        factor, output = ctx.saved_tensors
+        h, onward, step = g, F.pad(factor[..., 1:], (0, 1)), 1
+        while step < factor.shape[-1]:  # h_m of the next `step` tokens, then of twice as many
+            h = h + onward * F.pad(h[..., step:], (0, step))
+            onward = onward * F.pad(onward[..., step:], (0, step))
+            step *= 2
+        return F.pad(output[..., :-1], (1, 0), value=1.0) * h
+
+
 def overlapping(x: Tensor, width: int, step: int) -> Tensor:
     """Stretches of ``width`` tokens that begin every ``step`` tokens: ``[..., time, dim] -> [..., n, width, dim]``,
     with time = (n - 1) step + width."""

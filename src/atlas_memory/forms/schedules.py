@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..mathematics.networks import Trace
 from ..mathematics.rules import Params, Rule
-from .bands import EVERYTHING, decay_matrix
+from .bands import EVERYTHING, decay_matrix, running_product
 from .fast_weight import Inertia, Onward, Schedule
 from .live import Pairs
 from .parts import Chunk
@@ -178,7 +178,7 @@ def _from_start(factor: Tensor, fading: Tensor) -> Tensor:
     """factor_1 * ... * factor_t for each t, ``[..., b]``: from the first column of its decay matrix, ``fading``, where
     that has all rows and columns."""
     whole = fading.shape[-2] == fading.shape[-1]
-    return factor[..., :1] * fading[..., 0] if whole else factor.cumprod(-1)
+    return factor[..., :1] * fading[..., 0] if whole else running_product(factor)
 
 
 def by_channel(gate: Tensor) -> Tensor:
