@@ -170,6 +170,21 @@ def test_the_forms_take_kernels_where_they_are_asked_for(monkeypatch):
         chunkwise(*problem.arguments(), state, kernels=True)
 
 
+def test_in_training_large_gram_matrices_take_a_kernel_only_when_asked(monkeypatch):
+    """Its backward pass is slower than PyTorch's."""
+    pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
+    from atlas_memory.kernels import gram_newton_schulz
+
+    calls = []
+    form = gram_newton_schulz.gram_newton_schulz
+    monkeypatch.setattr(
+        gram_newton_schulz, "gram_newton_schulz", lambda *a: (calls.append(a[0].shape[-1]), form(*a))[1]
+    )
+    for size, gradients, kernels in ((17, True, None), (17, False, None), (16, True, None), (17, True, True)):
+        gram_polynomial(torch.eye(size).requires_grad_(gradients), kernels=kernels)
+    assert calls == [17, 16, 17]
+
+
 @pytest.mark.parametrize(
     "network,dim,size,fits",
     [

@@ -13,6 +13,7 @@ from filelock import FileLock
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from atlas_memory import AtlasConfig, AtlasForCausalLM, OmegaMemory
 from atlas_memory.forms.compiling import compiled_for_rule
 from atlas_memory.training import load_run, trainer
 from atlas_memory.training.callbacks import Clock
@@ -98,11 +99,30 @@ def test_compiled_chunks_change_no_loss(whole, tmp_path, monkeypatch) -> None:
         assert one == pytest.approx(two, rel=1e-5)
 
 
-def test_a_model_without_memories_has_nothing_to_compile(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="compiled=true compiles memories"):
-        train(
-            settings(tmp_path, "train.compiled=true", "model.block=swa", "model.rule=atlas", "model.attention_window=4")
-        )
+@pytest.mark.parametrize("what", ["compiled=true compiles memories", "graphed=true records memories"])
+def test_a_model_without_memories_has_nothing_to_compile_or_record(what, tmp_path) -> None:
+    option = f"train.{what.split()[0]}"
+    with pytest.raises(ConfigError, match=f"{what}, and .*: leave it out"):
+        train(settings(tmp_path, option, "model.block=swa", "model.rule=atlas", "model.attention_window=4"))
+
+
+@pytest.mark.parametrize(
+    "options,there,graphed",
+    [
+        ([], False, False),
+        ([], True, True),
+        (["train.graphed=false"], True, False),
+        (["train.gradient_checkpointing=true"], True, False),
+        (["train.device=cpu"], True, False),
+        (["train.graphed=true"], False, True),
+    ],
+)
+def test_memories_are_recorded_on_a_gpu(options, there, graphed, tmp_path, monkeypatch) -> None:
+    model = AtlasForCausalLM(AtlasConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    trainer._set_execution(settings(tmp_path, *options), model)
+    memories = [m for m in model.modules() if isinstance(m, OmegaMemory)]
+    assert memories and all((m.graphs is not None) == graphed for m in memories)
 
 
 def test_an_interrupted_run_resumes_to_the_same_end(whole, tmp_path, monkeypatch) -> None:

@@ -71,6 +71,8 @@ def gram_polynomial(
     With ``floor`` ``[..., 1, 1]``, f > 0, Q S is (S S^T + f I)^(-1/2) S, which for f = 1 is ``saturate``. The iteration
     then runs on (G + f I) / (tr G + f), with ``CONVERGENT`` coefficients.
     """
+    if kernels is None and gram.requires_grad and gram.shape[-1] > dispatch.GRAM_TRAINED:
+        kernels = False
     if dispatch.taken(kernels, dispatch.gram_refusal, gram.device.type, gram.dtype, gram.shape[-1]):
         from ..kernels.gram_newton_schulz import gram_newton_schulz
 

@@ -1,8 +1,8 @@
 """Which calls take a kernel: functions of device type, dtype, shapes and rule, and of what the caller asks. No Triton
 is imported.
 
-No kernel has run on a GPU yet. Until one has been measured there, they wait to be asked for: ``kernels=True``, or
-ATLAS_MEMORY_KERNELS=1 in the environment.
+They wait to be asked for: ``kernels=True``, or ATLAS_MEMORY_KERNELS=1 in the environment. On a GPU Triton compiles each
+for seconds, and calls recorded as CUDA graphs (forms/graphed.py) are as fast in training.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ CHUNKS = (16, 32, 64)
 
 GRAM_SIZE = 64
 """The largest Gram matrix: at 128 the backward kernel asks for more shared memory than an SM of an H200 has."""
+
+GRAM_TRAINED = 16
+"""The largest that the environment makes a kernel take where a gradient is wanted: at 64 rows the backward kernel makes
+it five times as slow as PyTorch, at 16 it takes an eighth of the time (docs/performance.md)."""
 
 
 def taken(kernels: bool | None, refusal: Callable[..., str | None], *call: object) -> bool:

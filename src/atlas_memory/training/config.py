@@ -144,7 +144,7 @@ class TrainSection(_Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     gradient_checkpointing: bool = False
     compiled: bool = False  # what happens in a memory's chunk, when training begins
-    graphed: bool | None = None  # record memories as CUDA graphs; None: on a CUDA device, where nothing is sharded
+    graphed: bool | None = None  # record memories as CUDA graphs; None: on a GPU, if nothing is sharded or recomputed
     fsdp: bool = False  # shard weights and optimiser among the processes of torchrun
     report_to: Annotated[list[str], BeforeValidator(lambda names: [names] if isinstance(names, str) else names)] = []
     seed: int = Field(default=0, ge=0, lt=2**32)

@@ -147,7 +147,7 @@ def _set_execution(config: RunConfig, model: AtlasForCausalLM) -> None:
     """How the memories compute. ConfigError where there are none to compile."""
     run = config.train
     cuda = run.device != "cpu" and torch.cuda.is_available()
-    graphed = cuda and not run.fsdp if run.graphed is None else run.graphed
+    graphed = cuda and not (run.fsdp or run.gradient_checkpointing) if run.graphed is None else run.graphed
     try:
         set_execution(model, compiled=run.compiled, graphed=graphed)
     except ValueError as error:
