@@ -110,10 +110,10 @@ def test_a_model_without_memories_has_nothing_to_compile_or_record(what, tmp_pat
     "options,there,graphed",
     [
         ([], False, False),
-        ([], True, True),
-        (["train.graphed=false"], True, False),
-        (["train.gradient_checkpointing=true"], True, False),
-        (["train.device=cpu"], True, False),
+        (["train.device=auto"], True, True),
+        (["train.device=auto", "train.graphed=false"], True, False),
+        (["train.device=auto", "train.gradient_checkpointing=true"], True, False),
+        ([], True, False),
         (["train.graphed=true"], False, True),
     ],
 )
