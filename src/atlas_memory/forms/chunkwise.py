@@ -9,7 +9,6 @@ definition.py (ATLAS sections 3.3 and 5.1) however a sequence is split into call
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from ..mathematics.precision import Broken, can_look, cast, check_inputs, comput
 from ..mathematics.rules import Params, Rule
 from ..mathematics.sizes import check_size
 from ..mathematics.state import MemoryState, initial_state
+from . import scan
 from .bands import band, overlapping, take
 from .chunk import read_chunk
 from .columns import OnKeys
@@ -222,8 +222,13 @@ def _read_group(
     memory = tuple(Held.of(m, reading.together) for m in state.matrices)
     memory = memory if keys is None else keys.widen(memory)
     first = state.seen if phase is None else state.seen - phase
+    chunks = _chunks(rule, tokens, state, grid, first)
+    if not compiled and _scanned(rule, grid, q, alpha, eta):
+        y, held = scan.read_chunks(rule, params, memory[0], chunks, bool(grid.filled(grid.count - 1)))
+        return grid.back(y), _after(rule, reading, grid, (held,), None, k, v)
     outputs = []
-    for j, inputs in enumerate(_chunks(rule, tokens, state, grid, first)):
+    # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
+    for j, inputs in enumerate(map(Chunk._make, zip(*(x.unbind() for x in chunks), strict=True))):
         filled, columns = grid.filled(j), None if keys is None else keys.columns(j)
         own = compiled and filled is True and columns is None and not torch.compiler.is_compiling()
         form = compiled_for_rule(read_chunk, rule, q.device.type) if own else read_chunk
@@ -233,6 +238,14 @@ def _read_group(
             memory = keys.forget(memory, columns, filled)
         outputs.append(y)
     return grid.back(torch.cat(outputs, -2)), _after(rule, reading, grid, memory, keys, k, v)
+
+
+def _scanned(rule: Rule, grid: Grid, q: Tensor, alpha: Tensor, eta: Tensor) -> bool:
+    """Whether the chunks of a group are read all at once (scan.py). On a CPU many sequences are read faster chunk by
+    chunk, whose numbers stay in cache."""
+    several = grid.phase is None and grid.length is None and grid.count > 1
+    pays = q.device.type != "cpu" or q[:, :, 0].numel() * grid.chunk <= scan.SMALL
+    return several and pays and alpha.dim() == 3 and eta.dim() == 3 and scan.scans(rule)
 
 
 def _after(
@@ -248,9 +261,10 @@ def _after(
     return Reading(end if keys is None else keys.narrow(end, count), grid.phase, together)
 
 
-def _chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Grid, first: Tensor) -> Iterator[Chunk]:
-    """The tokens of a group laid out on its grid, chunk by chunk. ``first`` ``[batch]`` is how many tokens each row has
-    before the group's first chunk, some of which may lie in an earlier call."""
+def _chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Grid, first: Tensor) -> Chunk:
+    """The tokens of a group laid out on its grid, as a ``Chunk`` of which every tensor has the chunks as its first
+    dimension. ``first`` ``[batch]`` is how many tokens each row has before the group's first chunk, some of which may
+    lie in an earlier call."""
     q, k, v, alpha, theta, eta, gamma = tokens
     size, chunk, count, reach = rule.window.size, grid.chunk, grid.count, tokens_before(rule.window)
     spare = reach - (size - 1)
@@ -273,15 +287,9 @@ def _chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Gr
         exists = exists & (first[:, None] + torch.arange(exists.shape[1], device=q.device) >= reach)
         windows = band(F.pad(gamma, (0, spare)), exists.unfold(-1, chunk + reach, chunk)[:, None])
     k_windows, v_windows = (overlapping(grid.lay(x, reach), chunk + reach, chunk) for x in (past_k, past_v))
-    # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
-    each = zip(
-        torch.cat([k_windows, grid.chunks(q)], -2).movedim(2, 0).contiguous().unbind(),
-        v_windows.unbind(2),
-        *(x.unbind(2) for x in (windows, alpha, theta, eta)),
-        inside.unflatten(-1, (count, chunk))[:, None].unbind(2),
-        strict=True,
-    )
-    return (Chunk(*inputs) for inputs in each)
+    inside = inside.unflatten(-1, (count, chunk))[:, None]
+    laid = Chunk(torch.cat([k_windows, grid.chunks(q)], -2), v_windows, windows, alpha, theta, eta, inside)
+    return Chunk(laid.kq.movedim(2, 0).contiguous(), *(x.movedim(2, 0) for x in laid[1:]))
 
 
 def _past(rule: Rule, state: MemoryState, k: Tensor, v: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from ..mathematics.networks import Trace
+from ..mathematics.rules import Rule
 from .blocks import solve_pairs
 from .fast_weight import identity_steps, join_channels, scale_rows, split_channels
 from .live import before_each_token, solve, stood
-from .parts import Part, Setting
+from .parts import Chunk, Part
 from .schedules import by_channel
 from .settling import fading, jump
 
@@ -40,7 +41,7 @@ def live_errors(part: Part, trace: Trace, error: Tensor, response: Tensor) -> tu
         before = before + _after_lag_token(part, base + rate[..., None] * before)
     both = rate[..., None, :]
     if setting.rule.optimiser.erases:
-        both = both + _kept(setting)
+        both = both + kept(setting.rule, setting.chunk)
     updates = _solve(part, base, both, before, plan.mixing())
     if not setting.rule.optimiser.erases:
         return updates, updates
@@ -53,7 +54,7 @@ def erasing(part: Part, deltas: Tensor) -> Tensor:
     """The updates of a delta step, ``[..., b, rows]``: ``deltas``, the errors at what the matrix puts out, and what
     W_{t-1} answers to each key, which is taken out."""
     before = stood(part.keys, part.held.weights, None, part.home, part.plan, None)
-    return _solve(part, deltas, _kept(part.setting), before, part.plan.mixing())
+    return _solve(part, deltas, kept(part.setting.rule, part.setting.chunk), before, part.plan.mixing())
 
 
 def _solve(part: Part, base: Tensor, rate: Tensor, before: Tensor, mixing: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ def _after_lag_token(part: Part, provisional: Tensor) -> Tensor:
     return scale_rows(fade, moved if pairs is None else pairs.of(moved))
 
 
-def _kept(setting: Setting) -> Tensor:
+def kept(rule: Rule, chunk: Chunk) -> Tensor:
     """By what W_{t-1} has been multiplied when a delta step takes its part out of it: alpha or 1, ``[..., C, b]``."""
-    alpha = by_channel(setting.chunk.alpha)
-    return alpha if setting.rule.optimiser.after_decay else torch.ones_like(alpha)
+    alpha = by_channel(chunk.alpha)
+    return alpha if rule.optimiser.after_decay else torch.ones_like(alpha)

@@ -79,12 +79,17 @@ def schedules(
             steps need.
         pairs: where updates are those of pairs; else None.
     """
-    fading = Fading.of(rule, chunk)
     if not rule.optimiser.bounded:
-        return [_schedule(rule, chunk, fading, None, pairs)] * len(frozen)
+        return [bare_schedule(rule, chunk, pairs)] * len(frozen)
+    fading = Fading.of(rule, chunk)
     assert response is not None
     sizes = rule.sizes(frozen, trace, response, params)
     return [_schedule(rule, chunk, fading, _over_window(chunk, size), pairs) for size in sizes]
+
+
+def bare_schedule(rule: Rule, chunk: Chunk, pairs: Pairs | None = None) -> Schedule:
+    """The ``Schedule`` of all matrices where steps are not bounded; ``pairs`` as for ``schedules``."""
+    return _schedule(rule, chunk, Fading.of(rule, chunk), None, pairs)
 
 
 def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
