@@ -252,7 +252,7 @@ class Params:
 
 
 ATLAS = Rule()
-LINEAR_KEYS = Rule(features=Identity(), network=Linear(), retention=Decay(), window=Window(size=1, chunk=16))
+LINEAR_KEYS = Rule(features=Identity(), network=Linear(), retention=Decay(), window=Window(size=1, chunk=32))
 MIRAS = Rule(features=Identity(), network=MLP(norm=True), optimiser=GradientDescent(), window=Window(size=1, chunk=16))
 
 RULES: dict[str, Rule] = {

@@ -106,8 +106,8 @@ def of_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1) -
     initial = sum(p.numel() for m in model.modules() if isinstance(m, OmegaMemory) for p in m.initial)
     grows = any(getattr(module, "grows", False) for module in model.modules())
     length = data.seq_len if grows else min(data.seq_len, max(SEEN, 2 * (architecture.attention_window or 0)))
-    kept, state, flops = _block(model, length)
-    block = run.batch_size * kept * data.seq_len // length
+    kept, state, flops = _block(model, run.batch_size, length)
+    block = kept * data.seq_len // length
     blocks, width = architecture.num_hidden_layers, architecture.hidden_size
     tokens = run.batch_size * data.seq_len  # of a pass
     inputs = 4 * width * tokens * blocks
@@ -129,9 +129,9 @@ def of_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1) -
     )
 
 
-def _block(model: Any, length: int) -> tuple[int, int, float]:
-    """Of one block and a row of `length` tokens: bytes kept for going back, bytes of the state after it, and
-    operations of matrix products forward."""
+def _block(model: Any, rows: int, length: int) -> tuple[int, int, float]:
+    """Of one block and `rows` of `length` tokens: bytes kept for going back; and of each row bytes of the state after
+    it, and operations of matrix products forward."""
     kept: dict[int, tuple[Any, int]] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
         block: nn.Module = model.model.layers[0].to_empty(device="cpu").train()
@@ -143,11 +143,11 @@ def _block(model: Any, length: int) -> tuple[int, int, float]:
                 kept[storage._cdata] = storage, storage.nbytes()  # alive, so that its place is not taken
             return t
 
-        x = torch.empty(1, length, model.config.hidden_size, device="cpu", requires_grad=True)
+        x = torch.empty(rows, length, model.config.hidden_size, device="cpu", requires_grad=True)
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             _, state = block(x)
     held = sum(t.numel() * t.element_size() for t in state.tensors())
-    return sum(size for _, size in kept.values()), held, float(counter.get_total_flops())
+    return sum(size for _, size in kept.values()), held // rows, counter.get_total_flops() / rows
 
 
 def available(config: RunConfig) -> int:
