@@ -30,8 +30,8 @@ SMALL = 2**13
 def scans(rule: Rule) -> bool:
     """Whether ``rule`` is such a memory, with the delta step and keys that are not lifted."""
     network, optimiser = rule.network, rule.optimiser
-    one = len(network.lifted) == 1 and not network.norm and rule.features.size(1) == 1
-    delta = optimiser.erases and not optimiser.bounded and rule.bias.is_linear
+    one = len(network.lifted) == 1 and not (network.norm or network.bias) and rule.features.size(1) == 1
+    delta = optimiser.erases and not optimiser.bounded and rule.bias.is_linear and not rule.bias.has_delta
     return one and delta and rule.window.read == "after" and not rule.retention.settles
 
 

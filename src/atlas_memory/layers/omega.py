@@ -145,7 +145,8 @@ class OmegaMemory(Stateful):
             starts = starts_chunk(self.rule, state)
             form = partial(chunkwise, recompute=self.recompute, compiled=self.compiled, starts=starts)
         args = self.rule, self.params, q, k, v, gates, state
-        y, after = form(*args) if self.graphs is None or not q.is_cuda else self.graphs(form, *args)
+        graphs = self.graphs if q.is_cuda and not torch.compiler.is_compiling() else None
+        y, after = form(*args) if graphs is None else graphs(form, *args)
         return self.with_every_parameter(y, state), after
 
     def empty(self, batch: int) -> tuple[Any, ...]:
