@@ -78,6 +78,14 @@ def test_shapes(name, time, dim, size, chunk):
     assert gap < 1e-8, where
 
 
+@pytest.mark.parametrize("dim,expansion", [(16, 3), (32, 3), (16, 5)])
+def test_hidden_units_that_no_large_block_divides(dim, expansion):
+    rule = RULES["mlp"].vary(network={"expansion": expansion})
+    problem = random_problem(rule, 1, batch=1, heads=1, time=20, dim=dim)
+    gap, where = worst(everything(kernel, problem), everything(chunkwise, problem))
+    assert gap < 1e-8, where
+
+
 def test_equals_the_definition_and_in_float32():
     rule = RULES["mlp"]
     oracle = everything(recurrent, random_problem(rule, 2, batch=1, heads=1, time=21, dim=16))

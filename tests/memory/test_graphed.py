@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from atlas_memory.forms import graphed
 from atlas_memory.forms.graphed import CALLS, KEPT, Graphs, Recording
@@ -122,15 +123,49 @@ def test_a_second_call_before_the_backward_pass_is_computed(graphs):
     assert not recording.pending
 
 
-def test_a_second_backward_pass_after_another_call_is_refused(graphs):
+@pytest.mark.parametrize("called_again", [False, True])
+def test_a_second_backward_pass_is_refused(graphs, called_again):
     given = problem(time=11)
     for _ in range(CALLS + 1):
         loss = graphs(chunkwise, *given.arguments())[0].sum()
-    first = torch.autograd.grad(loss, given.q, retain_graph=True)
-    assert torch.equal(torch.autograd.grad(loss, given.q, retain_graph=True)[0], first[0])
-    graphs(chunkwise, *given.arguments())
-    with pytest.raises(RuntimeError, match=r"second one through the same call.*graphed=False"):
+    torch.autograd.grad(loss, given.q, retain_graph=True)
+    if called_again:
+        graphs(chunkwise, *given.arguments())
+    with pytest.raises(RuntimeError, match=r"second backward pass through one call.*graphed=False"):
         torch.autograd.grad(loss, given.q)
+
+
+def test_under_checkpointing_nothing_is_recorded_or_replayed(monkeypatch):
+    """It would compute the call again in the backward pass, while the recording is pending."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x, seen = torch.ones(2, requires_grad=True), []
+
+    def ask(y):
+        seen.append(graphed._recordable([y]))
+        return y.square()
+
+    ask(x)
+    torch.utils.checkpoint.checkpoint(ask, x, use_reentrant=False).sum().backward()
+    assert seen == [True, False, False]
+
+
+def test_another_rule_is_another_recording(graphs):
+    given, other = problem("titans", time=11), RULES["titans"].vary(optimiser={"bounded": False})
+    other = resized(other, 3, 4)
+    for rule in (given.rule, other):
+        for _ in range(CALLS + 1):
+            y, _ = graphs(chunkwise, rule, given.params, given.q, given.k, given.v, given.gates)
+        expected, _ = chunkwise(rule, given.params, given.q, given.k, given.v, given.gates)
+        assert torch.equal(y, expected)
+
+
+def test_ever_new_shapes_are_forgotten(graphs, monkeypatch):
+    monkeypatch.setattr(graphed, "SHAPES", 5)
+    with torch.no_grad():
+        for time in range(1, 20):
+            graphs(chunkwise, *problem(time=time).arguments())
+            assert len(graphs.met) <= 5
 
 
 def test_what_cannot_be_recorded_is_computed_and_said_once(graphs, monkeypatch):

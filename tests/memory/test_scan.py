@@ -1,14 +1,18 @@
 """All chunks at once (forms/scan.py) and one after the other are the same function; which of them is taken."""
 
-from dataclasses import replace
+import importlib
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from atlas_memory.forms import scan
+from atlas_memory.forms.counterparts import has_scan
 from atlas_memory.memory import RULES, Linear, chunkwise, recurrent
 
 from .problems import everything, random_problem, worst
+
+chunkwise_form = importlib.import_module("atlas_memory.forms.chunkwise")
 
 VARIED = {
     "gated-deltanet": RULES["gated-deltanet"],
@@ -38,7 +42,7 @@ def test_equals_the_definition_and_chunk_after_chunk(name, time, scanned, monkey
     problem = random_problem(VARIED[name].vary(window={"chunk": 4}), 0, time=time, dim=6)
     at_once = everything(chunkwise, problem)
     assert scanned == [-(-time // 4)]
-    monkeypatch.setattr(scan, "scans", lambda rule: False)
+    monkeypatch.setattr(chunkwise_form, "has_scan", lambda rule: False)
     in_turn = everything(chunkwise, problem)
     assert len(scanned) == 1
     for other in (in_turn, everything(recurrent, problem)):
@@ -72,6 +76,8 @@ def test_who_is_read_at_once(scanned):
         ({"channels": True}, {}, False),
         ({"batch": 64, "heads": 8}, {}, True),  # 8,192 numbers of a chunk's keys
         ({"batch": 65, "heads": 8}, {}, False),
+        ({"dim": 16}, {}, True),
+        ({"dim": 17}, {}, False),  # D M would take longer than all else
         ({}, {"recompute": 2}, True),
     ):
         scanned.clear()
@@ -79,4 +85,22 @@ def test_who_is_read_at_once(scanned):
         chunkwise(*problem.arguments(), **options)
         assert bool(scanned) == expected, (changes, options)
     for name, other in RULES.items():
-        assert scan.scans(other) == (name in ("deltanet", "gated-deltanet")), name
+        assert has_scan(other) == (name in ("deltanet", "gated-deltanet")), name
+
+
+@dataclass(frozen=True)
+class Halved(Linear):
+    """A network of one's own."""
+
+    def end(self, x, body, norm):
+        return 0.5 * body
+
+    def body_error(self, trace, error, norm):
+        return 0.5 * error
+
+
+def test_parts_of_ones_own_are_read_chunk_after_chunk(scanned):
+    rule = replace(RULES["gated-deltanet"], network=Halved()).vary(window={"chunk": 4})
+    problem = random_problem(rule, 3, time=20)
+    gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
+    assert gap < 1e-10 and not scanned, where

@@ -106,6 +106,11 @@ def test_a_model_without_memories_has_nothing_to_compile_or_record(what, tmp_pat
         train(settings(tmp_path, option, "model.block=swa", "model.rule=atlas", "model.attention_window=4"))
 
 
+def test_recording_does_not_go_with_checkpointing(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="leave one out"):
+        train(settings(tmp_path, "train.graphed=true", "train.gradient_checkpointing=true"))
+
+
 @pytest.mark.parametrize(
     "options,there,graphed",
     [

@@ -3,7 +3,8 @@
 Within a chunk all gradients are taken at the memory frozen at its start, except for what the errors see of the chunk's
 own writes to the last matrix. The input f_i and the error delta_i of every token and matrix therefore come from one
 batched pass and one triangular system (live.py). Each matrix then answers all queries of the chunk together, though at
-every token it is another one (fast_weight.py). Chunks are read one after the other. It is the same function as
+every token it is another one (fast_weight.py). Chunks are read one after the other, except for the delta rule's, which
+can be read all at once (scan.py). It is the same function as
 definition.py (ATLAS sections 3.3 and 5.1) however a sequence is split into calls.
 """
 
@@ -28,7 +29,7 @@ from .bands import band, overlapping, take
 from .chunk import read_chunk
 from .columns import OnKeys
 from .compiling import compiled_for_rule, laid_out
-from .counterparts import has_chunks
+from .counterparts import has_chunks, has_scan
 from .grid import Grid, tokens_before
 from .incremental import read_tokens
 from .parts import Chunk, Held
@@ -223,7 +224,7 @@ def _read_group(
     memory = memory if keys is None else keys.widen(memory)
     first = state.seen if phase is None else state.seen - phase
     chunks = _chunks(rule, tokens, state, grid, first)
-    if not compiled and _scanned(rule, grid, q, alpha, eta):
+    if _at_once(rule, compiled, grid, q, alpha, eta):
         y, held = scan.read_chunks(rule, params, memory[0], chunks, bool(grid.filled(grid.count - 1)))
         return grid.back(y), _after(rule, reading, grid, (held,), None, k, v)
     outputs = []
@@ -240,12 +241,17 @@ def _read_group(
     return grid.back(torch.cat(outputs, -2)), _after(rule, reading, grid, memory, keys, k, v)
 
 
-def _scanned(rule: Rule, grid: Grid, q: Tensor, alpha: Tensor, eta: Tensor) -> bool:
-    """Whether the chunks of a group are read all at once (scan.py). On a CPU many sequences are read faster chunk by
-    chunk, whose numbers stay in cache."""
-    several = grid.phase is None and grid.length is None and grid.count > 1
-    pays = q.device.type != "cpu" or q[:, :, 0].numel() * grid.chunk <= scan.SMALL
-    return several and pays and alpha.dim() == 3 and eta.dim() == 3 and scan.scans(rule)
+SMALL = 2**13
+"""About how many numbers the keys of one chunk of all sequences may have for a CPU to read all chunks at once: 8 heads
+of 64 with chunks of 16. More are read faster chunk by chunk, whose numbers stay in cache."""
+
+
+def _at_once(rule: Rule, compiled: bool, grid: Grid, q: Tensor, alpha: Tensor, eta: Tensor) -> bool:
+    """Whether the chunks of a group are read all at once (scan.py), which takes products of dim^3 where chunk by chunk
+    takes some of b dim^2."""
+    several = grid.phase is None and grid.length is None and grid.count > 1 and q.shape[-1] <= 4 * grid.chunk
+    pays = q.device.type != "cpu" or (not compiled and q[:, :, 0].numel() * grid.chunk <= SMALL)
+    return several and pays and alpha.dim() == 3 and eta.dim() == 3 and has_scan(rule)
 
 
 def _after(

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..mathematics.bias import DotProduct
+from ..mathematics.features import Identity
+from ..mathematics.networks import Linear
 from ..mathematics.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon
 from ..mathematics.retention import LinearRetention, NonLinearRetention
 from ..mathematics.rules import Rule
@@ -63,3 +66,19 @@ def has_chunks(rule: Rule) -> bool:
     """Whether the tokens of a chunk can be read together, and not one after the other."""
     keep = type(rule.retention).keep
     return type(rule.optimiser) in COUNTERPARTS and keep in (LinearRetention.keep, NonLinearRetention.keep)
+
+
+SCANNED: dict[str, type] = {
+    "features": Identity,
+    "network": Linear,
+    "bias": DotProduct,
+    "optimiser": DeltaGradientDescent,
+}
+"""The parts of a rule whose chunks scan.py can read all at once: those of the delta rule."""
+
+
+def has_scan(rule: Rule) -> bool:
+    """Whether all chunks of a sequence can be read at once."""
+    parts = all(type(getattr(rule, part)) is kind for part, kind in SCANNED.items()) and has_chunks(rule)
+    plain = not (rule.network.norm or rule.optimiser.bounded or rule.retention.settles)
+    return parts and plain and rule.window.read == "after"

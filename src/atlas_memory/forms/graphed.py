@@ -29,7 +29,9 @@ from ..mathematics.state import MemoryState
 CALLS = 2
 """How often a call is computed before it is recorded, unless ``Graphs.calls`` is set."""
 KEPT = 8
-"""How many recordings a memory keeps; calls of further shapes are computed."""
+"""How many recordings a memory makes; calls of further shapes are computed."""
+SHAPES = 1000
+"""How many shapes a memory remembers that it has met."""
 
 Read = Callable[[Sequence[Tensor]], tuple[Tensor, MemoryState]]
 """A form as a function of the tensors among its arguments."""
@@ -74,22 +76,30 @@ class Graphs:
             return form(rule, *over(lambda _: next(each)))
 
         over(meet)
-        with self.lock:
-            recording = self._recording(form, tensors, gates, read) if _recordable(tensors) else None
-            if recording is not None:
-                return recording(tensors)
+        if _recordable(tensors) and self.lock.acquire(blocking=False):  # else another thread is here
+            try:
+                recording = self._recording((form, rule), tensors, gates, read)
+                if recording is not None:
+                    return recording(tensors)
+            finally:
+                self.lock.release()
         return form(rule, params, q, k, v, gates, state)
 
-    def _recording(self, form: Form, tensors: list[Tensor], gates: Gates, read: Read) -> Recording | None:
-        """The one of these shapes, made if it is time to; None: there is none that can be used now."""
+    def _recording(self, what: tuple[Form, Rule], tensors: list[Tensor], gates: Gates, read: Read) -> Recording | None:
+        """The one of this form and rule and these shapes, made if it is time to; None: none can be used now."""
         gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         shapes = tuple((x.shape, x.dtype, gradients and x.requires_grad) for x in tensors)
         given = tuple(g is None for g in (gates.alpha, gates.theta, gates.gamma, gates.delta, gates.length))
+        form, rule = what
         which = (form.func, *form.keywords.items()) if isinstance(form, partial) else form
-        key = which, shapes, given, torch.cuda.current_stream(tensors[0].device)
+        key = which, rule, shapes, given, torch.cuda.current_stream(tensors[0].device)
         if key not in self.recordings:
+            if len(self.recordings) >= KEPT:
+                return None
+            if len(self.met) >= SHAPES:  # a state that grows has another at every token
+                self.met.clear()
             self.met[key] += 1
-            if self.met[key] <= self.calls or len(self.recordings) >= KEPT:
+            if self.met[key] <= self.calls:
                 return None
             self.recordings[key] = None
             try:
@@ -102,8 +112,11 @@ class Graphs:
 
 
 def _recordable(tensors: list[Tensor]) -> bool:
-    """Whether these are plain tensors on a GPU, outside of a compiler, of a transform and of another recording."""
+    """Whether these are plain tensors on a GPU, outside of a compiler, of a transform, of another recording and of
+    hooks on what is saved for the backward pass, as activation checkpointing has them."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     there = all(type(x) in (Tensor, torch.nn.Parameter) and x.is_cuda for x in tensors)
     return there and not torch.cuda.is_current_stream_capturing()
@@ -186,6 +199,7 @@ class _Replay(torch.autograd.Function):
         ctx.mark_non_differentiable(*(x for x, pulled in pairs if pulled is None))
         ctx.set_materialize_grads(False)
         ctx.recording, ctx.call = recording, recording.calls
+        # The backward pass reuses the memory of what it has read: it can be replayed once a call.
         if any(ctx.needs_input_grad):
             recording.node = weakref.ref(ctx)
         return outputs
@@ -196,14 +210,14 @@ class _Replay(torch.autograd.Function):
         recording: Recording = ctx.recording
         if ctx.call != recording.calls:
             raise RuntimeError(
-                "this backward pass is a second one through the same call of a memory, which has been called again "
-                "since: a CUDA graph keeps one call. set_execution(..., graphed=False) keeps all"
+                "this is a second backward pass through one call of a memory, and a CUDA graph has one: "
+                "set_execution(..., graphed=False)"
             )
         for mine, given in zip(recording.pulled, grads, strict=True):
             if mine is not None:
                 mine.zero_() if given is None else mine.copy_(given)
         recording.backward.replay()
-        recording.node = _gone
+        recording.node, ctx.call = _gone, None
         found = iter(recording.gradients)
         each = (next(found) if x.requires_grad else None for x in recording.inputs)
         return None, *(None if g is None else g.clone() for g in each)

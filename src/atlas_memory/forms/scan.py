@@ -7,7 +7,7 @@ tokens as rows and U the updates of live.py, ``[..., b, m]``,
     y = Y + A D^T,                   A = diag(cA) Q - (R * K_qk) G,   Y = Q home^T - (R * K_qk) U_0
 
 So everything but D' = D M - B, one product a chunk, is computed for all chunks together, in few large operations in
-place of many small ones.
+place of many small ones. For which rules: ``has_scan`` in counterparts.py.
 """
 
 from __future__ import annotations
@@ -22,17 +22,6 @@ from .lifting import times
 from .live import before_each_token
 from .parts import Chunk, Held
 from .schedules import bare_schedule
-
-SMALL = 2**13
-"""About how many numbers the keys of one chunk of all sequences may have on a CPU: 8 heads of 64 with chunks of 16."""
-
-
-def scans(rule: Rule) -> bool:
-    """Whether ``rule`` is such a memory, with the delta step and keys that are not lifted."""
-    network, optimiser = rule.network, rule.optimiser
-    one = len(network.lifted) == 1 and not (network.norm or network.bias) and rule.features.size(1) == 1
-    delta = optimiser.erases and not optimiser.bounded and rule.bias.is_linear and not rule.bias.has_delta
-    return one and delta and rule.window.read == "after" and not rule.retention.settles
 
 
 def read_chunks(rule: Rule, params: Params, memory: Held, chunks: Chunk, filled: bool) -> tuple[Tensor, Held]:

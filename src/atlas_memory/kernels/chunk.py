@@ -7,6 +7,7 @@ each chunk; where no gradient is wanted only two are kept. The equations: chunk_
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -119,7 +120,7 @@ def options(rule: Rule, dim: int, backwards: bool = False) -> dict[str, Any]:
     return {
         "HIDDEN": network.expansion * dim if deep else dim,
         "DIM": dim,
-        "BLOCK": min(block, network.expansion * dim) if deep else dim,
+        "BLOCK": math.gcd(block, network.expansion * dim) if deep else dim,
         "CHUNK": chunk,
         "WINDOW": rule.window.size,
         "PADDED": triton.next_power_of_2(chunk + rule.window.size - 1),

@@ -200,7 +200,7 @@ def set_execution(
         compiled: whether to compile the reading of a chunk; see ``chunkwise``.
         graphed: whether to record calls on a GPU as CUDA graphs, when they come for the third time with the same
             shapes, and then to replay them (docs/gpu.md). A recording holds what the backward pass needs, and has
-            its own memory. It cannot be differentiated twice. On a CPU this changes nothing.
+            its own memory. Its backward pass runs once. On a CPU this changes nothing.
 
     Raises:
         ValueError: ``recompute`` below 1, or a module without memories to set.

@@ -49,7 +49,10 @@ def has_bf16(config: RunConfig) -> bool:
 
 
 def check_device(config: RunConfig) -> None:
-    """ConfigError unless the device, bfloat16 and the programs to report to are there."""
+    """ConfigError unless the device, bfloat16 and the programs to report to are there, and how to compute on the device
+    goes together."""
+    if config.train.graphed and config.train.gradient_checkpointing:
+        raise ConfigError("train.graphed=true does not go with train.gradient_checkpointing=true: leave one out")
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device='cuda', but PyTorch sees no CUDA device: use auto or cpu")
     try:
