@@ -144,13 +144,8 @@ def _locked(
 
 
 def _set_execution(config: RunConfig, model: AtlasForCausalLM) -> None:
-    """How the memories compute. ConfigError where there are none to compile or to record, or what is asked for does not
-    go together."""
+    """How the memories compute. ConfigError where there are none to compile or to record."""
     run = config.train
-    if run.graphed and run.gradient_checkpointing:
-        raise ConfigError(
-            "train.graphed=true does not go with train.gradient_checkpointing=true: leave one of them out"
-        )
     cuda = run.device != "cpu" and torch.cuda.is_available()
     graphed = cuda and not (run.fsdp or run.gradient_checkpointing) if run.graphed is None else run.graphed
     try:
