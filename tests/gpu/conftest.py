@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ..models.conftest import make  # noqa: F401
+
 HERE = Path(__file__).parent
 
 

@@ -11,7 +11,7 @@ from atlas_memory import NeuralMemory, set_execution
 from atlas_memory.forms.graphed import CALLS
 from atlas_memory.memory import RULES
 
-from ..models.conftest import MODELS, make  # noqa: F401
+from ..models.conftest import MODELS
 from .test_models import learned, tokens
 
 
@@ -122,7 +122,7 @@ def test_a_second_backward_pass_is_refused():
         loss.backward()
 
 
-def test_under_checkpointing(make):  # noqa: F811
+def test_under_checkpointing(make):
     model = make("lmm").double().cuda().train()
     graphed = copy.deepcopy(model)
     set_execution(graphed, graphed=True)
@@ -136,7 +136,7 @@ def test_under_checkpointing(make):  # noqa: F811
 
 @pytest.mark.parametrize("options", [{}, {"recompute": 1}, {"compiled": True}])
 @pytest.mark.parametrize("name", ["lmm", "mag", "mac-persistent", "hierarchy"])
-def test_models(make, name, options):  # noqa: F811
+def test_models(make, name, options):
     model = make(**MODELS[name]).double().cuda()
     graphed = copy.deepcopy(model)
     set_execution(graphed, graphed=True, **options)
@@ -149,7 +149,7 @@ def test_models(make, name, options):  # noqa: F811
     assert torch.equal(graphed.generate(tokens().cuda(), **told), model.generate(tokens().cuda(), **told))
 
 
-def test_training_in_bfloat16(make):  # noqa: F811
+def test_training_in_bfloat16(make):
     model = make("lmm", initializer_range=0.05).cuda().train()
     losses = []
     for each in (model, copy.deepcopy(model)):

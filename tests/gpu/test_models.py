@@ -7,7 +7,7 @@ import torch
 
 from atlas_memory import set_execution
 
-from ..models.conftest import MODELS, make  # noqa: F401
+from ..models.conftest import MODELS
 
 
 def tokens(rows: int = 2, time: int = 13) -> torch.Tensor:
@@ -25,7 +25,7 @@ def learned(model, ids: torch.Tensor, **options) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_learns_the_same(make, name):  # noqa: F811
+def test_a_model_learns_the_same(make, name):
     model = make(**MODELS[name]).double()
     there = copy.deepcopy(model).cuda()
     mask = torch.ones(2, 13, dtype=torch.long)
@@ -38,7 +38,7 @@ def test_a_model_learns_the_same(make, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_generates_the_same(make, name):  # noqa: F811
+def test_a_model_generates_the_same(make, name):
     model = make(**MODELS[name]).double()
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
     here = model.generate(tokens(), **options)
@@ -47,7 +47,7 @@ def test_a_model_generates_the_same(make, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_in_bfloat16_by_autocast(make, name):  # noqa: F811
+def test_in_bfloat16_by_autocast(make, name):
     model = make(**MODELS[name], initializer_range=0.05).cuda()
     exact = learned(model, tokens().cuda())
     with torch.autocast("cuda", torch.bfloat16):
@@ -57,7 +57,7 @@ def test_in_bfloat16_by_autocast(make, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["lmm", "mag", "hope", "hierarchy"])
-def test_compiled_is_the_same(make, name):  # noqa: F811
+def test_compiled_is_the_same(make, name):
     model = make(**MODELS[name]).double().cuda()
     plain = learned(model, tokens().cuda())
     set_execution(model, compiled=True)
@@ -66,7 +66,7 @@ def test_compiled_is_the_same(make, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["lmm", "mac", "hope"])
-def test_a_prompt_in_two_parts(make, name):  # noqa: F811
+def test_a_prompt_in_two_parts(make, name):
     model = make(**MODELS[name]).double()
     there, ids = copy.deepcopy(model).cuda(), tokens(1, 20)
     whole = model(ids).logits
@@ -75,7 +75,7 @@ def test_a_prompt_in_two_parts(make, name):  # noqa: F811
     assert (rest.cpu() - whole[:, 11:]).norm() <= 1e-7 * whole.norm()
 
 
-def test_steps_of_adamw_lower_the_loss(make):  # noqa: F811
+def test_steps_of_adamw_lower_the_loss(make):
     model = make("lmm", initializer_range=0.05).cuda().train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     ids, losses = tokens(4, 32).cuda(), []
