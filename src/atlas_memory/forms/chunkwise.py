@@ -4,8 +4,8 @@ Within a chunk all gradients are taken at the memory frozen at its start, except
 own writes to the last matrix. The input f_i and the error delta_i of every token and matrix therefore come from one
 batched pass and one triangular system (live.py). Each matrix then answers all queries of the chunk together, though at
 every token it is another one (fast_weight.py). Chunks are read one after the other, except for the delta rule's, which
-can be read all at once (scan.py). It is the same function as
-definition.py (ATLAS sections 3.3 and 5.1) however a sequence is split into calls.
+can be read all at once (scan.py). It is the same function as definition.py (ATLAS sections 3.3 and 5.1) however a
+sequence is split into calls.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 The multiply-adds of a token are those of the matrix products in the forward pass of ``chunkwise`` for one chunk of b
 tokens with its window tokens, divided by b; those of the steps are counted in work.py. Element-wise work is left out,
 as are projections, gates and convolution, which belong to the layer. Where the delta rule reads all chunks at once
-(scan.py), it takes 1.6 to 2.3 times as many, in fewer calls. Newton-Schulz is counted as products, a few steps
-of the memory at a time, though on one or two cores it may be computed by eigenvalues, and for small memories with more
-steps at a time. Bytes and multiply-adds are held against a real call in tests/memory/test_cost.py.
+(scan.py), it takes 1.4 to 2.1 times as many with heads of 64 and chunks of 64 to 16, in fewer calls. Newton-Schulz is
+counted as products, a few steps of the memory at a time, though on one or two cores it may be computed by eigenvalues,
+and for small memories with more steps at a time. Bytes and multiply-adds are held against a real call in
+tests/memory/test_cost.py.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from .schedules import bare_schedule
 
 
 def read_chunks(rule: Rule, params: Params, memory: Held, chunks: Chunk, filled: bool) -> tuple[Tensor, Held]:
-    """Read chunk after chunk, as ``read_chunk`` does: y ``[batch, heads, n b, dim]`` and the matrix after the last.
+    """What ``read_chunk`` makes of one chunk after the other: y ``[batch, heads, n b, dim]`` and the matrix, ``[batch,
+    heads, dim, dim]``, after the last.
 
     Args:
         memory: the matrix before the first chunk, at whose start all sequences stand.

@@ -112,8 +112,9 @@ def _scale(rule: Rule) -> float:
 
 
 def options(rule: Rule, dim: int, backwards: bool = False) -> dict[str, Any]:
-    """The compile-time values of a kernel for heads of ``dim``. Blocks and warps are the fastest that were tried on an
-    H200. Of blocks of 16 and 8 warps Triton 3.6 makes code that reads beyond shared memory."""
+    """The compile-time values of a kernel for heads of ``dim``. Blocks and warps are the fastest of the few that were
+    tried on an H200 (docs/kernels.md). Of blocks of 16 and 8 warps Triton 3.6 makes code that reads beyond shared
+    memory."""
     deep, network, chunk = len(rule.network.lifted) == 2, cast(MLP, rule.network), rule.window.chunk
     small = dim <= 64 and chunk + rule.window.size - 1 <= 64
     block = 16 if backwards else 64 if small else 32

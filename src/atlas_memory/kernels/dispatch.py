@@ -2,7 +2,7 @@
 is imported.
 
 They wait to be asked for: ``kernels=True``, or ATLAS_MEMORY_KERNELS=1 in the environment. On a GPU Triton compiles each
-for seconds, and calls recorded as CUDA graphs (forms/graphed.py) are as fast in training.
+for seconds, and in training a chunk recurrence recorded as a CUDA graph (forms/graphed.py) is faster (docs/gpu.md).
 """
 
 from __future__ import annotations
