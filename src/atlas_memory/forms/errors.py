@@ -31,7 +31,7 @@ def live_errors(part: Part, trace: Trace, error: Tensor, response: Tensor) -> tu
     base, rate = error - response[..., None] * trace.body, response
     if setting.pairs is not None:
         pairs = setting.pairs
-        base, rate = pairs.of(base), pairs.of(rate[..., None])[..., 0]
+        base, rate = pairs.of(base), pairs.of(rate[..., None]).squeeze(-1)
     if setting.rule.optimiser.waits:
         errors = _solve(part, base, rate[..., None, :], _by_plain_steps(part, trace), _plain(part))
         return errors, errors
@@ -78,7 +78,7 @@ def _by_plain_steps(part: Part, trace: Trace) -> Tensor:
     held, changed = trace.body, part.keys.apply(part.held.sums[1])
     if setting.pairs is not None:
         held, changed = setting.pairs.of(held), setting.pairs.of(changed)
-    kept = before_each_token(part.plan.retained[..., None], 1.0, setting.pairs)[..., 0]
+    kept = before_each_token(part.plan.retained[..., None], 1.0, setting.pairs).squeeze(-1)
     return held - scale_rows(kept, changed)
 
 
@@ -90,7 +90,7 @@ def _after_lag_token(part: Part, provisional: Tensor) -> Tensor:
     s = part.held.sums[0] if part.held.sums else None
     steps = identity_steps(part.held.weights, s, part.tokens(provisional), part.plan)
     moved = part.keys.apply(jump(part, steps))
-    fade = before_each_token(fading(part)[..., None], 0.0, pairs)[..., 0]
+    fade = before_each_token(fading(part)[..., None], 0.0, pairs).squeeze(-1)
     return scale_rows(fade, moved if pairs is None else pairs.of(moved))
 
 

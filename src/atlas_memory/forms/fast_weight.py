@@ -108,7 +108,7 @@ class Schedule:
 
     def retained_for_queries(self) -> Tensor:
         """cA ``[..., b]`` of the memory that each query reads."""
-        return self.for_queries(self.retained[..., None], 1.0)[..., 0]
+        return self.for_queries(self.retained[..., None], 1.0).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -175,15 +175,15 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
         out = scale_rows(plan.retained_for_queries(), queries.held(w))
         if s is not None:
             old = plan.decay @ plan.moving.at_steps[..., None]
-            out = out - scale_rows(plan.for_queries(old)[..., 0], queries.apply(s))
+            out = out - scale_rows(plan.for_queries(old).squeeze(-1), queries.apply(s))
         mask = -plan.for_queries(plan.mixing())
         if mask.shape[-3] == 1:
-            return add_product(out, mask[..., 0, :, :] * queries.kernel(), tokens.deltas)
+            return add_product(out, mask.squeeze(-3) * queries.kernel(), tokens.deltas)
         deltas = split_channels(tokens.deltas, mask.shape[-3])
         return out + join_channels((mask * queries.kernel()[..., None, :, :]) @ deltas)
 
     def weights(row: int, start: Tensor, home: Tensor | None) -> Tensor:
-        mixing = plan.mixing(slice(row, row + 1 or None))[..., 0, :]
+        mixing = plan.mixing(slice(row, row + 1 or None)).squeeze(-2)
         end = faded(plan.retained[..., row], start, home)
         if s is not None:
             taken = (plan.decay[..., row, :] * plan.moving.at_steps).sum(-1)
@@ -223,7 +223,7 @@ def scale_rows(factor: Tensor, out: Tensor) -> Tensor:
     """What a matrix puts out for n tokens, ``[..., n, m]``, times a factor ``[..., C, n]``: one number for each token
     and each of C groups of adjoining channels."""
     if factor.shape[-2] == 1:
-        return factor[..., 0, :, None] * out
+        return factor.mT * out
     return factor.repeat_interleave(out.shape[-1] // factor.shape[-2], -2).mT * out
 
 
@@ -234,4 +234,4 @@ def split_channels(x: Tensor, channels: int) -> Tensor:
 
 def join_channels(x: Tensor) -> Tensor:
     """The inverse of ``split_channels``."""
-    return x[..., 0, :, :] if x.shape[-3] == 1 else x.transpose(-3, -2).flatten(-2)
+    return x.squeeze(-3) if x.shape[-3] == 1 else x.transpose(-3, -2).flatten(-2)

@@ -97,10 +97,10 @@ def stood(
     held = to_pairs(inputs.held(w))
     to_home = None if home is None else to_pairs(inputs.apply(home))
     held = held if to_home is None else held - to_home
-    out = scale_rows(before_each_token(plan.retained[..., None], 1.0, pairs)[..., 0], held)
+    out = scale_rows(before_each_token(plan.retained[..., None], 1.0, pairs).squeeze(-1), held)
     if s is not None:
         old = plan.decay @ plan.moving.at_steps[..., None]
-        out = out - scale_rows(before_each_token(old, 0.0, pairs)[..., 0], to_pairs(inputs.apply(s)))
+        out = out - scale_rows(before_each_token(old, 0.0, pairs).squeeze(-1), to_pairs(inputs.apply(s)))
     return out if to_home is None else out + to_home
 
 

@@ -36,8 +36,8 @@ def waiting(part: Part, tokens: Tokens, queries: Seen) -> Tensor:
     assert shown is not None
     of_start, rows = shown
     near, pairs = queries.kernel(), part.setting.pairs
-    out = (rows[..., 0, :, :] * (near if pairs is None else pairs.columns(near))) @ tokens.deltas
-    return out + of_start[..., 0, :, None] * queries.apply(part.held.sums[0])
+    out = (rows.squeeze(-3) * (near if pairs is None else pairs.columns(near))) @ tokens.deltas
+    return out + of_start.mT * queries.apply(part.held.sums[0])
 
 
 def muon_sums(part: Part, tokens: Tokens) -> tuple[Tensor, ...]:
@@ -113,7 +113,7 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
         end, decay = faded(plan.retained[..., row], start, home), plan.decay[..., 0, row, :, None, None]
         count = tokens.inputs.inputs.shape[-2]
         written = s.new_zeros(*s.shape[:-2], count, s.shape[-2])
-        of_old = torch.zeros_like(of_start[..., 0, :, :])
+        of_old = torch.zeros_like(of_start.squeeze(-3))
         for group, cut, weighted, q in parts:
             final = decay[..., group.steps, :, :] * q
             written = written - F.pad((weighted @ final).sum(-3), (0, 0, 0, count - group.seen))
@@ -135,7 +135,7 @@ def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], pla
     """W_t f for the queries, ``[..., b, m]``, from W_0 f (``held``) and what the steps of each group change of it
     (``moved``), O(S_n) f ``[..., J', b - first, m]``."""
     out = scale_rows(plan.retained_for_queries(), held)
-    decay = plan.for_queries(plan.decay)[..., 0, :, :].mT[..., None]
+    decay = plan.for_queries(plan.decay).squeeze(-3).mT[..., None]
     for group, part in zip(groups, moved, strict=True):
         total = (decay[..., group.steps, group.first :, :] * part).sum(-3)
         out = out - F.pad(total, (0, 0, group.first, 0))

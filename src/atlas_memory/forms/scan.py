@@ -38,8 +38,8 @@ def read_chunks(rule: Rule, params: Params, memory: Held, chunks: Chunk, filled:
     b, dim = each.v.shape[-2:]
     k, q = each.kq.split([b, b], -2)
     plan, home = bare_schedule(rule, each), rule.retention.home(params.initial[0])[0]
-    retained, mixing = plan.retained[..., 0, :, None], plan.mixing()[..., 0, :, :]
-    rate = kept(rule, each)[..., 0, :, None]
+    retained, mixing = plan.retained.mT, plan.mixing().squeeze(-3)
+    rate = kept(rule, each).mT
     base = rule.bias.derivative(each.v, each.v)  # of whatever prediction
     base = base if home is None else base + rate * times(k, home)
     system = rate * before_each_token(mixing, 0.0, None) * (k @ k.mT)

@@ -99,7 +99,7 @@ def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
         return size
     b, n = chunk.window.shape[-2:]
     own = chunk.window.diagonal(n - b, -2, -1)
-    return (chunk.window @ size[..., None])[..., 0] + (1.0 - own) * size[..., n - b :]
+    return (chunk.window @ size[..., None]).squeeze(-1) + (1.0 - own) * size[..., n - b :]
 
 
 def _schedule(rule: Rule, chunk: Chunk, fading: Fading, size: Tensor | None, pairs: Pairs | None) -> Schedule:
@@ -168,7 +168,7 @@ def _of_live(rule: Rule, fading: Fading, decay: Tensor, write: Tensor, chunk: Ch
         carried, by_theta = fading.momentum
         in_sum = by_theta * write[..., None, :]  # D_theta diag(a), P without its gamma
         mix = decay @ in_sum
-        inertia = Inertia(carried, carried, _of_pairs(in_sum[..., -1:, :], chunk, pairs)[..., 0, :])
+        inertia = Inertia(carried, carried, _of_pairs(in_sum[..., -1:, :], chunk, pairs).squeeze(-2))
         if pairs is not None:
             later = decay @ by_theta.tril(-1)[..., pairs.ends]  # what the steps after n take of S_n
             onward = ((later, _of_pairs(in_sum[..., pairs.ends, :], chunk, pairs)),)
