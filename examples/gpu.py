@@ -1,7 +1,8 @@
 """How fast models train and decode on a GPU, as calls of PyTorch, recorded as CUDA graphs, and compiled besides.
 
     python examples/gpu.py                 # two layers 768 wide, 16 rows of 2,048 tokens; minutes
-    python examples/gpu.py titans          # one rule
+    python examples/gpu.py titans graphed  # one rule, one way
+    python examples/gpu.py --tf32          # float32 products in TensorFloat32, PyTorch's own switch
     python examples/gpu.py --tiny          # to see that it works, also on a CPU
 
 A row of the table is a way to compute; the numbers are the least of three.
@@ -57,7 +58,8 @@ def measure(name: str, way: str) -> None:
 
     def step() -> None:
         with torch.autocast(DEVICE, torch.bfloat16):
-            model(ids, labels=ids, use_cache=False).loss.backward()
+            loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()  # not under autocast, which would round what the memory computes in float32
         model.zero_grad()
 
     def decode() -> None:
@@ -75,8 +77,11 @@ def measure(name: str, way: str) -> None:
 
 if __name__ == "__main__":
     chosen = [name for name in MODELS if name in sys.argv] or list(MODELS)
+    ways = [way for way in WAYS if way in sys.argv] or list(WAYS)
+    if "--tf32" in sys.argv:
+        torch.set_float32_matmul_precision("high")
     print(f"{torch.cuda.get_device_name() if DEVICE == 'cuda' else DEVICE}, torch {torch.__version__}")
     for name in chosen:
-        for way in WAYS if "rule" in MODELS[name] else ["as it is"]:
+        for way in ways if "rule" in MODELS[name] else ["as it is"]:
             if not (TINY and DEVICE == "cpu" and "compiled" in way):
                 measure(name, way)

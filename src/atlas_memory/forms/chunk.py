@@ -22,7 +22,7 @@ from .lifting import Lift, add, see_hidden
 from .live import Pairs
 from .muon_steps import waiting
 from .parts import Chunk, Held, Part, Setting, Where
-from .schedules import schedules
+from .schedules import Fading, schedules
 from .settling import linear, settle
 from .spaces import DEFAULT, Spaces
 
@@ -35,6 +35,7 @@ def read_chunk(
     filled: Where,
     columns: Columns | None = None,
     spaces: Spaces = DEFAULT,
+    fading: Fading | None = None,
 ) -> tuple[Tensor, tuple[Held, ...]]:
     """Read one chunk: answer its queries, and write its tokens to the memory.
 
@@ -43,6 +44,7 @@ def read_chunk(
         filled: whether the chunk is read to its end, for all sequences or for each, ``[batch]``.
         columns: where the matrices have the keys' columns, for ``Exponential`` features.
         spaces: how Muon orthogonalises.
+        fading: what ``Fading.of`` gives for the chunk, if it has been computed.
 
     Returns:
         y ``[..., b, dim]`` and the matrices after the chunk; where it is filled, with the ``frozen`` and ``dual`` with
@@ -56,7 +58,7 @@ def read_chunk(
     error = network.body_error(trace, rule.bias.derivative(trace.prediction, chunk.v), params.norm)
     response = rule.response(trace, chunk.v, params) if rule.live or rule.optimiser.bounded else None
     frozen = tuple(held.start for held in memory)
-    plans = schedules(rule, params, frozen, trace, response, chunk, setting.pairs)
+    plans = schedules(rule, params, frozen, trace, response, chunk, setting.pairs, fading)
     parts = []
     for i, (held, (keys, _), plan) in enumerate(zip(memory, met, plans, strict=True)):
         write = lift.write if network.lifted[i] else partial(add, keys.inputs)

@@ -33,6 +33,7 @@ from .counterparts import has_chunks, has_scan
 from .grid import Grid, tokens_before
 from .incremental import read_tokens
 from .parts import Chunk, Held
+from .schedules import Fading
 from .spaces import DEFAULT, Spaces
 
 GROUP = 64
@@ -228,13 +229,15 @@ def _read_group(
         y, held = scan.read_chunks(rule, params, memory[0], chunks, bool(grid.filled(grid.count - 1)))
         return grid.back(y), _after(rule, reading, grid, (held,), None, k, v)
     outputs = []
+    # It does not depend on the memory. Where chunks are compiled, it is fused with what reads it.
+    fadings = [None] * grid.count if compiled else Fading.of_each(rule, chunks)
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     for j, inputs in enumerate(map(Chunk._make, zip(*(x.unbind() for x in chunks), strict=True))):
         filled, columns = grid.filled(j), None if keys is None else keys.columns(j)
         own = compiled and filled is True and columns is None and not torch.compiler.is_compiling()
         form = compiled_for_rule(read_chunk, rule, q.device.type) if own else read_chunk
         inputs = Chunk(*map(laid_out, inputs)) if own else inputs
-        y, memory = form(rule, params, memory, inputs, filled, columns, spaces)
+        y, memory = form(rule, params, memory, inputs, filled, columns, spaces, fadings[j])
         if keys is not None and columns is not None:
             memory = keys.forget(memory, columns, filled)
         outputs.append(y)

@@ -4,6 +4,7 @@ D_alpha, D_theta, P and R."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,19 +38,32 @@ class Fading(NamedTuple):
     plain: Tensor | None = None
 
     @staticmethod
-    def of(rule: Rule, chunk: Chunk) -> Fading:
+    def of(rule: Rule, alpha: Tensor, theta: Tensor) -> Fading:
         """What the gates of one chunk do."""
-        alpha, at = by_channel(chunk.alpha), tokens_of_steps(rule)
+        alpha, at = by_channel(alpha), tokens_of_steps(rule)
         to_steps = decay_matrix(alpha, columns=at)
         retained = _from_start(alpha, to_steps)
         if not rule.optimiser.has_momentum:
             return Fading(retained, to_steps)
-        theta, waits = by_channel(_from_step_to_step(rule, chunk.theta)), rule.optimiser.waits
+        theta, waits = by_channel(_from_step_to_step(rule, theta)), rule.optimiser.waits
         fading = decay_matrix(theta, rows=at if waits and not _shows(rule) else EVERYTHING)
         plain = None
         if waits and rule.live:
             plain = to_steps if rule.every == 1 else decay_matrix(alpha)
         return Fading(retained, to_steps, (_from_start(theta, fading), fading), plain)
+
+    @staticmethod
+    def of_each(rule: Rule, chunks: Chunk) -> list[Fading]:
+        """``of`` for each of n chunks, which are the first dimension of every tensor, from a few large operations."""
+        n, batch = chunks.theta.shape[:2]
+        fading = Fading.of(rule, chunks.alpha.flatten(0, 1), chunks.theta.flatten(0, 1))  # as sequences of a batch
+        momentum = fading.momentum or (None, None)
+
+        def each(x: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * n if x is None else x.split(batch)
+
+        parts = zip(*map(each, (fading.retained, fading.to_steps, *momentum, fading.plain)), strict=True)
+        return [Fading(c, d, None if t is None else (t, by), plain) for c, d, t, by, plain in parts]
 
 
 def tokens_of_steps(rule: Rule) -> slice:
@@ -70,6 +84,7 @@ def schedules(
     response: Tensor | None,
     chunk: Chunk,
     pairs: Pairs | None,
+    fading: Fading | None = None,
 ) -> list[Schedule]:
     """The ``Schedule`` of every matrix over a chunk; where steps are not bounded, it is the same for all.
 
@@ -78,18 +93,20 @@ def schedules(
         trace, response: the pass of the window tokens through M_f, and their r_t (step.py) ``[..., N]``, which bounded
             steps need.
         pairs: where updates are those of pairs; else None.
+        fading: what ``Fading.of`` gives for the chunk, if it has been computed.
     """
     if not rule.optimiser.bounded:
-        return [bare_schedule(rule, chunk, pairs)] * len(frozen)
-    fading = Fading.of(rule, chunk)
+        return [bare_schedule(rule, chunk, pairs, fading)] * len(frozen)
+    fading = fading or Fading.of(rule, chunk.alpha, chunk.theta)
     assert response is not None
     sizes = rule.sizes(frozen, trace, response, params)
     return [_schedule(rule, chunk, fading, _over_window(chunk, size), pairs) for size in sizes]
 
 
-def bare_schedule(rule: Rule, chunk: Chunk, pairs: Pairs | None = None) -> Schedule:
-    """The ``Schedule`` of all matrices where steps are not bounded; ``pairs`` as for ``schedules``."""
-    return _schedule(rule, chunk, Fading.of(rule, chunk), None, pairs)
+def bare_schedule(rule: Rule, chunk: Chunk, pairs: Pairs | None = None, fading: Fading | None = None) -> Schedule:
+    """The ``Schedule`` of all matrices where steps are not bounded; the rest as for
+    ``schedules``."""
+    return _schedule(rule, chunk, fading or Fading.of(rule, chunk.alpha, chunk.theta), None, pairs)
 
 
 def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
