@@ -30,11 +30,19 @@ def test_chunk_at_other_shapes(name, time, dim, size, chunk):
     equal(RULES[name].vary(window={"size": size, "chunk": chunk}), heads=2, time=time, dim=dim)
 
 
+def small_steps(rule, **options):
+    """A random problem whose steps, which these rules do not bound, stay small: windows of 8 diverge otherwise."""
+    problem = random_problem(rule, 0, batch=2, **options)
+    with torch.no_grad():
+        problem.gates.eta.mul_(0.1)
+    return problem
+
+
 def equal(rule, **sizes) -> None:
     """As near to float64 as float32 is on a CPU, but for a factor."""
-    exact = random_problem(rule, 0, batch=2, **sizes)
+    exact = small_steps(rule, **sizes)
     oracle = everything(chunkwise, exact)
-    problem = random_problem(rule, 0, batch=2, dtype=torch.float32, **sizes)
+    problem = small_steps(rule, dtype=torch.float32, **sizes)
     allowed, _ = worst(everything(chunkwise, problem), oracle)
     gap, where = worst(from_gpu(kernel, on_gpu(problem)), oracle)
     assert gap < max(1e-5, 8 * allowed), (where, allowed)

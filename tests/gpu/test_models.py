@@ -65,6 +65,14 @@ def test_compiled_is_the_same(make, name):
         assert (a - b).norm() <= 1e-7 * max(1.0, b.norm())
 
 
+def test_a_model_compiled_whole(make):
+    """By the user's ``torch.compile``, of a rule whose chunks are read at once."""
+    model = make("lmm", rule="gated-deltanet").double().cuda()
+    plain = learned(model, tokens(2, 40).cuda())
+    for a, b in zip(learned(torch.compile(model, dynamic=False), tokens(2, 40).cuda()), plain, strict=True):
+        assert (a - b).norm() <= 1e-7 * max(1.0, b.norm())
+
+
 @pytest.mark.parametrize("name", ["lmm", "mac", "hope"])
 def test_a_prompt_in_two_parts(make, name):
     model = make(**MODELS[name]).double()

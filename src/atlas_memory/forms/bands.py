@@ -29,7 +29,7 @@ def band(gamma: Tensor, exists: Tensor | None = None) -> Tensor:
     return F.pad(oldest_first, (0, b)).flatten(-2)[..., : b * (b + c - 1)].unflatten(-1, (b, b + c - 1))
 
 
-def decay_matrix(factor: Tensor, rows: slice = EVERYTHING, columns: slice = EVERYTHING) -> Tensor:
+def decay_matrix(factor: Tensor, rows: slice | None = None, columns: slice | None = None) -> Tensor:
     """D[t, n] = factor_{n+1} * ... * factor_t for n <= t, else 0: ``[..., b] -> [..., b, b]``; or some of its rows, or
     some of its columns.
 
@@ -43,8 +43,11 @@ def decay_matrix(factor: Tensor, rows: slice = EVERYTHING, columns: slice = EVER
 Range = tuple[int, int, int]
 
 
-def _bounds(part: slice, length: int) -> Range:
-    """What ``part.indices(length)`` is, for a slice that goes forward; PyTorch 2.11's compiler does not know that."""
+def _bounds(part: slice | None, length: int) -> Range:
+    """What ``part.indices(length)`` is, for a slice that goes forward; None: everything. PyTorch 2.11's compiler knows
+    neither that nor a default argument that is a slice."""
+    if part is None:
+        return 0, length, 1
     start, stop = part.start or 0, length if part.stop is None else part.stop
     start, stop = (at + length if at < 0 else at for at in (start, stop))
     return max(start, 0), min(stop, length), part.step or 1

@@ -94,8 +94,9 @@ class Schedule:
         assert self.inertia is not None
         return self.inertia
 
-    def mixing(self, rows: slice = EVERYTHING) -> Tensor:
+    def mixing(self, rows: slice | None = None) -> Tensor:
         """R = D_alpha diag(e) P ``[..., b, N]``, or some of its rows."""
+        rows = EVERYTHING if rows is None else rows
         if self.mix is not None:
             return self.mix[..., rows, :]
         decay, diagonal = self.decay[..., rows, :], self.in_sum.dim() == self.retained.dim()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..mathematics.networks import Trace
 from ..mathematics.rules import Params, Rule
-from .bands import EVERYTHING, decay_matrix, running_product
+from .bands import decay_matrix, running_product
 from .fast_weight import Inertia, Onward, Schedule
 from .live import Pairs
 from .parts import Chunk
@@ -46,7 +46,7 @@ class Fading(NamedTuple):
         if not rule.optimiser.has_momentum:
             return Fading(retained, to_steps)
         theta, waits = by_channel(_from_step_to_step(rule, theta)), rule.optimiser.waits
-        fading = decay_matrix(theta, rows=at if waits and not _shows(rule) else EVERYTHING)
+        fading = decay_matrix(theta, rows=at if waits and not _shows(rule) else None)
         plain = None
         if waits and rule.live:
             plain = to_steps if rule.every == 1 else decay_matrix(alpha)
