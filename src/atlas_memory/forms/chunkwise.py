@@ -229,7 +229,7 @@ def _read_group(
         y, held = scan.read_chunks(rule, params, memory[0], chunks, bool(grid.filled(grid.count - 1)))
         return grid.back(y), _after(rule, reading, grid, (held,), None, k, v)
     outputs = []
-    # It does not depend on the memory. Where chunks are compiled, it is fused with what reads it.
+    # What the gates do does not depend on the memory. Where chunks are compiled, it is fused with what reads it.
     fadings = [None] * grid.count if compiled else Fading.of_each(rule, chunks)
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     for j, inputs in enumerate(map(Chunk._make, zip(*(x.unbind() for x in chunks), strict=True))):

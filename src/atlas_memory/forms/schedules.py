@@ -104,8 +104,7 @@ def schedules(
 
 
 def bare_schedule(rule: Rule, chunk: Chunk, pairs: Pairs | None = None, fading: Fading | None = None) -> Schedule:
-    """The ``Schedule`` of all matrices where steps are not bounded; the rest as for
-    ``schedules``."""
+    """The ``Schedule`` of all matrices where steps are not bounded; arguments as for ``schedules``."""
     return _schedule(rule, chunk, fading or Fading.of(rule, chunk.alpha, chunk.theta), None, pairs)
 
 
