@@ -39,7 +39,8 @@ class Fading(NamedTuple):
 
     @staticmethod
     def of(rule: Rule, alpha: Tensor, theta: Tensor) -> Fading:
-        """What the gates of one chunk do."""
+        """What the gates of one chunk do: alpha ``[batch, heads, b]`` or channel-wise ``[batch, heads, b, dim]``, theta
+        ``[batch, heads, b]``."""
         alpha, at = by_channel(alpha), tokens_of_steps(rule)
         to_steps = decay_matrix(alpha, columns=at)
         retained = _from_start(alpha, to_steps)
