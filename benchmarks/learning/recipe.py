@@ -42,7 +42,7 @@ CHANGES = {
     "gated-deltanet with muon at 0.003": ("model.rule=gated-deltanet", "train.optimizer=muon"),
     # MLPs that make up for what a memory holds in M_0: as many parameters as gated-deltanet with heads of 64.
     "as large as gated-deltanet": ("model.intermediate_size=362",),
-    "omeganet as large as gated-deltanet": ("model.rule=omeganet", "model.intermediate_size=201"),
+    "as large without the residual": ("model.intermediate_size=362", "model.rule_options.network.residual=false"),
 }
 # The same of words.
 WORDS: dict[str, tuple[str, ...]] = {
