@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import jacrev
 
-from atlas_memory.mathematics.networks import squared_spectral_norm
+from atlas_memory.mathematics.norms import squared_spectral_norm
 from atlas_memory.memory import (
     L2,
     MLP,

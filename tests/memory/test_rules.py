@@ -248,18 +248,3 @@ def test_resolve():
     assert resolve_rule(Rule(), chunk_size=8).window == Window(8, 8)
     with pytest.raises(ValueError, match="unknown rule 'atlsa'; known rules: atlas, "):
         resolve_rule("atlsa")
-
-
-def test_initial_weights_have_unit_fan_in():
-    torch.manual_seed(0)
-    first, second = RULES["titans"].initial_weights(heads=4, dim=32)
-    assert first.shape == (4, 128, 32) and second.shape == (4, 32, 128)
-    assert abs(first.var().item() * 32 - 1) < 0.1
-
-
-def test_a_matrix_memory_starts_at_zero_unless_a_layer_norm_would_see_it():
-    (zero,) = RULES["deltanet"].initial_weights(heads=2, dim=3)
-    (random,) = RULES["ttt-linear"].initial_weights(heads=2, dim=3)
-    assert zero.count_nonzero() == 0 and random.count_nonzero() == random.numel() == 2 * 3 * 4
-    lifted, second = RULES["dot"].initial_weights(heads=2, dim=3)
-    assert lifted.shape == (2, 12, 3) and second.shape == (2, 3, 12) and lifted.count_nonzero() == lifted.numel()

@@ -12,7 +12,8 @@ from functools import partial
 from torch import Tensor
 
 from ..mathematics.gates import pick
-from ..mathematics.networks import Norm, Sight, Trace
+from ..mathematics.networks import Sight, Trace
+from ..mathematics.norms import Norm
 from ..mathematics.rules import Params, Rule
 from .columns import Columns
 from .counterparts import counterpart

@@ -11,7 +11,7 @@ tests/memory/test_cost.py.
 
 from __future__ import annotations
 
-from ..mathematics.networks import POWER_STEPS
+from ..mathematics.norms import POWER_STEPS
 from ..mathematics.rules import Rule
 from .counterparts import counterpart, has_chunks
 from .grid import tokens_before

@@ -133,7 +133,7 @@ class SelfModifyingMemory(Stateful):
         """
         with torch.no_grad():
             last = self.memory.initial[-1]
-            last.mul_(START_M_0 * last[..., 0].numel() ** 0.5 / last.norm().clamp_min(1e-30))
+            nn.init.normal_(last, std=START_M_0 * last.shape[-1] ** -0.5)
             for w in (self.q.weight, self.out.weight):
                 w.copy_(torch.eye(len(w)).to(w) * (w.norm() / len(w) ** 0.5))
             self.key_convolution.weight.copy_(self.convolution.weight.roll(-self.key_lag, 1))

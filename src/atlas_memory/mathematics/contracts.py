@@ -257,7 +257,7 @@ def _try_keep(retention: AnyRetention) -> None:
     """Check the memory with which a retention begins, and what it keeps of one."""
     name, shape = type(retention).__name__, (HEADS, ROWS, COLUMNS)
     with _apart():
-        initial = _call(retention, "start", "noise and a variance of 1", _numbers(*shape), 1.0)
+        initial = _call(retention, "start", f"a matrix {list(shape)}", _numbers(*shape))
         begun = _call(retention, "begin", f"M_0 {list(shape)}", initial)
         home = _call(retention, "home", f"M_0 {list(shape)}", initial)
         weights, dual = begun[0].repeat(BATCH, 1, 1, 1), None if begun[1] is None else begun[1].repeat(BATCH, 1, 1, 1)

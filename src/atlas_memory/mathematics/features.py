@@ -85,6 +85,10 @@ class Identity(WithEntries):
         """Length of phi(x) for x of length ``dim``."""
         return dim
 
+    def own(self, dim: int) -> slice:
+        """Which entries of phi(x) are x itself, in a fresh layer; of ``Exponential``, which columns of M_0 see them."""
+        return slice(0, dim)
+
     def initial_sqrt_a(self) -> Tensor | None:
         """The learnable degree coefficients; none here."""
         return None
@@ -120,6 +124,10 @@ class Polynomial(WithEntries):
     def size(self, dim: int) -> int:
         """Number of monomials, C(dim + degree, degree)."""
         return math.comb(dim + self.degree, self.degree)
+
+    def own(self, dim: int) -> slice:
+        """Which entries of phi(x) are x itself, in a fresh layer."""
+        return slice(1, 1 + dim)
 
     def expansion_cost(self, dim: int) -> int:
         """Those that pick the two factors of the monomials of degree 2."""
@@ -197,6 +205,10 @@ class Exponential:
     def expansion_cost(self, dim: int) -> int:
         """There is no phi(x) to make."""
         return 0
+
+    def own(self, dim: int) -> slice:
+        """Which entries of phi(x) are x itself, in a fresh layer; of ``Exponential``, which columns of M_0 see them."""
+        return slice(0, dim)
 
     def initial_sqrt_a(self) -> Tensor | None:
         """The learnable degree coefficients; none here."""

@@ -27,19 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import ACTIVATIONS, with_slope
+from .activations import ACTIVATIONS, MEAN_SLOPE, with_slope
 from .functions import largest
+from .norms import NORM_EPS, Norm, layer_norm, layer_norm_vjp, squared_spectral_norm
 from .sizes import check_size
+from .start import back_to_key, isometry, normal, on_keys
 
 Apply = Callable[[int, Tensor], Tensor]
 """A pass through one matrix: the function of (l, u) that gives W_l phi(u) where matrix l is lifted, else W_l u."""
-Norm = tuple[Tensor, Tensor]
-"""Gain and shift of a layer norm, ``[heads, dim]`` each."""
-NORM_EPS = 1e-6
-
-POWER_STEPS = 4
-"""How many power iterations estimate a spectral norm."""
-
 EARLIER_SHARE = 0.1
 """The share of a step that the matrices before the last one make together; see step.py for why not more."""
 
@@ -94,12 +89,12 @@ class Ending:
 
     def end(self, x: Tensor, body: Tensor, norm: Norm | None) -> Tensor:
         """The prediction x + LN(body), or without the residual x or the norm LN where the network has none."""
-        out = _layer_norm(body, norm) if self.norm else body
+        out = layer_norm(body, norm) if self.norm else body
         return x + out if self.residual else out
 
     def body_error(self, trace: Trace, error: Tensor, norm: Norm | None = None) -> Tensor:
         """dl / d body from ``error`` = dl / d prediction, both ``[..., time, dim]``."""
-        return _layer_norm_vjp(trace.body, norm, error) if self.norm else error
+        return layer_norm_vjp(trace.body, norm, error) if self.norm else error
 
     def deltas(
         self, weights: Sequence[Tensor], trace: Trace, error: Tensor, norm: Norm | None = None
@@ -125,11 +120,6 @@ class Ending:
         earlier = len(self.lifted) - 1
         return (EARLIER_SHARE / earlier,) * earlier + (1.0 - EARLIER_SHARE,) if earlier else (1.0,)
 
-    def hidden_variance(self, dim: int) -> float:
-        """The variance with which the outputs of a lifted matrix start, for a unit key: 1 / dim, where an activation is
-        nearly linear. Wider starts learned recall more slowly (docs/diary.md)."""
-        return 1.0 / dim
-
     bias = False
     """Whether the inputs of the matrices after the first end in a constant 1."""
 
@@ -139,13 +129,13 @@ class Ending:
         return tuple(range(1, len(self.lifted)))
 
     @property
-    def starts_at_zero(self) -> bool:
-        """Whether M_0 is zero in a fresh layer, and not random."""
-        return False
-
-    @property
     def lifted(self) -> tuple[bool, ...]:
         """Which matrices multiply phi(x)."""
+        raise NotImplementedError
+
+    def start(self, heads: int, dim: int, features: int, own: slice) -> tuple[Tensor, ...]:
+        """A fresh M_0, one ``[heads, rows, columns]`` a matrix, for heads of ``dim`` and phi of length ``features``, of
+        which the entries ``own`` are x itself; see start.py."""
         raise NotImplementedError
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
@@ -169,12 +159,6 @@ class Linear(Ending):
     residual: bool = False
 
     @property
-    def starts_at_zero(self) -> bool:
-        """Without a layer norm M_0 is zero, so that the first write is the plain outer product; under one it is not,
-        since zero has no direction."""
-        return not self.norm
-
-    @property
     def lifted(self) -> tuple[bool, ...]:
         """Which matrices multiply phi(x)."""
         return (True,)
@@ -182,6 +166,14 @@ class Linear(Ending):
     def shapes(self, features: int, dim: int) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         return ((dim, features),)
+
+    def start(self, heads: int, dim: int, features: int, own: slice) -> tuple[Tensor, ...]:
+        """Zero, where the first write is the plain outer product. Under a layer norm it is random, since zero has no
+        direction; with a residual alone, what takes x back."""
+        if self.norm:
+            return (on_keys(normal(heads, dim, dim), own, features),)
+        back = -torch.eye(dim) if self.residual else torch.zeros(dim, dim)
+        return (on_keys(back.repeat(heads, 1, 1), own, features),)
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
         """The input of the only matrix, x itself."""
@@ -223,6 +215,21 @@ class MLP(Ending):
         rows = [width] * (self.depth - 1) + [dim]
         columns = [features] + [width + self.bias] * (self.depth - 1)
         return tuple(zip(rows, columns, strict=True))
+
+    def start(self, heads: int, dim: int, features: int, own: slice) -> tuple[Tensor, ...]:
+        """Hidden units that are an isometry of x, and a last matrix that takes x back where there is a residual; a
+        random one elsewhere, and under a layer norm, which has no direction at zero. Biases are zero."""
+        if self.depth == 1:
+            return Linear(residual=self.residual, norm=self.norm).start(heads, dim, features, own)
+        width = self.expansion * dim
+        hidden = isometry(heads, width, dim)
+        made = [on_keys(hidden, own, features)]
+        for _ in range(self.depth - 2):
+            made.append(isometry(heads, width, width))
+            hidden = MEAN_SLOPE * made[-1] @ hidden
+        takes_back = self.residual and not self.norm
+        made.append(back_to_key(hidden) if takes_back else normal(heads, dim, width))
+        return (made[0], *(F.pad(m, (0, int(self.bias))) for m in made[1:]))
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
         """x for the first matrix, then the activated outputs of the layer before, with the slopes of each."""
@@ -275,9 +282,10 @@ class GatedMLP(Ending):
         width = self.expansion * dim
         return ((width, features), (width, features), (dim, width))
 
-    def hidden_variance(self, dim: int) -> float:
-        """1: a product of two small numbers is too small to be written with."""
-        return 1.0
+    def start(self, heads: int, dim: int, features: int, own: slice) -> tuple[Tensor, ...]:
+        """Random matrices, with which every hidden unit is a product of two numbers of variance 1."""
+        gate, value = (on_keys(isometry(heads, self.expansion * dim, dim) * dim**0.5, own, features) for _ in range(2))
+        return gate, value, normal(heads, dim, self.expansion * dim)
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
         """x for the first two, gated values for the last; with that, slope * value and the activated gate, by which
@@ -309,36 +317,6 @@ def _activate(activation: str, h: Tensor, slopes: bool) -> tuple[Tensor, tuple[T
         return ACTIVATIONS[activation](h), ()
     u, slope = with_slope(activation, h)
     return u, (slope,)
-
-
-def squared_spectral_norm(matrix: Tensor) -> Tensor:
-    """The square of the largest singular value of ``[..., rows, columns]``: ``[...]``, by power iteration from a fixed
-    start; an estimate from below, by at most a third for random matrices (tests/memory/test_networks.py)."""
-    (rows, columns), tiny = matrix.shape[-2:], torch.finfo(matrix.dtype).tiny
-    start = torch.arange(1, rows + 1, dtype=matrix.dtype, device=matrix.device).square().mul(0.7).cos()
-    size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
-    unit = (matrix / size).reshape(-1, rows, columns)  # squares of huge entries must not overflow
-    # No gradient flows through the direction u: the singular value's does not need it. The squared norm of ``fixed`` is
-    # between 1 / rows and the number of columns, so that a few powers of it neither over- nor underflow.
-    u, fixed = start.expand(len(unit), 1, rows), unit.detach() * rows**-0.5
-    for _ in range(POWER_STEPS):
-        u = u.bmm(fixed).bmm(fixed.mT)
-    u = u / u.norm(dim=-1, keepdim=True).clamp_min(tiny)
-    return u.bmm(unit).square().sum((-2, -1)).view(matrix.shape[:-2]) * size.square()[..., 0, 0]
-
-
-def _layer_norm(x: Tensor, norm: Norm | None) -> Tensor:
-    out = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
-    return out if norm is None else out * norm[0][..., None, :] + norm[1][..., None, :]
-
-
-def _layer_norm_vjp(x: Tensor, norm: Norm | None, error: Tensor) -> Tensor:
-    """The error at x, the input of a layer norm, from ``error``, that at its output; ``[..., time, dim]`` all."""
-    error = error if norm is None else error * norm[0][..., None, :]
-    centred = x - x.mean(-1, keepdim=True)
-    inverse = (centred.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
-    unit = centred * inverse
-    return inverse * (error - error.mean(-1, keepdim=True) - unit * (error * unit).mean(-1, keepdim=True))
 
 
 def _check(network: MLP | GatedMLP, *sizes: str) -> None:

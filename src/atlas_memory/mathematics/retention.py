@@ -77,9 +77,9 @@ class AnyRetention:
     to_start = False
     """Whether W and A fade to what they began with; else to zero."""
 
-    def start(self, noise: Tensor, variance: float) -> Tensor:
-        """A random M_0 whose entries have this variance, from ``noise`` with variance 1."""
-        return noise * variance**0.5
+    def start(self, matrix: Tensor) -> Tensor:
+        """A fresh M_0, from a matrix ``[..., rows, columns]`` as the network begins with it; here that itself."""
+        return matrix
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
         """W_0 and A_0 of a matrix, from its learned M_0; None: there is no A."""
@@ -179,9 +179,13 @@ class LqNorm(NonLinearRetention):
         norm = unit.abs().pow(self.q).sum((-2, -1), keepdim=True).clamp_min(0.5).pow((2.0 - self.q) / self.q)
         return a * norm * size.clamp_min(1e-6).pow(2.0 - self.q)
 
-    def start(self, noise: Tensor, variance: float) -> Tensor:
+    def start(self, matrix: Tensor) -> Tensor:
         """An A with |A|_q = 1, where W = A: what is written into A is in W as it was written."""
-        return noise / noise.abs().pow(self.q).sum((-2, -1), keepdim=True).pow(1.0 / self.q)
+        return matrix / matrix.abs().pow(self.q).sum((-2, -1), keepdim=True).pow(1.0 / self.q)
+
+
+def _as_logits(matrix: Tensor) -> Tensor:
+    return matrix * matrix.square().mean((-2, -1), keepdim=True).rsqrt()
 
 
 @dataclass(frozen=True)
@@ -202,9 +206,9 @@ class Softmax(NonLinearRetention):
         if not self.scale > 0:
             raise ValueError(f"Softmax scale must be > 0, got {self.scale!r}")
 
-    def start(self, noise: Tensor, variance: float) -> Tensor:
-        """M_0 as logits of variance 1, whatever ``variance`` is asked for."""
-        return noise
+    def start(self, matrix: Tensor) -> Tensor:
+        """M_0 as logits of variance 1, whatever the matrix has."""
+        return _as_logits(matrix)
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """W from A, as the class says."""
@@ -222,9 +226,9 @@ class Sigmoid(NonLinearRetention):
         if not self.scale > 0:
             raise ValueError(f"Sigmoid scale must be > 0, got {self.scale!r}")
 
-    def start(self, noise: Tensor, variance: float) -> Tensor:
-        """M_0 as logits of variance 1, whatever ``variance`` is asked for."""
-        return noise
+    def start(self, matrix: Tensor) -> Tensor:
+        """M_0 as logits of variance 1, whatever the matrix has."""
+        return _as_logits(matrix)
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """W from A, as the class says."""
@@ -273,9 +277,9 @@ class FDivergence(NonLinearRetention):
         if not self.scale > 0:
             raise ValueError(f"FDivergence scale must be > 0, got {self.scale!r}")
 
-    def start(self, noise: Tensor, variance: float) -> Tensor:
-        """M_0 as logits of variance 1, whatever ``variance`` is asked for."""
-        return noise
+    def start(self, matrix: Tensor) -> Tensor:
+        """M_0 as logits of variance 1, whatever the matrix has."""
+        return _as_logits(matrix)
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
         """W_0 = scale * columns * softmax(M_0), A_0 = 0."""

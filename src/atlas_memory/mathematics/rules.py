@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
@@ -211,25 +210,10 @@ class Rule:
         return tuple(found)
 
     def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
-        """A random M_0, one ``[heads, rows, columns]`` a matrix, with normal entries. Those of a lifted matrix have the
-        variance at which a unit key, whatever its features, gives hidden units of the variance that the network asks
-        for; those of the matrices after have 1 / columns; where the retention takes M_0 as logits, they have 1. The
-        papers do not state theirs. A matrix memory starts at zero, where its first write is the plain outer product (a
-        layer norm has no direction at zero: under one it starts random too)."""
-        if self.network.starts_at_zero:
-            return tuple(torch.zeros(heads, *shape) for shape in self.shapes(dim))
-        retention = self.retention
-        with torch.device("cpu"):  # wherever the weights will lie
-            # |phi(key)|^2 of a unit key; on phi* that of the key itself, which is all that M_0 multiplies.
-            unit = torch.full((dim,), dim**-0.5)
-            length = 1.0 if self.features.endless else float(self.features.squared_norm(unit))
-
-        def draw(rows: int, columns: int, lifted: bool) -> Tensor:
-            variance = self.network.hidden_variance(dim) / length if lifted else 1.0 / max(columns, 1)
-            return retention.start(torch.randn(heads, rows, columns), variance)
-
-        shapes = zip(self.shapes(dim), self.network.lifted, strict=True)
-        return tuple(draw(*shape, lifted) for shape, lifted in shapes)
+        """A fresh M_0, one ``[heads, rows, columns]`` a matrix; see start.py."""
+        own = self.features.own(dim)
+        made = self.network.start(heads, dim, self.features.size(dim), own)
+        return tuple(map(self.retention.start, made))
 
 
 @dataclass(frozen=True)

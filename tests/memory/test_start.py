@@ -1,0 +1,110 @@
+"""How M_0 begins: a fresh memory keeps apart what keys keep apart, and answers nothing."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from atlas_memory import RULES
+from atlas_memory.mathematics.start import back_to_key, isometry, normal, on_keys
+from atlas_memory.memory import MLP, GatedMLP, Gates, Identity, Linear, Params, Polynomial, Rule, incremental
+
+# Where the retention settles, M_0 is not W.
+DEEP = [name for name, rule in RULES.items() if isinstance(rule.network, MLP) and not rule.retention.settles]
+DIM, KEYS = 32, 200
+
+
+def keys(heads: int = 3, dim: int = DIM) -> torch.Tensor:
+    return F.normalize(torch.randn(1, heads, KEYS, dim), dim=-1)
+
+
+def fresh(rule: Rule, x: torch.Tensor, matrices: int | None = None) -> torch.Tensor:
+    """What a fresh memory puts out at x, or only its first so many matrices."""
+    m_0 = rule.initial_weights(x.shape[1], x.shape[3])
+
+    def apply(i: int, u: torch.Tensor) -> torch.Tensor:
+        see = rule.network.lifted[i] and not rule.features.endless
+        return (rule.features.expand(u) if see else u) @ m_0[i].mT
+
+    if matrices is None:
+        return rule.network.forward(apply, x)
+    outputs: list[torch.Tensor] = []
+    for i in range(matrices):
+        outputs.append(apply(i, rule.network.sees(i, x, outputs)[0]))
+    return rule.network.sees(matrices, x, outputs)[0]
+
+
+@pytest.mark.parametrize("expansion", [1, 4])
+@pytest.mark.parametrize("name", DEEP)
+def test_hidden_units_of_different_keys_are_as_far_apart_as_the_keys(name, expansion):
+    """The mean squared cosine of two random keys is 1 / dim. With normal random matrices, that of hidden units was
+    twice that, and seven times on lifted keys."""
+    h = fresh(RULES[name].vary(network={"expansion": expansion, "bias": False}), keys(), 1)
+    unit = F.normalize(h, dim=-1)
+    cosines = (unit @ unit.mT).square()
+    others = (cosines.sum((-2, -1)) - KEYS) / (KEYS * (KEYS - 1))
+    assert (others < 1.15 / DIM).all()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize("features", [Identity(), Polynomial(1), Polynomial(2), Polynomial(3)])
+def test_a_fresh_memory_with_a_residual_answers_nearly_nothing(depth, activation, features):
+    """A key has the length 1. What is left of it is where GELU is curved."""
+    for bias in (False, True):
+        network = MLP(depth=depth, expansion=2, activation=activation, bias=bias)
+        assert fresh(Rule(features=features, network=network), keys()).norm(dim=-1).mean() < 0.25
+
+
+def test_a_matrix_memory_starts_at_zero_unless_a_layer_norm_would_see_it():
+    (zero,) = RULES["deltanet"].initial_weights(heads=2, dim=3)
+    (random,) = RULES["ttt-linear"].initial_weights(heads=2, dim=3)
+    assert zero.count_nonzero() == 0
+    assert random[..., 0].count_nonzero() == 0 and random[..., 1:].count_nonzero() == 2 * 3 * 3  # the first is the bias
+    linear = Rule(features=Polynomial(2), network=Linear(residual=True))
+    assert fresh(linear, keys()).abs().max() < 1e-6
+
+
+def test_under_a_layer_norm_and_without_a_residual_the_last_matrix_is_random():
+    for network in (MLP(norm=True), MLP(residual=False), GatedMLP()):
+        last = Rule(features=Identity(), network=network).initial_weights(heads=4, dim=32)[-1]
+        assert abs(last.var().item() * last.shape[-1] - 1) < 0.1
+
+
+def test_gated_units_have_a_variance_of_one_before_they_are_gated():
+    gate, value, _ = Rule(network=GatedMLP()).initial_weights(heads=4, dim=32)
+    for matrix in (gate, value):
+        u = keys(4) @ matrix[..., 1:33].mT
+        assert abs(u.var().item() - 1) < 0.1 and not matrix[..., 33:].any()
+
+
+def test_an_isometry_keeps_angles():
+    q = isometry(2, 12, 5).double()
+    assert torch.allclose(q.mT @ q, torch.eye(5).double() * 12 / 5, atol=1e-5)
+    assert not torch.equal(q[0], q[1])
+    assert abs(isometry(200, 2, 2)[:, 0, 0].mean()) < 0.2  # of either sign
+    assert on_keys(q, slice(1, 6), 9).shape == (2, 12, 9)
+    assert torch.allclose(0.5 * back_to_key(q) @ q, -torch.eye(5).double(), atol=1e-5)
+    assert abs(normal(4, 50, 60).var().item() * 60 - 1) < 0.1
+
+
+def test_the_first_write_stores_the_value_itself():
+    """What a fresh `titans` answers at a key is the value that was written under it, less what the step leaves out."""
+    rule = RULES["titans"]
+    params = Params(rule.initial_weights(heads=2, dim=32))
+    k, v = F.normalize(torch.randn(2, 1, 2, 1, 32), dim=-1)
+    gates = Gates(*(torch.full((1, 2, 1), x) for x in (1.0, 1.0, 0.0)))
+    y, _ = incremental(rule, params, k, k, v, gates)
+    assert F.cosine_similarity(y, v, dim=-1).min() > 0.9
+
+
+@pytest.mark.parametrize("name", ["omeganet", "atlas++", "memora"])
+def test_a_fresh_memory_is_made_in_every_dtype_and_on_no_device(name):
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.bfloat16, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert all(m.isfinite().all() for m in RULES[name].initial_weights(heads=2, dim=8))
+    finally:
+        torch.set_default_dtype(before)
+    with torch.device("meta"):
+        assert all(m.is_meta for m in RULES[name].initial_weights(heads=2, dim=8))
