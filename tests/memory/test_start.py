@@ -49,10 +49,10 @@ def test_hidden_units_of_different_keys_are_as_far_apart_as_the_keys(name, expan
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 @pytest.mark.parametrize("features", [Identity(), Polynomial(1), Polynomial(2), Polynomial(3)])
 def test_a_fresh_memory_with_a_residual_answers_nearly_nothing(depth, activation, features):
-    """A key has the length 1. What is left of it is where GELU is curved."""
+    """A key has the length 1. What is left of it is where the activation is curved."""
     for bias in (False, True):
         network = MLP(depth=depth, expansion=2, activation=activation, bias=bias)
-        assert fresh(Rule(features=features, network=network), keys()).norm(dim=-1).mean() < 0.25
+        assert fresh(Rule(features=features, network=network), keys()).norm(dim=-1).mean() < 0.35
 
 
 def test_a_matrix_memory_starts_at_zero_unless_a_layer_norm_would_see_it():
@@ -70,11 +70,36 @@ def test_under_a_layer_norm_and_without_a_residual_the_last_matrix_is_random():
         assert abs(last.var().item() * last.shape[-1] - 1) < 0.1
 
 
-def test_gated_units_have_a_variance_of_one_before_they_are_gated():
-    gate, value, _ = Rule(network=GatedMLP()).initial_weights(heads=4, dim=32)
+def test_gates_without_a_constant_begin_as_isometries_of_variance_one():
+    rule = Rule(features=Identity(), network=GatedMLP())
+    gate, value, _ = rule.initial_weights(heads=4, dim=32)
     for matrix in (gate, value):
-        u = keys(4) @ matrix[..., 1:33].mT
-        assert abs(u.var().item() - 1) < 0.1 and not matrix[..., 33:].any()
+        assert abs((keys(4) @ matrix.mT).var().item() - 1) < 0.1
+    lifted = Rule(network=GatedMLP(norm=True)).initial_weights(heads=4, dim=32)[0]
+    assert not lifted[..., 0].any() and not lifted[..., 33:].any()
+
+
+@pytest.mark.parametrize("expansion", [1, 4])
+def test_a_constant_opens_the_gates_of_a_fresh_gated_memory(expansion):
+    """It then answers nearly nothing, as one without gates."""
+    rule = RULES["atlas++"].vary(network={"expansion": expansion})
+    gate, _, _ = rule.initial_weights(heads=3, dim=DIM)
+    opened = rule.features.expand(keys()) @ gate.mT
+    assert abs(opened.mean() - 1) < 0.01 and opened.std() < 0.2
+    assert fresh(rule, keys()).norm(dim=-1).mean() < 0.35
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+def test_directions_that_keys_leave_free_see_their_products(degree):
+    """Hidden units four times as wide as a key: what is seen of x and of its products is at right angles, and as long
+    in each direction."""
+    rule = Rule(features=Polynomial(degree), network=MLP(expansion=4))
+    x, (first, _) = keys(), rule.initial_weights(heads=3, dim=DIM)
+    own, others = first[..., 1 : 1 + DIM], first[..., 1 + DIM :]
+    assert not first[..., 0].any() and (own.mT @ others).abs().max() < 1e-5
+    phi = rule.features.expand(x)
+    lengths = [(part @ m.mT).square().sum(-1).mean() for part, m in ((x, own), (phi[..., 1 + DIM :], others))]
+    assert lengths[0].item() == pytest.approx(1) and lengths[1].item() == pytest.approx(3, rel=0.1)
 
 
 def test_an_isometry_keeps_angles():

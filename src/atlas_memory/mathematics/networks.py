@@ -31,12 +31,16 @@ from .activations import ACTIVATIONS, MEAN_SLOPE, with_slope
 from .functions import largest
 from .norms import NORM_EPS, Norm, layer_norm, layer_norm_vjp, squared_spectral_norm
 from .sizes import check_size
-from .start import back_to_key, isometry, normal, on_keys
+from .start import Lift, back_to_key, isometry, lifted, normal, on_keys
 
 Apply = Callable[[int, Tensor], Tensor]
 """A pass through one matrix: the function of (l, u) that gives W_l phi(u) where matrix l is lifted, else W_l u."""
 EARLIER_SHARE = 0.1
 """The share of a step that the matrices before the last one make together; see step.py for why not more."""
+
+START_GATES = 1.0
+"""How far apart the open gates of a fresh ``GatedMLP`` are for keys of unit length: the constant that opens one is 1,
+and what x adds to it has the standard deviation ``START_GATES`` / sqrt(dim)."""
 
 Sight = tuple[Tensor, tuple[Tensor, ...]]
 """The input of a matrix for every token ``[..., time, width]``, un-lifted; and what ``back`` needs of it, such as the
@@ -133,9 +137,8 @@ class Ending:
         """Which matrices multiply phi(x)."""
         raise NotImplementedError
 
-    def start(self, heads: int, dim: int, features: int, own: slice) -> tuple[Tensor, ...]:
-        """A fresh M_0, one ``[heads, rows, columns]`` a matrix, for heads of ``dim`` and phi of length ``features``, of
-        which the entries ``own`` are x itself; see start.py."""
+    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
+        """A fresh M_0, one ``[heads, rows, columns]`` a matrix, for heads of ``dim``; see start.py."""
         raise NotImplementedError
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
@@ -167,13 +170,13 @@ class Linear(Ending):
         """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         return ((dim, features),)
 
-    def start(self, heads: int, dim: int, features: int, own: slice) -> tuple[Tensor, ...]:
+    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
         """Zero, where the first write is the plain outer product. Under a layer norm it is random, since zero has no
         direction; with a residual alone, what takes x back."""
         if self.norm:
-            return (on_keys(normal(heads, dim, dim), own, features),)
+            return (on_keys(normal(heads, dim, dim), phi.own, phi.size),)
         back = -torch.eye(dim) if self.residual else torch.zeros(dim, dim)
-        return (on_keys(back.repeat(heads, 1, 1), own, features),)
+        return (on_keys(back.repeat(heads, 1, 1), phi.own, phi.size),)
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
         """The input of the only matrix, x itself."""
@@ -216,14 +219,14 @@ class MLP(Ending):
         columns = [features] + [width + self.bias] * (self.depth - 1)
         return tuple(zip(rows, columns, strict=True))
 
-    def start(self, heads: int, dim: int, features: int, own: slice) -> tuple[Tensor, ...]:
+    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
         """Hidden units that are an isometry of x, and a last matrix that takes x back where there is a residual; a
         random one elsewhere, and under a layer norm, which has no direction at zero. Biases are zero."""
         if self.depth == 1:
-            return Linear(residual=self.residual, norm=self.norm).start(heads, dim, features, own)
+            return Linear(residual=self.residual, norm=self.norm).start(heads, dim, phi)
         width = self.expansion * dim
-        hidden = isometry(heads, width, dim)
-        made = [on_keys(hidden, own, features)]
+        first, hidden = lifted(heads, width, dim, phi)
+        made = [first]
         for _ in range(self.depth - 2):
             made.append(isometry(heads, width, width))
             hidden = MEAN_SLOPE * made[-1] @ hidden
@@ -282,10 +285,19 @@ class GatedMLP(Ending):
         width = self.expansion * dim
         return ((width, features), (width, features), (dim, width))
 
-    def start(self, heads: int, dim: int, features: int, own: slice) -> tuple[Tensor, ...]:
-        """Random matrices, with which every hidden unit is a product of two numbers of variance 1."""
-        gate, value = (on_keys(isometry(heads, self.expansion * dim, dim) * dim**0.5, own, features) for _ in range(2))
-        return gate, value, normal(heads, dim, self.expansion * dim)
+    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
+        """Where phi has a constant, it opens all gates alike, and the rest is as in ``MLP``. Elsewhere, and under a
+        layer norm or without a residual, gates and values are isometries of x of the variance 1 in each entry: a
+        product of two small numbers is too small to be written with."""
+        width = self.expansion * dim
+        last = normal(heads, dim, width)
+        if not phi.own.start or self.norm or not self.residual:
+            gate, value = (on_keys(isometry(heads, width, dim) * dim**0.5, phi.own, phi.size) for _ in range(2))
+            return gate, value, last
+        gate = on_keys(isometry(heads, width, dim) * START_GATES, phi.own, phi.size)
+        gate[..., 0] = 1.0
+        value, hidden = lifted(heads, width, dim, phi)
+        return gate, value, back_to_key(hidden, float(ACTIVATIONS[self.activation](torch.ones((), device="cpu"))))
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
         """x for the first two, gated values for the last; with that, slope * value and the activated gate, by which

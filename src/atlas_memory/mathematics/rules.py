@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
@@ -30,6 +31,7 @@ from .retention import (
     Softmax,
     widened,
 )
+from .start import Lift
 from .step import FLOOR
 from .windows import Window
 
@@ -211,9 +213,12 @@ class Rule:
 
     def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
         """A fresh M_0, one ``[heads, rows, columns]`` a matrix; see start.py."""
-        own = self.features.own(dim)
-        made = self.network.start(heads, dim, self.features.size(dim), own)
-        return tuple(map(self.retention.start, made))
+        features, own = self.features, self.features.own(dim)
+        others = 0.0
+        if own.stop < features.size(dim):
+            with torch.device("cpu"):  # wherever the weights will lie
+                others = float(features.squared_norm(torch.full((dim,), dim**-0.5))) - own.start - 1.0
+        return tuple(map(self.retention.start, self.network.start(heads, dim, Lift(features.size(dim), own, others))))
 
 
 @dataclass(frozen=True)
