@@ -14,8 +14,9 @@ def test_trainer_evaluates_and_loads_the_best_model(make: Callable[..., AtlasFor
     rows = [{"input_ids": row, "labels": row} for row in ids]
     arguments = TrainingArguments(
         str(tmp_path),
-        max_steps=3,
+        max_steps=2,
         learning_rate=1.0,  # so that it gets worse, and the best model is not the last one
+        lr_scheduler_type="constant",
         eval_strategy="steps",
         eval_steps=1,
         save_steps=1,

@@ -49,8 +49,8 @@ from .readout import MEMORIES, GateReadout, Readout, for_all
 from .stateful import Stateful
 
 START_M_0 = 0.3
-"""What the last matrix of each M_0 is multiplied by at the start, where ``Rule.initial_weights`` has entries of the
-variance 1 / columns. Queries ask for keys, which M_k makes: what it adds to x at random tells them apart."""
+"""The standard deviation, times sqrt(columns), with which the last matrix of each M_0 begins, in place of what takes x
+back. Queries ask for keys, which M_k makes: what it adds to x at random tells them apart."""
 
 
 class _Lesson(NamedTuple):
@@ -126,9 +126,9 @@ class SelfModifyingMemory(Stateful):
     def reset_parameters(self) -> None:
         """Let queries begin as keys do, and the output as values do, so that a fresh layer recalls what it reads.
 
-        The memories answer x + ... and begin near the identity: the last matrix of each M_0 is brought to
-        ``START_M_0``. W_q and W_o begin as multiples of the identity, as long as they were. The taps for keys are those
-        for all else, ``key_lag`` tokens later, and the gate at the output begins open, as in
+        The memories answer x + ... and begin near the identity: the last matrix of each M_0 is random, as small as
+        ``START_M_0`` says. W_q and W_o begin as multiples of the identity, as long as they were. The taps for keys are
+        those for all else, ``key_lag`` tokens later, and the gate at the output begins open, as in
         ``NeuralMemory.reset_parameters``. Ours.
         """
         with torch.no_grad():

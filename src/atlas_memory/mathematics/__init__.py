@@ -8,6 +8,7 @@
     step.py            the inner step, bounded     optimisers.py      its kinds;  orthogonal.py: O in Muon
     windows.py         c and b                     gates.py           alpha, eta, theta, gamma, delta
     recurrent.py       the definition, any batch   state.py           what is carried between calls
+    start.py           how M_0 begins              norms.py           the layer norm at the end of M
     precision.py       what every form checks, and in which precision it works
 
 Letters (ATLAS's): k, v, q keys, values and queries, phi the feature map, M the memory and W a matrix of it, M_0 the
