@@ -64,9 +64,10 @@ def test_a_matrix_memory_starts_at_zero_unless_a_layer_norm_would_see_it():
     assert fresh(linear, keys()).abs().max() < 1e-6
 
 
-def test_under_a_layer_norm_and_without_a_residual_the_last_matrix_is_random():
-    for network in (MLP(norm=True), MLP(residual=False), GatedMLP()):
-        last = Rule(features=Identity(), network=network).initial_weights(heads=4, dim=32)[-1]
+def test_under_a_layer_norm_without_a_residual_and_where_errors_do_not_see_it_the_last_matrix_is_random():
+    rules = [Rule(features=Identity(), network=n) for n in (MLP(norm=True), MLP(residual=False), GatedMLP())]
+    for rule in (*rules, RULES["dla"]):
+        last = rule.initial_weights(heads=4, dim=32)[-1]
         assert abs(last.var().item() * last.shape[-1] - 1) < 0.1
 
 

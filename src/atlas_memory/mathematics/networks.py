@@ -137,8 +137,9 @@ class Ending:
         """Which matrices multiply phi(x)."""
         raise NotImplementedError
 
-    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
-        """A fresh M_0, one ``[heads, rows, columns]`` a matrix, for heads of ``dim``; see start.py."""
+    def start(self, heads: int, dim: int, phi: Lift, seen: bool) -> tuple[Tensor, ...]:
+        """A fresh M_0, one ``[heads, rows, columns]`` a matrix, for heads of ``dim``; see start.py. ``seen``: whether
+        errors depend on what the memory answers."""
         raise NotImplementedError
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
@@ -170,12 +171,12 @@ class Linear(Ending):
         """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         return ((dim, features),)
 
-    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
+    def start(self, heads: int, dim: int, phi: Lift, seen: bool) -> tuple[Tensor, ...]:
         """Zero, where the first write is the plain outer product. Under a layer norm it is random, since zero has no
-        direction; with a residual alone, what takes x back."""
+        direction; with a residual that errors see, it is what takes x back."""
         if self.norm:
             return (on_keys(normal(heads, dim, dim), phi.own, phi.size),)
-        back = -torch.eye(dim) if self.residual else torch.zeros(dim, dim)
+        back = -torch.eye(dim) if self.residual and seen else torch.zeros(dim, dim)
         return (on_keys(back.repeat(heads, 1, 1), phi.own, phi.size),)
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
@@ -219,18 +220,18 @@ class MLP(Ending):
         columns = [features] + [width + self.bias] * (self.depth - 1)
         return tuple(zip(rows, columns, strict=True))
 
-    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
-        """Hidden units that are an isometry of x, and a last matrix that takes x back where there is a residual; a
-        random one elsewhere, and under a layer norm, which has no direction at zero. Biases are zero."""
+    def start(self, heads: int, dim: int, phi: Lift, seen: bool) -> tuple[Tensor, ...]:
+        """Hidden units that are an isometry of x, and a last matrix that takes x back where there is a residual that
+        errors see; a random one elsewhere, and under a layer norm, which has no direction at zero. Biases are zero."""
         if self.depth == 1:
-            return Linear(residual=self.residual, norm=self.norm).start(heads, dim, phi)
+            return Linear(residual=self.residual, norm=self.norm).start(heads, dim, phi, seen)
         width = self.expansion * dim
         first, hidden = lifted(heads, width, dim, phi)
         made = [first]
         for _ in range(self.depth - 2):
             made.append(isometry(heads, width, width))
             hidden = MEAN_SLOPE * made[-1] @ hidden
-        takes_back = self.residual and not self.norm
+        takes_back = seen and self.residual and not self.norm
         made.append(back_to_key(hidden) if takes_back else normal(heads, dim, width))
         return (made[0], *(F.pad(m, (0, int(self.bias))) for m in made[1:]))
 
@@ -285,13 +286,13 @@ class GatedMLP(Ending):
         width = self.expansion * dim
         return ((width, features), (width, features), (dim, width))
 
-    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
+    def start(self, heads: int, dim: int, phi: Lift, seen: bool) -> tuple[Tensor, ...]:
         """Where phi has a constant, it opens all gates alike, and the rest is as in ``MLP``. Elsewhere, and under a
         layer norm or without a residual, gates and values are isometries of x of the variance 1 in each entry: a
         product of two small numbers is too small to be written with."""
         width = self.expansion * dim
         last = normal(heads, dim, width)
-        if not phi.own.start or self.norm or not self.residual:
+        if not (phi.own.start and seen and self.residual) or self.norm:
             gate, value = (on_keys(isometry(heads, width, dim) * dim**0.5, phi.own, phi.size) for _ in range(2))
             return gate, value, last
         gate = on_keys(isometry(heads, width, dim) * START_GATES, phi.own, phi.size)

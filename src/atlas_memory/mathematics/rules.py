@@ -218,7 +218,8 @@ class Rule:
         if own.stop < features.size(dim):
             with torch.device("cpu"):  # wherever the weights will lie
                 others = float(features.squared_norm(torch.full((dim,), dim**-0.5))) - own.start - 1.0
-        return tuple(map(self.retention.start, self.network.start(heads, dim, Lift(features.size(dim), own, others))))
+        phi = Lift(features.size(dim), own, others)
+        return tuple(map(self.retention.start, self.network.start(heads, dim, phi, seen=not self.bias.is_linear)))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ A fresh memory should keep apart what its keys keep apart, and answer nothing un
   width of x, the other entries; all directions have the same share.
 * **A memory with a residual takes the key back.** It answers x + body(x). ``back_to_key`` makes the last matrix one
   with which body(x) is nearly -x, so that the whole is about 0, as a matrix memory is that begins at zero. A fresh
-  value is then stored as it is, and not less its key.
+  value is then stored as it is, and not less its key. Under the dot product, whose errors do not see what the memory
+  answers, it always is, and the last matrix stays random: `dla` then recalled more.
 
 docs/learning.md has what both are worth.
 """
