@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from atlas_memory import RULES
+from atlas_memory import RULES, OmegaMemory
 from atlas_memory.mathematics.start import back_to_key, isometry, normal, on_keys
 from atlas_memory.memory import MLP, GatedMLP, Gates, Identity, Linear, Params, Polynomial, Rule, incremental
 
@@ -62,6 +62,19 @@ def test_a_matrix_memory_starts_at_zero_unless_a_layer_norm_would_see_it():
     assert random[..., 0].count_nonzero() == 0 and random[..., 1:].count_nonzero() == 2 * 3 * 3  # the first is the bias
     linear = Rule(features=Polynomial(2), network=Linear(residual=True))
     assert fresh(linear, keys()).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "kind", ["Decay", "Keep", "LqNorm", "Softmax", "Sigmoid", "ElasticNet", "FDivergence", "RowNorm"]
+)
+@pytest.mark.parametrize("network", ["Linear", "MLP", "GatedMLP"])
+def test_every_retention_takes_what_a_network_begins_with(network, kind):
+    """A matrix of zeros among them."""
+    rule = RULES["omeganet"].vary(network={"kind": network}, retention={"kind": kind})
+    memory = OmegaMemory(4, 2, rule, window=1)
+    y, state = memory(*torch.randn(3, 1, 2, 5, 4))
+    assert all(m.isfinite().all() for m in memory.initial) and y.isfinite().all()
+    assert all(w.isfinite().all() for w in state.weights)
 
 
 def test_under_a_layer_norm_without_a_residual_and_where_errors_do_not_see_it_the_last_matrix_is_random():

@@ -181,11 +181,13 @@ class LqNorm(NonLinearRetention):
 
     def start(self, matrix: Tensor) -> Tensor:
         """An A with |A|_q = 1, where W = A: what is written into A is in W as it was written."""
-        return matrix / matrix.abs().pow(self.q).sum((-2, -1), keepdim=True).pow(1.0 / self.q)
+        length = matrix.abs().pow(self.q).sum((-2, -1), keepdim=True).pow(1.0 / self.q)
+        return matrix / length.clamp_min(1e-30)  # zero stays zero
 
 
 def _as_logits(matrix: Tensor) -> Tensor:
-    return matrix * matrix.square().mean((-2, -1), keepdim=True).rsqrt()
+    """The matrix with entries of variance 1; zero stays zero."""
+    return matrix * matrix.square().mean((-2, -1), keepdim=True).clamp_min(1e-30).rsqrt()
 
 
 @dataclass(frozen=True)
