@@ -231,10 +231,10 @@ def test_as_printed_the_memories_fade_until_keys_are_values_and_to_start_keeps_t
             layer.gates.bias[0] = -math.log(3.0)
         asked = F.normalize(torch.randn(1, 1, 50, 16), dim=-1).expand(1, 10, 50, 16)
         with torch.inference_mode():
-            states = (layer.initial_state(), layer(torch.randn(1, 4096, 32))[1])
-            answers = (layer.memory.retrieve(asked, state.memory)[0, 2:6].split(2) for state in states)
-            at_first, apart = ((k - v).norm(dim=-1).mean() for k, v in answers)
-        assert apart > at_first / 3 if to_start else apart < 0.01, f"to_start={to_start}: {apart} of {at_first}"
+            _, state = layer(torch.randn(1, 4096, 32))
+            k, v = layer.memory.retrieve(asked, state.memory)[0, 2:6].split(2)
+            apart = (k - v).norm(dim=-1).mean()
+        assert apart > 0.3 if to_start else apart < 0.01, f"to_start={to_start}: |k - v| = {apart}"
 
 
 def test_writes_off_leaves_every_memory_as_it_is():

@@ -86,7 +86,7 @@ class Identity(WithEntries):
         return dim
 
     def own(self, dim: int) -> slice:
-        """Which entries of phi(x) are x itself, in a fresh layer; of ``Exponential``, which columns of M_0 see them."""
+        """Which entries of phi(x) are x itself: all."""
         return slice(0, dim)
 
     def initial_sqrt_a(self) -> Tensor | None:
@@ -207,7 +207,7 @@ class Exponential:
         return 0
 
     def own(self, dim: int) -> slice:
-        """Which entries of phi(x) are x itself, in a fresh layer; of ``Exponential``, which columns of M_0 see them."""
+        """Which columns of M_0 multiply x: all."""
         return slice(0, dim)
 
     def initial_sqrt_a(self) -> Tensor | None:

@@ -35,6 +35,7 @@ from .start import Lift, back_to_key, isometry, lifted, normal, on_keys
 
 Apply = Callable[[int, Tensor], Tensor]
 """A pass through one matrix: the function of (l, u) that gives W_l phi(u) where matrix l is lifted, else W_l u."""
+
 EARLIER_SHARE = 0.1
 """The share of a step that the matrices before the last one make together; see step.py for why not more."""
 

@@ -31,6 +31,7 @@ def squared_spectral_norm(matrix: Tensor) -> Tensor:
 
 
 def layer_norm(x: Tensor, norm: Norm | None) -> Tensor:
+    """The layer norm of x ``[..., heads, time, dim]`` over its last dimension; norm None: gain 1, shift 0."""
     out = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
     return out if norm is None else out * norm[0][..., None, :] + norm[1][..., None, :]
 

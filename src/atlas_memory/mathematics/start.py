@@ -43,7 +43,8 @@ def normal(heads: int, rows: int, columns: int) -> Tensor:
 
 def isometry(heads: int, rows: int, columns: int) -> Tensor:
     """A random ``[heads, rows, columns]``, rows no fewer than columns, that keeps all angles: its columns are at right
-    angles, and the entries of W x, for x of unit length, have the mean square 1 / columns."""
+    angles, and the entries of W x, for x of unit length, have the mean square 1 / columns. There an activation is
+    nearly linear; wider starts learned recall more slowly (docs/diary.md)."""
     q, r = torch.linalg.qr(_noise(heads, rows, columns))
     signs = r.diagonal(dim1=-2, dim2=-1).sign()  # or else Q would not be uniformly distributed
     return q * (signs[:, None] * (rows / columns) ** 0.5)
