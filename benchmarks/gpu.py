@@ -41,7 +41,7 @@ class Item(NamedTuple):
 
 
 LENGTHS = range(len(CHUNK.shapes))
-FAST, SLOW = "attention|graphed|fla", "memory$"
+FAST, SLOW = "attention|gated-deltanet|graphed", "titans$"
 """What trains a model in seconds a step at most, and the rest."""
 ORDER: tuple[Item, ...] = (
     Item(CHUNK, 0, "MLP"),

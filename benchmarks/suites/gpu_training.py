@@ -32,11 +32,8 @@ TOKENS = 32768
 """Of one step."""
 MODELS: dict[str, dict[str, Any]] = {
     "attention": {"block": "attention"},
-    "memory": {"rule": "omeganet", "rule_options": {"features": {"kind": "Identity"}}},
-    "linear memory": {
-        "rule": "omeganet",
-        "rule_options": {"features": {"kind": "Identity"}, "network": {"kind": "Linear"}},
-    },
+    "gated-deltanet": {"rule": "gated-deltanet"},
+    "titans": {"rule": "titans"},
 }
 
 
@@ -126,11 +123,11 @@ TRAINING = Benchmark(
     quick=(Shape(batch=1, heads=2, dim=16, time=2 * CHUNK + 5),),
     candidates=(
         ours("attention", baseline=True),
-        ours("memory", graphed=True),
+        ours("gated-deltanet"),
+        ours("titans", graphed=True),
         deltanet_of_fla(),
-        ours("linear memory", graphed=True),
-        ours("memory"),
-        ours("linear memory"),
+        ours("gated-deltanet", graphed=True),
+        ours("titans"),
     ),
     columns=(
         "shape",

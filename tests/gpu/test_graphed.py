@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from atlas_memory import NeuralMemory, set_execution
+from atlas_memory import NeuralMemory, OmegaMemory, set_execution
 from atlas_memory.forms.graphed import CALLS
 from atlas_memory.memory import RULES
 
@@ -147,6 +147,27 @@ def test_models(make, name, options):
     assert recordings(graphed)
     told = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     assert torch.equal(graphed.generate(tokens().cuda(), **told), model.generate(tokens().cuda(), **told))
+
+
+def test_the_backward_pass_is_not_recorded_under_autocast():
+    """A memory computes in float32 under autocast, and so does its backward pass, which runs outside of autocast."""
+    torch.manual_seed(0)
+    plain = OmegaMemory(32, 2, "titans", chunk_size=16).cuda()
+    graphed = copy.deepcopy(plain)
+    set_execution(graphed, graphed=True)
+    for seed in range(CALLS + 2):
+        draw = torch.Generator().manual_seed(seed)
+        qkv = [torch.randn(2, 2, 40, 32, generator=draw).cuda() for _ in "qkv"]
+        found = []
+        for memory in (plain, graphed):
+            given = [x.clone().requires_grad_() for x in qkv]
+            with torch.autocast("cuda", torch.bfloat16):
+                y, _ = memory(*given)
+            y.square().sum().backward()
+            found.append([x.grad for x in given])
+        for a, b in zip(*found, strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm()
+    assert recordings(graphed)
 
 
 def test_training_in_bfloat16(make):

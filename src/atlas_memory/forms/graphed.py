@@ -138,7 +138,13 @@ class Recording:
         def record(graph: torch.cuda.CUDAGraph) -> Any:  # while other threads may load data
             return torch.cuda.graph(graph, memory, aside, capture_error_mode="thread_local")
 
-        with torch.inference_mode(False), torch.cuda.device(device), torch.set_grad_enabled(gradients):
+        # The caller may have autocast on, outside of which backward passes run.
+        with (
+            torch.inference_mode(False),
+            torch.autocast(device.type, enabled=False),
+            torch.cuda.device(device),
+            torch.set_grad_enabled(gradients),
+        ):
             self.inputs = [x.detach().clone().requires_grad_(gradients and x.requires_grad) for x in tensors]
             aside.wait_stream(now)
             with torch.cuda.stream(aside):  # once more: what a first call on a stream sets up cannot be recorded
