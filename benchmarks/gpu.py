@@ -1,8 +1,8 @@
 """All that is measured on a GPU, in one command from the source tree: PYTHONPATH=src python -m benchmarks.gpu --out DIR
 
-The suites gpu-chunk, gpu-newton-schulz and gpu-training, most important shapes first, what is compiled last, for a GPU
-that is at hand for minutes and may lack the packages of `python -m benchmarks`. Nothing is begun after ``--minutes``;
-what fails is recorded, and the rest goes on. DIR/NAME.json is written after every shape.
+The suites gpu-chunk, gpu-newton-schulz and gpu-training, or those that are named, most important shapes first, what is
+compiled last, for a GPU that is at hand for minutes and may lack the packages of `python -m benchmarks`. Nothing is
+begun after ``--minutes``; what fails is recorded, and the rest goes on. DIR/NAME.json is written after every shape.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -58,8 +59,8 @@ ORDER: tuple[Item, ...] = (
 """Most important first; compiling takes long."""
 
 
-def main(out: Path, minutes: float, quick: bool) -> None:
-    """Measure, write and print.
+def main(out: Path, minutes: float, quick: bool, only: Sequence[str] = ()) -> None:
+    """Measure, write and print. Without names in ``only``, all suites are.
 
     Raises:
         Missing: no GPU, and not ``quick``.
@@ -68,9 +69,12 @@ def main(out: Path, minutes: float, quick: bool) -> None:
     demand_device(ON_GPU, quick)
     folder, begun = results.writable(out), time.monotonic()
     settings = Settings(repeats=1 if quick else 3, quick=quick, compile_limit=0.0 if quick else 600.0)
-    command = f"python -m benchmarks.gpu --minutes {minutes:g}{' --dry-run' if quick else ''}"
-    runs = {b.name: Run(b, settings, command, partial(print, flush=True)) for b in ON_GPU}
+    command = " ".join(["python -m benchmarks.gpu", *only, f"--minutes {minutes:g}", *["--dry-run"] * quick])
+    suites = [b for b in ON_GPU if b.name in (only or [b.name])]
+    runs = {b.name: Run(b, settings, command, partial(print, flush=True)) for b in suites}
     for item in ORDER:
+        if item.benchmark not in suites:
+            continue
         run, index, candidates = runs[item.benchmark.name], item.shape, item.candidates()
         if index >= len(item.benchmark.at(quick)):
             continue
@@ -84,11 +88,15 @@ def main(out: Path, minutes: float, quick: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    suites = {b.name for b in ON_GPU}
+    parser.add_argument("only", nargs="*", metavar="SUITE", help=f"of {', '.join(sorted(suites))}; default: all")
     parser.add_argument("--out", type=Path, required=True, help="folder for NAME.json; made if missing")
     parser.add_argument("--minutes", type=float, default=8.5, help="begin nothing after so many")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU, kernels in an interpreter")
     arguments = parser.parse_args()
+    if unknown := set(arguments.only) - suites:
+        parser.error(f"no suite is called {', '.join(sorted(unknown))}: there are {', '.join(sorted(suites))}")
     try:
-        main(arguments.out, arguments.minutes, arguments.dry_run)
+        main(arguments.out, arguments.minutes, arguments.dry_run, arguments.only)
     except (Missing, OSError, ValueError) as error:
         parser.error(str(error))

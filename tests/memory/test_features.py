@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from atlas_memory import PolynomialFeatures
 from atlas_memory.memory import Identity, Polynomial, l2_normalise
@@ -92,3 +94,23 @@ def test_bad_arguments():
         PolynomialFeatures(0)
     with pytest.raises(ValueError, match=r"sqrt_a must have shape \[3\]"):
         Polynomial(2).expand(torch.randn(2, 2), torch.ones(2))
+
+
+def test_compiled_for_other_devices_constants_are_made_there():
+    """A CUDA graph can have no copy from the CPU."""
+    graphs = []
+
+    def backend(module, _):
+        graphs.append(module)
+        return make_boxed_func(module)
+
+    x = torch.randn(5, 3, device="meta", requires_grad=True)
+    torch.compile(Polynomial(3).expand, backend=aot_autograd(fw_compiler=backend), fullgraph=True)(
+        x, torch.ones(4, device="meta")
+    ).sum().backward()
+    made = [n.meta["val"] for graph in graphs for n in graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    assert made and all(value.device.type == "meta" for value in made)
+    for name, like in itertools.product(("weights", "selection"), (torch.randn(3), torch.randn(3).double())):
+        operator = getattr(torch.ops.atlas_memory, f"constant_{name}")
+        torch.library.opcheck(operator, (3, 1, like))
+        assert operator(3, 1, like).dtype == like.dtype

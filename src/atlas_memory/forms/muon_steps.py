@@ -156,8 +156,8 @@ def _largest(x: Tensor) -> Tensor:
 
 def _power_of_two(size: Tensor) -> Tensor:
     """The factor that brings numbers of this size to about 1: a power of two, which rounds nothing, and is finite where
-    they are too small for that."""
-    return torch.ldexp(torch.ones_like(size), -torch.frexp(size)[1].clamp_min(-126))
+    they are too small for that. (In float32, since PyTorch's compiler makes no code for ``frexp`` of float64.)"""
+    return torch.ldexp(torch.ones_like(size), -torch.frexp(size.clamp(2.0**-126, 2.0**127).float())[1])
 
 
 def _scale(muon: Muon, size: Tensor) -> Tensor:

@@ -235,31 +235,44 @@ class Exponential:
 FeatureMap = Identity | Polynomial | Exponential
 
 
-def _kept(make: Callable[[int, int], Tensor]) -> Callable[[int, int, Tensor], Tensor]:
-    """``make`` with a cache, in the dtype and on the device of a third argument. A compiler makes constants of its own,
-    and is led past the cache. What a GPU needs is kept there: it would have to wait for a copy."""
-    known = lru_cache(maxsize=64)(make)
-
-    @lru_cache(maxsize=64)
-    def there(dim: int, i: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):
-            return known(dim, i).to(device, dtype)
-
-    def kept(dim: int, i: int, like: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return make(dim, i).to(like)
-        if like.device.type == "cpu" or type(like) is not Tensor:
-            return known(dim, i).to(like)
-        return there(dim, i, like.device, like.dtype)
-
-    return kept
+Constant = Callable[[int, int], Tensor]
 
 
-@_kept
+def _kept(shape: Callable[[int, int], tuple[int, ...]]) -> Callable[[Constant], Callable[[int, int, Tensor], Tensor]]:
+    """For a function of two numbers that makes a constant of this shape: the same with a cache, in the dtype and on the
+    device of a third argument.
+
+    A GPU would have to wait for a copy, and a CUDA graph cannot have one, so what it needs is kept there. A compiler
+    for a CPU is led past the cache and makes a constant of its own; for others it calls an operator of PyTorch's."""
+
+    def decorate(make: Constant) -> Callable[[int, int, Tensor], Tensor]:
+        @lru_cache(maxsize=64)
+        def there(dim: int, i: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+            with torch.inference_mode(False):  # a cached inference tensor could never be trained through
+                return make(dim, i).to(device, dtype)
+
+        @torch.library.custom_op(f"atlas_memory::constant{make.__name__}", mutates_args=())
+        def operator(dim: int, i: int, like: Tensor) -> Tensor:
+            return there(dim, i, like.device, like.dtype).clone(memory_format=torch.contiguous_format)
+
+        operator.register_fake(lambda dim, i, like: like.new_empty(shape(dim, i)))
+
+        def kept(dim: int, i: int, like: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                return make(dim, i).to(like) if like.device.type == "cpu" else operator(dim, i, like.detach())
+            if like.device.type == "cpu" or type(like) is not Tensor:
+                return there(dim, i, torch.device("cpu"), torch.float64).to(like)
+            return there(dim, i, like.device, like.dtype)
+
+        return kept
+
+    return decorate
+
+
+@_kept(lambda dim, degree: (math.comb(dim + degree - 1, degree),))
 def _weights(dim: int, degree: int) -> Tensor:
     """sqrt of the multinomial coefficient of every monomial of one degree, in lexicographic order: float64."""
-    with torch.inference_mode(False):  # a cached inference tensor could never be trained through
-        return torch.tensor(_multinomials(dim, degree), dtype=torch.float64, device="cpu").sqrt()
+    return torch.tensor(_multinomials(dim, degree), dtype=torch.float64, device="cpu").sqrt()
 
 
 def _multinomials(dim: int, degree: int) -> list[float]:
@@ -273,11 +286,10 @@ def _multinomials(dim: int, degree: int) -> list[float]:
 _multinomials._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@_kept
+@_kept(lambda dim, factor: (dim, dim * (dim + 1) // 2))
 def _selection(dim: int, factor: int) -> Tensor:
     """0/1 matrix ``[dim, dim (dim + 1) / 2]`` picking the first (0) or second (1) factor of every pair i <= j."""
-    with torch.inference_mode(False):
-        return F.one_hot(torch.triu_indices(dim, dim, device="cpu")[factor], dim).mT.float()
+    return F.one_hot(torch.triu_indices(dim, dim, device="cpu")[factor], dim).mT.double()
 
 
 class PolynomialFeatures(nn.Module):
