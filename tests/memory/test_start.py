@@ -1,11 +1,11 @@
-"""How M_0 begins: a fresh memory keeps apart what keys keep apart, and answers nothing."""
+"""How M_0 begins: a fresh memory keeps apart what keys keep apart."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from atlas_memory import RULES, OmegaMemory
-from atlas_memory.mathematics.start import back_to_key, isometry, normal, on_keys
+from atlas_memory.mathematics.start import isometry, normal, on_keys
 from atlas_memory.memory import MLP, GatedMLP, Gates, Identity, Linear, Params, Polynomial, Rule, incremental
 
 # Where the retention settles, M_0 is not W.
@@ -45,23 +45,13 @@ def test_hidden_units_of_different_keys_are_as_far_apart_as_the_keys(name, expan
     assert (others < 1.15 / DIM).all()
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("activation", ["gelu", "silu"])
-@pytest.mark.parametrize("features", [Identity(), Polynomial(1), Polynomial(2), Polynomial(3)])
-def test_a_fresh_memory_with_a_residual_answers_nearly_nothing(depth, activation, features):
-    """A key has the length 1. What is left of it is where the activation is curved."""
-    for bias in (False, True):
-        network = MLP(depth=depth, expansion=2, activation=activation, bias=bias)
-        assert fresh(Rule(features=features, network=network), keys()).norm(dim=-1).mean() < 0.35
-
-
 def test_a_matrix_memory_starts_at_zero_unless_a_layer_norm_would_see_it():
     (zero,) = RULES["deltanet"].initial_weights(heads=2, dim=3)
     (random,) = RULES["ttt-linear"].initial_weights(heads=2, dim=3)
     assert zero.count_nonzero() == 0
     assert random[..., 0].count_nonzero() == 0 and random[..., 1:].count_nonzero() == 2 * 3 * 3  # the first is the bias
     linear = Rule(features=Polynomial(2), network=Linear(residual=True))
-    assert fresh(linear, keys()).abs().max() < 1e-6
+    assert torch.equal(fresh(linear, x := keys()), x)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +67,8 @@ def test_every_retention_takes_what_a_network_begins_with(network, kind):
     assert all(w.isfinite().all() for w in state.weights)
 
 
-def test_under_a_layer_norm_without_a_residual_and_where_errors_do_not_see_it_the_last_matrix_is_random():
-    rules = [Rule(features=Identity(), network=n) for n in (MLP(norm=True), MLP(residual=False), GatedMLP())]
-    for rule in (*rules, RULES["dla"]):
+def test_the_last_matrix_of_several_is_random():
+    for rule in map(RULES.get, ("titans", "atlas", "atlas++", "dla", "ttt-mlp", "lact")):
         last = rule.initial_weights(heads=4, dim=32)[-1]
         assert abs(last.var().item() * last.shape[-1] - 1) < 0.1
 
@@ -95,12 +84,13 @@ def test_gates_without_a_constant_begin_as_isometries_of_variance_one():
 
 @pytest.mark.parametrize("expansion", [1, 4])
 def test_a_constant_opens_the_gates_of_a_fresh_gated_memory(expansion):
-    """It then answers nearly nothing, as one without gates."""
+    """Its hidden units are then nearly what its values are."""
     rule = RULES["atlas++"].vary(network={"expansion": expansion})
-    gate, _, _ = rule.initial_weights(heads=3, dim=DIM)
-    opened = rule.features.expand(keys()) @ gate.mT
+    gate, value, _ = rule.initial_weights(heads=3, dim=DIM)
+    x = rule.features.expand(keys())
+    opened, values = x @ gate.mT, x @ value.mT
     assert abs(opened.mean() - 1) < 0.01 and opened.std() < 0.2
-    assert fresh(rule, keys()).norm(dim=-1).mean() < 0.35
+    assert F.cosine_similarity(F.gelu(opened) * values, values, dim=-1).min() > 0.9
 
 
 @pytest.mark.parametrize("degree", [2, 3])
@@ -122,7 +112,6 @@ def test_an_isometry_keeps_angles():
     assert not torch.equal(q[0], q[1])
     assert abs(isometry(200, 2, 2)[:, 0, 0].mean()) < 0.2  # of either sign
     assert on_keys(q, slice(1, 6), 9).shape == (2, 12, 9)
-    assert torch.allclose(0.5 * back_to_key(q) @ q, -torch.eye(5).double(), atol=1e-5)
     assert abs(normal(4, 50, 60).var().item() * 60 - 1) < 0.1
 
 

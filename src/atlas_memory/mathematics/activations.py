@@ -14,8 +14,6 @@ from torch import Tensor
 from .functions import call
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
-MEAN_SLOPE = 0.5
-"""The mean slope of each, over numbers of which h and -h are equally likely: sigma(h) - sigma(-h) = h for both."""
 
 
 def with_slope(activation: str, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import ACTIVATIONS, MEAN_SLOPE, with_slope
+from .activations import ACTIVATIONS, with_slope
 from .functions import largest
 from .norms import NORM_EPS, Norm, layer_norm, layer_norm_vjp, squared_spectral_norm
 from .sizes import check_size
-from .start import Lift, back_to_key, isometry, lifted, normal, on_keys
+from .start import Lift, isometry, lifted, normal, on_keys
 
 Apply = Callable[[int, Tensor], Tensor]
 """A pass through one matrix: the function of (l, u) that gives W_l phi(u) where matrix l is lifted, else W_l u."""
@@ -138,9 +138,8 @@ class Ending:
         """Which matrices multiply phi(x)."""
         raise NotImplementedError
 
-    def start(self, heads: int, dim: int, phi: Lift, seen: bool) -> tuple[Tensor, ...]:
-        """A fresh M_0, one ``[heads, rows, columns]`` a matrix, for heads of ``dim``; see start.py. ``seen``: whether
-        errors depend on what the memory answers."""
+    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
+        """A fresh M_0, one ``[heads, rows, columns]`` a matrix, for heads of ``dim``; see start.py."""
         raise NotImplementedError
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
@@ -172,13 +171,12 @@ class Linear(Ending):
         """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         return ((dim, features),)
 
-    def start(self, heads: int, dim: int, phi: Lift, seen: bool) -> tuple[Tensor, ...]:
+    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
         """Zero, where the first write is the plain outer product. Under a layer norm it is random, since zero has no
-        direction; with a residual that errors see, it is what takes x back."""
+        direction."""
         if self.norm:
             return (on_keys(normal(heads, dim, dim), phi.own, phi.size),)
-        back = -torch.eye(dim) if self.residual and seen else torch.zeros(dim, dim)
-        return (on_keys(back.repeat(heads, 1, 1), phi.own, phi.size),)
+        return (torch.zeros(heads, dim, phi.size),)
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
         """The input of the only matrix, x itself."""
@@ -221,20 +219,14 @@ class MLP(Ending):
         columns = [features] + [width + self.bias] * (self.depth - 1)
         return tuple(zip(rows, columns, strict=True))
 
-    def start(self, heads: int, dim: int, phi: Lift, seen: bool) -> tuple[Tensor, ...]:
-        """Hidden units that are an isometry of x, and a last matrix that takes x back where there is a residual that
-        errors see; a random one elsewhere, and under a layer norm, which has no direction at zero. Biases are zero."""
+    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
+        """Hidden units that are an isometry of x, and a random last matrix. Biases are zero."""
         if self.depth == 1:
-            return Linear(residual=self.residual, norm=self.norm).start(heads, dim, phi, seen)
+            return Linear(residual=self.residual, norm=self.norm).start(heads, dim, phi)
         width = self.expansion * dim
-        first, hidden = lifted(heads, width, dim, phi)
-        made = [first]
-        for _ in range(self.depth - 2):
-            made.append(isometry(heads, width, width))
-            hidden = MEAN_SLOPE * made[-1] @ hidden
-        takes_back = seen and self.residual and not self.norm
-        made.append(back_to_key(hidden) if takes_back else normal(heads, dim, width))
-        return (made[0], *(F.pad(m, (0, int(self.bias))) for m in made[1:]))
+        first = lifted(heads, width, dim, phi)
+        middle = [isometry(heads, width, width) for _ in range(self.depth - 2)]
+        return (first, *(F.pad(m, (0, int(self.bias))) for m in (*middle, normal(heads, dim, width))))
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
         """x for the first matrix, then the activated outputs of the layer before, with the slopes of each."""
@@ -287,19 +279,18 @@ class GatedMLP(Ending):
         width = self.expansion * dim
         return ((width, features), (width, features), (dim, width))
 
-    def start(self, heads: int, dim: int, phi: Lift, seen: bool) -> tuple[Tensor, ...]:
+    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
         """Where phi has a constant, it opens all gates alike, and the rest is as in ``MLP``. Elsewhere, and under a
         layer norm or without a residual, gates and values are isometries of x of the variance 1 in each entry: a
         product of two small numbers is too small to be written with."""
         width = self.expansion * dim
         last = normal(heads, dim, width)
-        if not (phi.own.start and seen and self.residual) or self.norm:
+        if not (phi.own.start and self.residual) or self.norm:
             gate, value = (on_keys(isometry(heads, width, dim) * dim**0.5, phi.own, phi.size) for _ in range(2))
             return gate, value, last
         gate = on_keys(isometry(heads, width, dim) * START_GATES, phi.own, phi.size)
         gate[..., 0] = 1.0
-        value, hidden = lifted(heads, width, dim, phi)
-        return gate, value, back_to_key(hidden, float(ACTIVATIONS[self.activation](torch.ones((), device="cpu"))))
+        return gate, lifted(heads, width, dim, phi), last
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
         """x for the first two, gated values for the last; with that, slope * value and the activated gate, by which

@@ -219,7 +219,7 @@ class Rule:
             with torch.device("cpu"):  # wherever the weights will lie
                 others = float(features.squared_norm(torch.full((dim,), dim**-0.5))) - own.start - 1.0
         phi = Lift(features.size(dim), own, others)
-        return tuple(map(self.retention.start, self.network.start(heads, dim, phi, seen=not self.bias.is_linear)))
+        return tuple(map(self.retention.start, self.network.start(heads, dim, phi)))
 
 
 @dataclass(frozen=True)

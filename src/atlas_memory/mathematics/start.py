@@ -1,19 +1,13 @@
 """How M_0 begins: from what a fresh memory's matrices are made. The papers do not say how theirs begin.
 
-A fresh memory should keep apart what its keys keep apart, and answer nothing until something is written.
+A fresh memory should keep apart what its keys keep apart. What is written under one key is felt at another in
+proportion to the square of the cosine between their hidden units. Of two random keys 32 wide it is 1/32 on average,
+and as much for hidden units that are an ``isometry`` of the key. Of a normal random matrix it is twice that. On
+lifted keys, of which all have the constant 1 in common, it would be 0.2. So at the start the matrix of ``lifted``
+does not see the constant. It sees the entries of phi(x) that are x itself, and in the directions that hidden units
+have beyond the width of x, the other entries; all directions have the same share.
 
-* **Hidden units are a rotation of the key.** What is written under one key is felt at another in proportion to the
-  square of the cosine between their hidden units. Of two random keys 32 wide it is 1/32 on average, and as much for
-  hidden units that are an ``isometry`` of the key. Of a normal random matrix it is twice that. On lifted keys, of which
-  all have the constant 1 in common, it would be 0.2. So at the start the matrix of ``lifted`` does not see the
-  constant. It sees the entries of phi(x) that are x itself, and in the directions that hidden units have beyond the
-  width of x, the other entries; all directions have the same share.
-* **A memory with a residual takes the key back.** It answers x + body(x). ``back_to_key`` makes the last matrix one
-  with which body(x) is nearly -x, so that the whole is about 0, as a matrix memory is that begins at zero. A fresh
-  value is then stored as it is, and not less its key. Under the dot product, whose errors do not see what the memory
-  answers, it always is, and the last matrix stays random: `dla` then recalled more.
-
-docs/learning.md has what both are worth.
+docs/learning.md has what this is worth.
 """
 
 from __future__ import annotations
@@ -23,8 +17,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from .activations import MEAN_SLOPE
 
 
 class Lift(NamedTuple):
@@ -56,25 +48,18 @@ def on_keys(matrix: Tensor, own: slice, features: int) -> Tensor:
     return F.pad(matrix, (own.start, features - own.stop))
 
 
-def lifted(heads: int, rows: int, dim: int, phi: Lift) -> tuple[Tensor, Tensor]:
-    """The first matrix ``[heads, rows, phi.size]``, rows no fewer than dim, and what it is to x alone
-    ``[heads, rows, dim]``: an ``isometry``, shorter where other entries of phi(x) are seen too."""
+def lifted(heads: int, rows: int, dim: int, phi: Lift) -> Tensor:
+    """The first matrix ``[heads, rows, phi.size]``, rows no fewer than dim: an ``isometry`` of x, shorter where other
+    entries of phi(x) are seen too."""
     own = isometry(heads, rows, dim)
     whole, more = on_keys(own, phi.own, phi.size), phi.size - phi.own.stop
     if not more or rows == dim:
-        return whole, own
+        return whole
     other = _noise(heads, rows, more) * (dim * phi.others) ** -0.5
     other = other - own @ (own.mT @ other) * (dim / rows)  # at right angles to what x gives
-    share = (dim / rows) ** 0.5
-    whole = share * whole
+    whole = (dim / rows) ** 0.5 * whole
     whole[..., phi.own.stop :] = other
-    return whole, share * own
-
-
-def back_to_key(hidden: Tensor, slope: float = MEAN_SLOPE) -> Tensor:
-    """The last matrix ``[heads, dim, width]`` of a memory that answers about -x by it, where its hidden units
-    ``[heads, width, dim]`` are an isometry of x, but for a factor, before an activation of that ``slope``."""
-    return -hidden.mT / (slope * hidden[..., 0].square().sum(-1)[:, None, None])
+    return whole
 
 
 def _noise(*shape: int) -> Tensor:
