@@ -260,7 +260,7 @@ def _kept(shape: Callable[[int, int], tuple[int, ...]]) -> Callable[[Constant], 
         def kept(dim: int, i: int, like: Tensor) -> Tensor:
             if torch.compiler.is_compiling():
                 return make(dim, i).to(like) if like.device.type == "cpu" else operator(dim, i, like.detach())
-            if like.device.type == "cpu" or type(like) is not Tensor:
+            if type(like) is not Tensor:  # one that cannot be kept
                 return there(dim, i, torch.device("cpu"), torch.float64).to(like)
             return there(dim, i, like.device, like.dtype)
 
