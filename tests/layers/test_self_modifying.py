@@ -222,19 +222,23 @@ def test_memories_that_hardly_forget_stay_bounded_over_8192_tokens(kind):
 
 
 def test_as_printed_the_memories_fade_until_keys_are_values_and_to_start_keeps_them_apart():
+    """The mean of four layers: one draw of M_0 differs from another by a tenth."""
     for to_start in (False, True):
-        torch.manual_seed(0)
-        layer = SelfModifyingMemory(32, 2, RULES["hope"].vary(retention={"to_start": to_start}))
-        with torch.no_grad():  # an M_0 of full size, and one gate for all, as printed
-            layer.memory.initial[-1].div_(START_M_0)
-            layer.gates.bias[:] = layer.gates.bias[:, :1]
-            layer.gates.bias[0] = -math.log(3.0)
-        asked = F.normalize(torch.randn(1, 1, 50, 16), dim=-1).expand(1, 10, 50, 16)
-        with torch.inference_mode():
-            _, state = layer(torch.randn(1, 4096, 32))
-            k, v = layer.memory.retrieve(asked, state.memory)[0, 2:6].split(2)
-            apart = (k - v).norm(dim=-1).mean()
-        assert apart > 0.3 if to_start else apart < 0.01, f"to_start={to_start}: |k - v| = {apart}"
+        apart = []
+        for seed in range(4):
+            torch.manual_seed(seed)
+            layer = SelfModifyingMemory(32, 2, RULES["hope"].vary(retention={"to_start": to_start}))
+            with torch.no_grad():  # an M_0 of full size, and one gate for all, as printed
+                layer.memory.initial[-1].div_(START_M_0)
+                layer.gates.bias[:] = layer.gates.bias[:, :1]
+                layer.gates.bias[0] = -math.log(3.0)
+            asked = F.normalize(torch.randn(1, 1, 50, 16), dim=-1).expand(1, 10, 50, 16)
+            with torch.inference_mode():
+                _, state = layer(torch.randn(1, 4096, 32))
+                k, v = layer.memory.retrieve(asked, state.memory)[0, 2:6].split(2)
+                apart.append((k - v).norm(dim=-1).mean())
+        mean = sum(apart) / len(apart)
+        assert mean > 0.3 if to_start else max(apart) < 0.01, f"to_start={to_start}: |k - v| = {apart}"
 
 
 def test_writes_off_leaves_every_memory_as_it_is():

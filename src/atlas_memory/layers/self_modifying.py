@@ -49,8 +49,8 @@ from .readout import MEMORIES, GateReadout, Readout, for_all
 from .stateful import Stateful
 
 START_M_0 = 0.3
-"""The standard deviation, times sqrt(columns), with which the last matrix of each M_0 begins, in place of what takes x
-back. Queries ask for keys, which M_k makes: what it adds to x at random tells them apart."""
+"""The standard deviation, times sqrt(columns), with which the last matrix of each M_0 begins; in other layers it is 1.
+Queries ask for keys, which M_k makes: what it adds to x at random tells them apart."""
 
 
 class _Lesson(NamedTuple):
