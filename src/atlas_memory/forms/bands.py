@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..mathematics.functions import call
+
 EVERYTHING = slice(None)
 
 
@@ -37,7 +39,7 @@ def decay_matrix(factor: Tensor, rows: slice | None = None, columns: slice | Non
     products or a logarithm is not; and so is its gradient.
     """
     b = factor.shape[-1]
-    return _Decay.apply(factor, _bounds(rows, b), _bounds(columns, b))
+    return call(_Decay, factor, _bounds(rows, b), _bounds(columns, b))
 
 
 Range = tuple[int, int, int]
@@ -92,7 +94,7 @@ def _running_products(factor: Tensor, rows: slice, columns: slice) -> Tensor:
 
 def running_product(factor: Tensor) -> Tensor:
     """factor_1 * ... * factor_t for each t, ``[..., b]``."""
-    return _RunningProduct.apply(factor)
+    return call(_RunningProduct, factor)
 
 
 class _RunningProduct(torch.autograd.Function):
@@ -123,13 +125,13 @@ class _RunningProduct(torch.autograd.Function):
 def overlapping(x: Tensor, width: int, step: int) -> Tensor:
     """Stretches of ``width`` tokens that begin every ``step`` tokens: ``[..., time, dim] -> [..., n, width, dim]``,
     with time = (n - 1) step + width."""
-    return _Overlapping.apply(x, width, step)
+    return call(_Overlapping, x, width, step)
 
 
 def added(x: Tensor, step: int) -> Tensor:
     """The transpose of ``overlapping``: stretches that begin every ``step`` tokens, added where they overlap,
     ``[..., n, width, dim] -> [..., time, dim]``."""
-    return _Added.apply(x, step)
+    return call(_Added, x, step)
 
 
 class _Overlapping(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import dispatch
-from ..mathematics.functions import without_autocast
+from ..mathematics.functions import call, without_autocast
 from ..mathematics.orthogonal import COEFFICIENTS, CONVERGENT, reciprocal_or_zero
 from .gram_eigenvalues import by_eigenvalues, eigenvalues_pay, gradient_by_eigenvalues
 
@@ -105,7 +105,7 @@ def _in_blocks(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor
 def _orthogonalise(x: Tensor, steps: int) -> Tensor:
     """The iteration from X ``[n, short, long]`` on, each of norm 1."""
     for count in _between_restarts(x.shape[-2], x.shape[-1], steps):
-        x = _symmetric_product(x @ x.mT, count, COEFFICIENTS) @ x if count > 1 else _Step.apply(x)[0]
+        x = _symmetric_product(x @ x.mT, count, COEFFICIENTS) @ x if count > 1 else call(_Step, x)[0]
     return x
 
 
@@ -175,7 +175,7 @@ def _symmetric_product(gram: Tensor, steps: int, coefficients: Coefficients) -> 
     """``_product``, for symmetric matrices: with a faster backward pass."""
     if steps == 1:
         return _product(gram, steps, coefficients)
-    return _SymmetricProduct.apply(gram, steps, coefficients)[0]
+    return call(_SymmetricProduct, gram, steps, coefficients)[0]
 
 
 class _SymmetricProduct(torch.autograd.Function):
@@ -222,7 +222,7 @@ class _SymmetricProduct(torch.autograd.Function):
 
 
 def _by_eigenvalues(gram: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
-    return _ByEigenvalues.apply(gram, steps, coefficients)[0]
+    return call(_ByEigenvalues, gram, steps, coefficients)[0]
 
 
 class _ByEigenvalues(torch.autograd.Function):

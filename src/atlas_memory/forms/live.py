@@ -50,6 +50,15 @@ class Pairs(NamedTuple):
         """The last token of every block."""
         return slice(self.block - 1, None, self.block)
 
+    @property
+    def number(self) -> int:
+        """How many pairs there are, b c."""
+        return self.chunk * self.size
+
+    def upto(self, seen: int) -> Pairs:
+        """The pairs of the chunk's first tokens, up to window token ``seen`` of N."""
+        return self._replace(chunk=seen - self.spare - self.size + 1)
+
     def of(self, x: Tensor) -> Tensor:
         """Rows of pairs ``[..., b c, d]`` from rows of window tokens ``[..., N, d]``."""
         return overlapping(x[..., self.spare :, :], self.size, 1).flatten(-3, -2)

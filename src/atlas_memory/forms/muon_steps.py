@@ -17,6 +17,7 @@ from ..mathematics.gates import pick
 from ..mathematics.optimisers import Muon
 from .fast_newton_schulz import gram_polynomial, newton_schulz, saturated
 from .fast_weight import Schedule, Seen, Steps, Tokens, faded, last_momentum, scale_rows
+from .live import Pairs
 from .parts import Part
 from .spaces import StepGroup, muon_of, step_groups
 
@@ -60,7 +61,7 @@ def _feature_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
     groups, carried = _groups(part, tokens), _matrix(plan.moving.at_steps)
     taken = []  # O(S_n) of the J' steps of each group: [..., J', m, F]
     for group in groups:
-        new = _weighted(plan, tokens, group).mT @ features[..., None, : group.seen, :]
+        new = _weighted(plan, tokens, group, part.setting.pairs).mT @ features[..., None, : group.seen, :]
         sums = carried[..., group.steps, :, :] * s[..., None, :, :] + new
         taken.append(muon.direction(sums, newton_schulz, saturated))
 
@@ -90,7 +91,7 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
     parts = []  # of the J' steps of each group, which see N' tokens: cT_n, E_n [..., J', N', m], Q_n [..., J', m, m]
     for group in groups:
         upto, cut = slice(group.seen), carried[..., group.steps, :, :] / inverse[..., None, :, :]
-        weighted = _weighted(plan, tokens, group)
+        weighted = _weighted(plan, tokens, group, part.setting.pairs)
         scale = _scale(muon, torch.maximum(_largest(weighted), cut))
         cut, weighted = cut * scale, weighted * scale
         # The two cross terms are one another's transpose: one is added twice, and all made symmetric.
@@ -123,11 +124,12 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
     return Steps(read, weights)
 
 
-def _weighted(plan: Schedule, tokens: Tokens, group: StepGroup) -> Tensor:
+def _weighted(plan: Schedule, tokens: Tokens, group: StepGroup, pairs: Pairs | None) -> Tensor:
     """E_n = diag(P[n]) Delta ``[..., J', N', m]`` for the J' steps of a group and the N' window tokens they see."""
-    if plan.in_sum.shape[-1] != tokens.inputs.inputs.shape[-2]:  # of pairs
-        each = plan.in_sum[..., group.steps, :].unbind(-2)
-        return torch.stack([tokens.summed(step) for step in each], -3)[..., : group.seen, :]
+    if pairs is not None:
+        seen = pairs.upto(group.seen)
+        numbers = plan.in_sum[..., 0, group.steps, : seen.number, None]
+        return seen.fold(numbers * tokens.deltas[..., None, : seen.number, :])
     return plan.in_sum[..., 0, group.steps, : group.seen, None] * tokens.deltas[..., None, : group.seen, :]
 
 

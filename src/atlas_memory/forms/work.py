@@ -140,7 +140,7 @@ def _in_outputs(work: Work) -> Count:
     total = n * work.apply + m * m * f + (b * work.apply if work.reads else 0)
     making = n * work.write + m * m * f
     for group in step_groups(work.taken, n, b, work.rule.every, work.spaces.together or TOGETHER):
-        total += group.taken * (n * work.back + group.seen * m * (group.seen + m) + gram_cost(m, steps))
+        total += group.taken * (group.seen * m * (group.seen + m) + gram_cost(m, steps))
         total += group.taken * (b - group.first) * m * (group.seen + m) if work.reads else 0
         making += group.taken * group.seen * m * m
     return Count(True, work.reads, total, making)
@@ -153,5 +153,5 @@ def _in_features(work: Work) -> Count:
     total = 0
     for group in step_groups(work.taken, work.window, b, work.rule.every, work.spaces.together or TOGETHER):
         reading = (b - group.first) * m * f if work.reads else 0
-        total += group.taken * (work.window * work.back + group.seen * m * f + of_matrix + reading)
+        total += group.taken * (group.seen * m * f + of_matrix + reading)
     return Count(work.solves, False, total, 0)
