@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from atlas_memory import RULES, NeuralMemory, OmegaMemory
+from atlas_memory.layers.attention import FullAttention
+from atlas_memory.layers.blocks import MemoryBlock
+from atlas_memory.layers.mlp import ContinuumMLP
 from atlas_memory.memory import Exponential, Gates, l2_normalise
 
 DIM, HEADS, WINDOW, CHUNK = 12, 2, 3, 4
@@ -159,6 +162,13 @@ def test_wrong_arguments_are_named():
         NeuralMemory(8, 2, "atlass")
     with pytest.raises(ValueError, match="Window size must be an integer >= 1, got 0"):
         NeuralMemory(8, 2, window=0)
+    for eps in (0, -1.0, float("nan"), float("inf"), "1e-6", True):
+        with pytest.raises(ValueError, match="eps must be a finite number above 0, such as 1e-6, got"):
+            NeuralMemory(DIM, HEADS, eps=eps)
+        with pytest.raises(ValueError, match="eps must be a finite number above 0"):
+            ContinuumMLP(DIM, DIM, eps=eps)
+        with pytest.raises(ValueError, match="eps must be a finite number above 0"):
+            MemoryBlock(DIM, FullAttention(DIM, HEADS), DIM, eps=eps)
     with pytest.raises(ValueError, match="conv_size must be an integer >= 1"):
         NeuralMemory(8, 2, conv_size=0)
     for wrong in ({"dim": 8.0}, {"heads": True}, {"conv_size": 1.5}, {"key_lag": 1.0}, {"gate_rank": 1.5}):

@@ -62,8 +62,8 @@ HIERARCHY = {"global_chunk": 8, "local_chunks": [4], "shard": 8}
         ({"hierarchy": HIERARCHY, "block": "swa"}, "has no use in block='swa'"),
         ({"rule_options": {"optimizer": {"every": 2}}}, "optimizer"),
         ({"rule_options": {"optimiser": 3}}, "rule_options must map"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0"),
-        ({"initializer_range": "x"}, "initializer_range must be a number above 0"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a finite number above 0"),
+        ({"initializer_range": "x"}, "initializer_range must be a finite number above 0"),
         ({"hiden_size": 64}, "AtlasConfig has no argument hiden_size; it has .*hidden_size"),
     ],
 )

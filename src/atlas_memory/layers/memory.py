@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..forms.chunkwise import Reading, begin, end, read_on
 from ..mathematics.precision import kept_dtype
-from ..mathematics.sizes import check_heads
+from ..mathematics.sizes import check_eps, check_heads
 from ..mathematics.state import State
 from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
 from .convolution import ShortConvolution, check_lag
@@ -101,6 +101,7 @@ class NeuralMemory(Stateful):
         super().__init__()
         check_heads(dim, heads)
         check_lag(key_lag, conv_size)
+        check_eps(eps)
         self.dim, self.heads, self.key_lag = dim, heads, key_lag
         self.memory: OmegaMemory | HierarchicalMemory
         self.gates: GateProjection | HierarchicalGates

@@ -161,8 +161,8 @@ class AtlasConfig(PreTrainedConfig):
     def _check_numbers(self) -> None:
         for name in ("rms_norm_eps", "initializer_range"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{name} must be a number above 0, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
         for name in ("tie_word_embeddings", "use_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
