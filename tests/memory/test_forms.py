@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from atlas_memory.forms import live
+from atlas_memory.forms import fast_weight, live
 from atlas_memory.forms.spaces import Spaces
 from atlas_memory.mathematics.retention import RowNorm
 from atlas_memory.memory import (
@@ -179,6 +179,20 @@ def test_errors_of_windows_in_blocks(monkeypatch, name, block, channels):
     monkeypatch.setattr(live, "BLOCK", block)
     rule = resized(RULES[name], 3, 13)
     problem = random_problem(rule, 4, time=31, channels=channels and not isinstance(rule.optimiser, Muon))
+    gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
+    assert gap < 1e-8, where
+
+
+FADE_HOME = [name for name, rule in RULES.items() if getattr(rule.retention, "to_start", False)]
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("name", FADE_HOME)
+def test_large_memories_that_fade_to_m_0(monkeypatch, name, channels):
+    """As if the matrices were so large that a product pays for the gradient of what is left of them."""
+    monkeypatch.setattr(fast_weight, "LARGE", 0)
+    rule = resized(RULES[name], 2, 5)
+    problem = random_problem(rule, 5, time=14, channels=channels and not isinstance(rule.optimiser, Muon))
     gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
     assert gap < 1e-8, where
 

@@ -24,12 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..mathematics.functions import call, without_autocast
 from .bands import EVERYTHING
 
 
@@ -204,15 +205,48 @@ def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).view(x.shape)
 
 
+LARGE = 1 << 17
+"""How many entries the matrices of a batch have for which ``_Faded`` pays on a CPU. If there are fewer, its calls take
+longer than they save; a compiler makes one pass of PyTorch's own gradient; on a GPU it has not been measured."""
+
+
 def scale(factor: Tensor, matrix: Tensor) -> Tensor:
     """A matrix ``[..., m, F]`` times a factor ``[..., C]``: one number for each of C groups of adjoining rows."""
     return _by_row(factor, matrix) * matrix
 
 
 def faded(factor: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:
-    """The matrix of which as much is left as ``factor`` says: ``home``, or where it is None zero, plus ``scale`` of
-    what the matrix differs from that."""
-    return scale(factor, matrix) if home is None else torch.lerp(home, matrix, _by_row(factor, matrix))
+    """The matrix ``[batch, heads, m, F]`` of which as much is left as ``factor`` ``[batch, heads, C]`` says: ``home``
+    ``[heads, m, F]``, or where it is None zero, plus ``scale`` of what the matrix differs from that."""
+    if home is None:
+        return scale(factor, matrix)
+    if matrix.numel() < LARGE or matrix.is_cuda or torch.compiler.is_compiling():
+        return torch.lerp(home, matrix, _by_row(factor, matrix))
+    return call(_Faded, factor, matrix, home)
+
+
+class _Faded(torch.autograd.Function):
+    """``faded`` with its gradient. PyTorch's own of ``lerp`` makes five tensors as large as the matrices of the whole
+    batch, which took a quarter of a training step; here the sums over a matrix are products."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(factor: Tensor, matrix: Tensor, home: Tensor) -> Tensor:
+        return torch.lerp(home, matrix, _by_row(factor, matrix))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        factor, matrix, home = ctx.saved_tensors
+        to_matrix, shape = _by_row(factor, g) * g, home.shape
+        g, matrix, home = (x.unflatten(-2, (factor.shape[-1], -1)).flatten(-2) for x in (g, matrix, home))
+        to_factor = torch.einsum("bhcx, bhcx -> bhc", g, matrix) - torch.einsum("bhcx, hcx -> bhc", g, home)
+        return to_factor, to_matrix, torch.einsum("bhc, bhcx -> hcx", 1.0 - factor, g).view(shape)
 
 
 def _by_row(factor: Tensor, matrix: Tensor) -> Tensor:

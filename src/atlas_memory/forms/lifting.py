@@ -86,7 +86,7 @@ def times(f: Tensor, w: Tensor) -> Tensor:
     """W f for each of n tokens, ``[..., n, F], [..., m, F] -> [..., n, m]``; with inputs f_i in place of W, f . f_i. W
     may be one matrix for each head, ``[heads, m, F]``."""
     if w.dim() == f.dim():
-        return f @ w.mT
+        return (w @ f.mT).mT
     return torch.einsum("bhnf,hmf->bhnm", f, w)  # a product would copy W for each sequence
 
 
