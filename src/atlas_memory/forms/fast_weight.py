@@ -206,8 +206,12 @@ def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 LARGE = 1 << 17
-"""How many entries the matrices of a batch have for which ``_Faded`` pays on a CPU. If there are fewer, its calls take
-longer than they save; a compiler makes one pass of PyTorch's own gradient; on a GPU it has not been measured."""
+
+
+def large(matrix: Tensor) -> bool:
+    """Whether the matrices of a batch have so many entries on a CPU that their gradients are worth calls of our own. A
+    compiler makes one pass of PyTorch's; on a GPU it has not been measured."""
+    return matrix.numel() >= LARGE and not matrix.is_cuda and not torch.compiler.is_compiling()
 
 
 def scale(factor: Tensor, matrix: Tensor) -> Tensor:
@@ -220,9 +224,9 @@ def faded(factor: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:
     ``[heads, m, F]``, or where it is None zero, plus ``scale`` of what the matrix differs from that."""
     if home is None:
         return scale(factor, matrix)
-    if matrix.numel() < LARGE or matrix.is_cuda or torch.compiler.is_compiling():
-        return torch.lerp(home, matrix, _by_row(factor, matrix))
-    return call(_Faded, factor, matrix, home)
+    if large(matrix):
+        return call(_Faded, factor, matrix, home)
+    return torch.lerp(home, matrix, _by_row(factor, matrix))
 
 
 class _Faded(torch.autograd.Function):

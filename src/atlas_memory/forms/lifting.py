@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..mathematics.rules import Params, Rule
 from .columns import Columns
-from .fast_weight import Seen, add_product
+from .fast_weight import Seen, add_product, large
 
 Write = Callable[[Tensor, Tensor], Tensor]
 
@@ -86,7 +86,9 @@ def times(f: Tensor, w: Tensor) -> Tensor:
     """W f for each of n tokens, ``[..., n, F], [..., m, F] -> [..., n, m]``; with inputs f_i in place of W, f . f_i. W
     may be one matrix for each head, ``[heads, m, F]``."""
     if w.dim() == f.dim():
-        return (w @ f.mT).mT
+        # The same, with a gradient of W that lies by rows, as W does; but how a product of this kind is rounded depends
+        # on where its first factor lies, and so on the place of a sequence in its batch.
+        return (w @ f.mT).mT if large(w) else f @ w.mT
     return torch.einsum("bhnf,hmf->bhnm", f, w)  # a product would copy W for each sequence
 
 

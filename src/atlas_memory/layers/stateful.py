@@ -129,7 +129,8 @@ class Stateful(nn.Module):
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                # Copied: what lies in a file begins anywhere, and products of it differ in the last bit.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is no state, or was cut short: {error}") from error
         if metadata.get("format") != FORMAT:
