@@ -205,12 +205,13 @@ def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).view(x.shape)
 
 
-LARGE = 1 << 17
+LARGE = 1 << 17  # entries, of all matrices of a batch together
 
 
 def large(matrix: Tensor) -> bool:
-    """Whether the matrices of a batch have so many entries on a CPU that their gradients are worth calls of our own. A
-    compiler makes one pass of PyTorch's; on a GPU it has not been measured."""
+    """Whether matrices ``[batch, heads, m, F]`` are so large that their gradients are made by ``_Faded`` and by rows
+    (``times``). Calls take longer than they save if there are fewer entries; a compiler makes one pass of PyTorch's own
+    gradient; on a GPU it has not been measured."""
     return matrix.numel() >= LARGE and not matrix.is_cuda and not torch.compiler.is_compiling()
 
 
@@ -230,8 +231,8 @@ def faded(factor: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:
 
 
 class _Faded(torch.autograd.Function):
-    """``faded`` with its gradient. PyTorch's own of ``lerp`` makes five tensors as large as the matrices of the whole
-    batch, which took a quarter of a training step; here the sums over a matrix are products."""
+    """``faded`` with its gradient. PyTorch's own of ``lerp`` makes several tensors as large as the matrices of the
+    whole batch, which took a quarter of a training step; here the sums over a matrix are products."""
 
     generate_vmap_rule = True
 

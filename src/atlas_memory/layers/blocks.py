@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..mathematics.sizes import check_eps
+from ..mathematics.sizes import check_positive
 from .attention import FullAttention, SlidingWindowAttention
 from .context import MemoryAsContext
 from .documents import Documents, read_documents
@@ -145,7 +145,7 @@ class MemoryBlock(nn.Module):
         self, dim: int, mixer: nn.Module, hidden: int, eps: float = 1e-6, periods: Sequence[int] | None = None
     ) -> None:
         super().__init__()
-        check_eps(eps)
+        check_positive("eps", eps)
         self.mixer_norm = nn.RMSNorm(dim, eps)
         self.mixer = mixer
         self.mlp_norm = None if periods else nn.RMSNorm(dim, eps)

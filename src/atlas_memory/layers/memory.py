@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..forms.chunkwise import Reading, begin, end, read_on
 from ..mathematics.precision import kept_dtype
-from ..mathematics.sizes import check_eps, check_heads
+from ..mathematics.sizes import check_heads, check_positive
 from ..mathematics.state import State
 from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
 from .convolution import ShortConvolution, check_lag
@@ -81,8 +81,9 @@ class NeuralMemory(Stateful):
             remains is a model without test-time memory, for comparison.
 
     Raises:
-        ValueError: a width that is no multiple of ``heads``, an unknown rule, a size below 1, a ``key_lag`` that
-            the convolution does not reach, or a ``hierarchy`` that is wrong or given along with a ``chunk_size``.
+        ValueError: a width that is no multiple of ``heads``, an unknown rule, a size below 1, an ``eps`` not above 0, a
+            ``key_lag`` that the convolution does not reach, or a ``hierarchy`` that is wrong or given along with a
+            ``chunk_size``.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class NeuralMemory(Stateful):
         super().__init__()
         check_heads(dim, heads)
         check_lag(key_lag, conv_size)
-        check_eps(eps)
+        check_positive("eps", eps)
         self.dim, self.heads, self.key_lag = dim, heads, key_lag
         self.memory: OmegaMemory | HierarchicalMemory
         self.gates: GateProjection | HierarchicalGates

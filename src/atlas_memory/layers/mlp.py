@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..mathematics.sizes import check_eps, check_size
+from ..mathematics.sizes import check_positive, check_size
 
 
 class SwiGLU(nn.Module):
@@ -73,7 +73,7 @@ class ContinuumMLP(nn.Module):
         super().__init__()
         for name, value in (("dim", dim), ("hidden", hidden), *(("every entry of periods", p) for p in periods)):
             check_size(name, value)
-        check_eps(eps)
+        check_positive("eps", eps)
         self.periods = tuple(periods)
         if not self.periods:
             raise ValueError("periods is empty: give one number of steps for each level, such as (1, 4, 16)")

@@ -17,7 +17,7 @@ def check_heads(dim: Any, heads: Any) -> None:
         raise ValueError(f"dim must be a positive multiple of heads, got dim={dim} and heads={heads}")
 
 
-def check_eps(eps: Any) -> None:
-    """Raise ValueError unless ``eps``, which a norm adds to a mean square, is a finite number above 0."""
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < float("inf"):
-        raise ValueError(f"eps must be a finite number above 0, such as 1e-6, got {eps!r}")
+def check_positive(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value``, which the user calls ``name``, is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be a finite number above 0, got {value!r}")

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from ..layers.blocks import BLOCKS, check_blocks, made
 from ..layers.hierarchy import Hierarchy
 from ..layers.stateful import Stateful
-from ..mathematics.sizes import check_size
+from ..mathematics.sizes import check_positive, check_size
 from ..memory import RULES, Rule
 from .presets import PRESETS
 
@@ -160,9 +160,7 @@ class AtlasConfig(PreTrainedConfig):
 
     def _check_numbers(self) -> None:
         for name in ("rms_norm_eps", "initializer_range"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+            check_positive(name, getattr(self, name))
         for name in ("tie_word_embeddings", "use_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")

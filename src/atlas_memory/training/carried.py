@@ -118,7 +118,7 @@ class CarriedStates:
                 batches = [range(*rows) for rows in json.loads(about["rows"])]
                 # Others may be far more than fits into memory. An open file has keys() and is no mapping.
                 mine = [key for key in file.keys() if own & set(batches[int(key.split(".", 1)[0])])]  # noqa: SIM118
-                parts.append(({key: file.get_tensor(key).clone() for key in mine}, about))  # as a state's file is read
+                parts.append(({key: file.get_tensor(key) for key in mine}, about))
         self._take(parts, str(folder))
         if int(parts[0][1].get("times", 1)) == self._times:  # otherwise segments grow with the next step
             self._turn = int(parts[0][1]["lane"]) * self._accumulation
