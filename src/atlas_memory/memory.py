@@ -7,7 +7,15 @@ from .forms.fast_newton_schulz import gram_polynomial, newton_schulz
 from .forms.incremental import incremental, retrieve
 from .forms.spaces import Spaces
 from .mathematics.bias import L2, AttentionalBias, Bias, DotProduct, Huber, Lp, RobustL2
-from .mathematics.features import Exponential, FeatureMap, Identity, Polynomial, PolynomialFeatures, l2_normalise
+from .mathematics.features import (
+    Exponential,
+    FeatureMap,
+    Features,
+    Identity,
+    Polynomial,
+    PolynomialFeatures,
+    l2_normalise,
+)
 from .mathematics.gates import Gates
 from .mathematics.networks import MLP, GatedMLP, Linear, Network
 from .mathematics.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
@@ -46,6 +54,7 @@ __all__ = [
     "Exponential",
     "FDivergence",
     "FeatureMap",
+    "Features",
     "GatedMLP",
     "Gates",
     "GradientDescent",

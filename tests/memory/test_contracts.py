@@ -1,6 +1,7 @@
 """A bias, an optimiser or a retention that the forms cannot go on with is refused by name when a rule is made."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -123,6 +124,74 @@ class DeltaForgotten(Square):
 
 
 @dataclass(frozen=True)
+class Corner(Square):
+    """Quadratic up to an error, then linear, with half of the slope that it should have there."""
+
+    at: float = 5.0
+
+    def value(self, prediction, v):
+        far = (prediction - v).abs()
+        return torch.where(far <= self.at, far.square(), 2.0 * self.at * far - self.at**2).sum(-1)
+
+    def derivative(self, prediction, v):
+        e = prediction - v
+        return torch.where(e.abs() <= self.at, 2.0 * e, self.at * e.sign())
+
+
+class Detached(Square):
+    def derivative(self, prediction, v):
+        return super().derivative(prediction, v).detach()
+
+
+class Cubic(Square):
+    """Has a constant for a curvature that grows."""
+
+    def value(self, prediction, v):
+        return ((prediction - v).square() + 1e-6).pow(1.5).sum(-1)
+
+    def derivative(self, prediction, v):
+        e = prediction - v
+        return 3.0 * e * (e.square() + 1e-6).sqrt()
+
+    def curvature(self, prediction, v):
+        return torch.full_like(prediction[..., 0], 10.0)
+
+
+class Slanted(Square):
+    """Does not rest at v."""
+
+    bound = 0.0
+
+    def value(self, prediction, v):
+        return torch.nn.functional.softplus(prediction - v).sum(-1)
+
+    def derivative(self, prediction, v):
+        return (prediction - v).sigmoid()
+
+    def curvature(self, prediction, v):
+        return torch.full_like(prediction[..., 0], self.bound)
+
+
+class SlantedLittle(Slanted):
+    bound = 0.1
+
+
+class LinearInName(Square):
+    is_linear = True
+
+
+class InPlace(Square):
+    def value(self, prediction, v):
+        v *= 0.5
+        return super().value(prediction, v)
+
+
+class Drawn(Square):
+    def value(self, prediction, v):
+        return super().value(prediction, v) * torch.rand(())
+
+
+@dataclass(frozen=True)
 class Nothing(Bias):
     """No method at all."""
 
@@ -143,6 +212,14 @@ class Thawed(Bias):
         (Falling(), "Falling.curvature must be a bound on the second derivative, .* got -1"),
         (TooFlat(), "TooFlat.curvature is too small.*up to 2 times"),
         (OverTokens(), r"OverTokens.value of one sequence changes with what .* tokens are beside it.*dim=-1"),
+        (Corner(), "Corner.derivative is not the derivative of Corner.value.*first at an error of length"),
+        (Detached(), "the gradient of Detached.derivative is not the second derivative of Detached.value"),
+        (Cubic(), "Cubic.curvature is too small.*up to 23"),
+        (Slanted(), "Slanted.curvature must be a bound on the second derivative, and above 0.* got 0"),
+        (SlantedLittle(), "SlantedLittle.curvature is too small.*the second derivative is up to 1.97"),
+        (LinearInName(), "LinearInName says that it is_linear, and its derivative depends on the prediction"),
+        (InPlace(), "InPlace.value changes in place what it is given"),
+        (Drawn(), "Drawn.value returns other numbers when it is called again"),
         (Weighted(torch.ones(())), "bias Weighted must be a frozen dataclass of numbers.*weight is a Tensor"),
         (DeltaForgotten(), r"DeltaForgotten.value failed for a prediction .*\[2, 3, 5, 4\]"),
         (Nothing(), r"Nothing.value failed .* has no method value\(prediction, v\)"),
@@ -221,6 +298,72 @@ class RootOfZero(Plain):
         return (s,), rows(at.apply, g / (s.sqrt() + 1e-8))
 
 
+class Growing(Plain):
+    """Sums gradients without a weight."""
+
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + g
+        return (s,), rows(at.apply, s)
+
+
+class OfOneLength(Plain):
+    bounded = True
+
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + rows(1.0 - at.theta, g)
+        return (s,), rows(at.apply, s / (s.norm(dim=(-2, -1), keepdim=True) + 1e-6))
+
+
+class Unbounded(OfOneLength):
+    bounded = False
+
+
+class InItself(Plain):
+    kept: ClassVar[dict] = {}
+
+    def step(self, sums, weights, g, at):
+        self.kept["s"] = self.kept.get("s", 0.0) + g
+        return sums, rows(at.apply, self.kept["s"])
+
+
+@dataclass(frozen=True)
+class Assigns(Plain):
+    def step(self, sums, weights, g, at):
+        self.s = g
+        return sums, rows(at.apply, g)
+
+
+class SumsInPlace(Plain):
+    def step(self, sums, weights, g, at):
+        s = sums[0].mul_(at.theta[..., None, None]).add_(g)
+        return (s,), rows(at.apply, s)
+
+
+class RatesOverTheBatch(Plain):
+    def rates(self, theta, eta, size, every, chunk):
+        return super().rates(theta, eta / size.mean(), None, every, chunk)
+
+
+class TurnsOverTheBatch(Plain):
+    def turn(self, sums):
+        return tuple(s - s.mean(0) for s in sums)
+
+
+class ShownOverTheBatch(Plain):
+    def shown(self, sums, weights, stepped):
+        return weights - weights.mean(0)
+
+
+class ShownByOne(Plain):
+    def shown(self, sums, weights, stepped):
+        return weights if stepped else weights - sums[0]
+
+
+class WrittenOverTheBatch(Plain):
+    def written(self, sums, weights, frozen):
+        return weights - frozen.mean(0)
+
+
 class OverTheBatch(Plain):
     def step(self, sums, weights, g, at):
         s = rows(at.theta, sums[0]) + g
@@ -256,6 +399,14 @@ class NoStep(InnerOptimiser):
         (BareWrite(), r"BareWrite.step failed for .*gates \[2, 3, 4\]"),
         (Summed(), r"Summed.step: the step must be shaped as g, .*here \[2, 3, 8, 7\]; got shape \[2, 3, 8\]"),
         (OverTheBatch(), r"OverTheBatch.step of one sequence changes .*dim=\(-2, -1\)"),
+        (InItself(), "InItself.step returns other numbers when it is called again.*returns in sums"),
+        (Assigns(), r"Assigns.step failed .*cannot assign to field.*returns in sums \(has_momentum = True\)"),
+        (SumsInPlace(), r"SumsInPlace.step changes in place .*w.mul_"),
+        (RatesOverTheBatch(), "RatesOverTheBatch.rates: apply of one sequence changes"),
+        (TurnsOverTheBatch(), "TurnsOverTheBatch.turn of one sequence changes"),
+        (ShownOverTheBatch(), "ShownOverTheBatch.shown of one sequence changes"),
+        (ShownByOne(), r"ShownByOne.shown failed for stepped=tensor.*\(pick of gates.py takes both\)"),
+        (WrittenOverTheBatch(), "WrittenOverTheBatch.written of one sequence changes"),
         (Every(0), "Every every must be an integer >= 1, got 0"),
         (Every(2.0), "Every every must be an integer >= 1, got 2.0"),
         (NoStep(), r"NoStep.step failed .*NoStep has no method step\(sums, weights, g, at\)"),
@@ -266,6 +417,20 @@ class NoStep(InnerOptimiser):
 def test_an_optimiser(optimiser, message):
     with pytest.raises(ValueError, match=message):
         replace(RULES["titans"], optimiser=optimiser)
+
+
+def test_long_steps_are_warned_of(recwarn):
+    """Whether sums grow, or steps have a length of their own; what says that it is not bounded may be as long as it
+    likes."""
+    with pytest.warns(
+        UserWarning, match=r"Growing.step is [\d.]+ times as long as s g .*\(1 - theta\) g in place of g"
+    ):
+        replace(RULES["titans"], optimiser=Growing())
+    with pytest.warns(UserWarning, match=r"OfOneLength.step is .* with entries of about 0.01"):
+        replace(RULES["titans"], optimiser=OfOneLength())
+    recwarn.clear()
+    replace(RULES["titans"], optimiser=Unbounded())
+    assert not recwarn
 
 
 @dataclass(frozen=True)
@@ -298,10 +463,51 @@ class Linearly(LinearRetention):
         return new if self.kind == "alone" else Kept(new, new, None)
 
 
+def kept(w):
+    return Kept(w, w, None)
+
+
+class Adds(Linearly):
+    def keep(self, old, step, alpha, first, last):
+        return kept(rows(alpha, old.weights) + step)
+
+
+class Drops(Linearly):
+    def keep(self, old, step, alpha, first, last):
+        return kept(rows(alpha, old.weights))
+
+
+class OfTitans(Linearly):
+    def keep(self, old, step, alpha, first, last):
+        return kept(rows(1.0 - alpha, old.weights) - step)
+
+
+class AtTheFirst(Linearly):
+    def keep(self, old, step, alpha, first, last):
+        w = old.weights - old.weights.mean(0) if first is True else old.weights
+        return kept(rows(alpha, w) - step)
+
+
+class IfFirst(Linearly):
+    def keep(self, old, step, alpha, first, last):
+        return kept((2.0 if first else 1.0) * rows(alpha, old.weights) - step)
+
+
+class WorksInPlace(Linearly):
+    def keep(self, old, step, alpha, first, last):
+        return kept(old.weights.mul_(0.9).sub_(step))
+
+
 @pytest.mark.parametrize(
     "retention,message",
     [
-        (AmongHeads(), r"AmongHeads.keep of one sequence changes .*dim=\(-2, -1\)"),
+        (Adds(), "Adds.keep does not go down along the step"),
+        (Drops(), "Drops.keep does not go down along the step"),
+        (OfTitans(), "OfTitans.keep keeps less where alpha is larger.*Titans' letter"),
+        (AtTheFirst(), "AtTheFirst.keep: weights of one sequence changes"),
+        (IfFirst(), r"IfFirst.keep failed for .*first=tensor.*pick of gates.py takes both"),
+        (WorksInPlace(), "WorksInPlace.keep changes in place what it is given.*caller's state"),
+        (AmongHeads(), r"AmongHeads.keep: weights of one sequence changes .*dim=\(-2, -1\)"),
         (Linearly("bare"), r"Linearly.keep failed for .*alpha \[2, 3, 4\] \(rows\(alpha, matrix\) multiplies them\)"),
         (Linearly("alone"), r"Linearly.keep must return Kept\(.* got a Tensor$"),
         (NoSettle(), r"NoSettle.begin failed .*NoSettle has no method settle\(a, frozen, initial\)"),

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from atlas_memory import RULES, OmegaMemory
-from atlas_memory.mathematics.start import isometry, normal, on_keys
+from atlas_memory.mathematics.start import Lift, isometry, normal, on_keys
 from atlas_memory.memory import MLP, GatedMLP, Gates, Identity, Linear, Params, Polynomial, Rule, incremental
 
 # Where the retention settles, M_0 is not W.
@@ -111,7 +111,7 @@ def test_an_isometry_keeps_angles():
     assert torch.allclose(q.mT @ q, torch.eye(5).double() * 12 / 5, atol=1e-5)
     assert not torch.equal(q[0], q[1])
     assert abs(isometry(200, 2, 2)[:, 0, 0].mean()) < 0.2  # of either sign
-    assert on_keys(q, slice(1, 6), 9).shape == (2, 12, 9)
+    assert on_keys(q, Lift(9, slice(1, 6), 1.0)).shape == (2, 12, 9)
     assert abs(normal(4, 50, 60).var().item() * 60 - 1) < 0.1
 
 

@@ -3,7 +3,7 @@
 A bias is a function of the prediction M(phi(k)) and the value v alone; e = M(phi(k)) - v is the error. ``Bias`` says
 which three methods it has. Their results and the gradients of these must be finite where the error is zero: padding has
 no error, and one number there that is not finite would spoil a whole chunk. So |e| is smoothed (``SMOOTH``) in the
-biases here. A bias of your own is tried for all of this when a rule is made with it (contracts.py).
+biases here. A bias of your own is tried for all of this when a rule is made with it (contracts/bias.py).
 """
 
 from __future__ import annotations

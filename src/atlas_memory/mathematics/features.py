@@ -1,9 +1,9 @@
 """Feature maps phi: what the memory's first matrices see instead of the raw key or query.
 
-ATLAS, section 3.1 and Eq. 5. A feature map has two methods that agree by construction: ``expand(x)`` gives phi(x)
-itself, ``kernel(x, y)`` gives phi(x) . phi(y) without forming phi. The chunkwise form uses the kernel inside a chunk,
-so its cost there does not depend on the length of phi(x). ``sqrt_a`` are coefficients that an outer model may learn;
-only ``Polynomial`` has them.
+ATLAS, section 3.1 and Eq. 5. Two methods of a feature map agree: ``expand(x)`` gives phi(x) itself, ``kernel(x, y)``
+gives phi(x) . phi(y), which may be known without forming phi. The chunkwise form uses the kernel inside a chunk, so its
+cost there does not depend on the length of phi(x). ``sqrt_a`` are coefficients that an outer model may learn; only
+``Polynomial`` has them. A map of your own is tried when a rule is made with it (contracts/features.py).
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class _Normalise(torch.autograd.Function):
         return (-along * y if g is None else g - along * y) * inverse, None
 
 
-class WithEntries:
-    """What those feature maps share whose phi(x) is a vector of known length."""
+class Features:
+    """What feature maps share. One of your own is a frozen dataclass with ``size`` and ``expand``, for x of any width;
+    the other methods are right as they are here, and those of the library's maps are faster."""
 
     endless = False
     """Whether phi(x) has infinitely many entries and is known by its kernel only. A matrix that multiplies it is then
@@ -63,9 +64,30 @@ class WithEntries:
     horizon: int | None = None
     """Of an endless map: after how many tokens a key is forgotten; None: never."""
 
+    def size(self, dim: int) -> int:
+        """Length of phi(x) for x of length ``dim``."""
+        raise NotImplementedError(f"{type(self).__name__} has no method size(dim)")
+
     def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """phi(x): ``[..., dim] -> [..., size(dim)]``."""
-        raise NotImplementedError
+        """phi(x): ``[..., dim] -> [..., size(dim)]``, finite where x is zero, and so its gradient."""
+        raise NotImplementedError(f"{type(self).__name__} has no method expand(x, sqrt_a=None)")
+
+    def own(self, dim: int) -> slice:
+        """Which entries of phi(x) are x itself, in a fresh layer; only ones may stand before them. A fresh memory sees
+        these (start.py). None, unless a map says otherwise: then it sees all entries by a random matrix."""
+        return slice(0, 0)
+
+    def initial_sqrt_a(self) -> Tensor | None:
+        """The learnable degree coefficients; none here."""
+        return None
+
+    def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """phi(x_i) . phi(y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``."""
+        return self.expand(x, sqrt_a) @ self.expand(y, sqrt_a).mT
+
+    def squared_norm(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
+        """|phi(x)|^2: ``[..., dim] -> [...]``."""
+        return self.expand(x, sqrt_a).square().sum(-1)
 
     def columns(self, x: Tensor, keys: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
         """The numbers by which the columns of a matrix are multiplied: phi(x) ``[..., size(dim)]``, whatever ``keys``
@@ -78,7 +100,7 @@ class WithEntries:
 
 
 @dataclass(frozen=True)
-class Identity(WithEntries):
+class Identity(Features):
     """phi(x) = x."""
 
     def size(self, dim: int) -> int:
@@ -88,10 +110,6 @@ class Identity(WithEntries):
     def own(self, dim: int) -> slice:
         """Which entries of phi(x) are x itself: all."""
         return slice(0, dim)
-
-    def initial_sqrt_a(self) -> Tensor | None:
-        """The learnable degree coefficients; none here."""
-        return None
 
     def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
         """phi(x): ``[..., dim] -> [..., size(dim)]``."""
@@ -107,7 +125,7 @@ class Identity(WithEntries):
 
 
 @dataclass(frozen=True)
-class Polynomial(WithEntries):
+class Polynomial(Features):
     """All monomials of degree <= ``degree``, weighted so that phi(x).phi(y) = sum_j a_j (x.y)^j  (ATLAS Eq. 5).
 
     Each distinct monomial of degree j carries sqrt(multinomial coefficient) and sqrt(a_j); the bare monomials the paper
@@ -180,7 +198,7 @@ class Polynomial(WithEntries):
 
 
 @dataclass(frozen=True)
-class Exponential:
+class Exponential(Features):
     """phi(x).phi(y) = exp(x.y): phi* of ATLAS Eqs. 22-23, all monomials of all degrees, each weighted as in Polynomial.
 
     phi*(x) has infinitely many entries and exists as a kernel only. A matrix W that multiplies it is held as attention
@@ -202,17 +220,9 @@ class Exponential:
         """Columns before the first token: those of M_0."""
         return dim
 
-    def expansion_cost(self, dim: int) -> int:
-        """There is no phi(x) to make."""
-        return 0
-
     def own(self, dim: int) -> slice:
         """Which columns of M_0 multiply x: all."""
         return slice(0, dim)
-
-    def initial_sqrt_a(self) -> Tensor | None:
-        """The learnable degree coefficients; none here."""
-        return None
 
     def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
         """Refused: phi*(x) has no end."""

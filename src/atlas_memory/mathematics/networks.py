@@ -175,7 +175,7 @@ class Linear(Ending):
         """Zero, where the first write is the plain outer product. Under a layer norm it is random, since zero has no
         direction."""
         if self.norm:
-            return (on_keys(normal(heads, dim, dim), phi.own, phi.size),)
+            return (on_keys(normal(heads, dim, dim), phi),)
         return (torch.zeros(heads, dim, phi.size),)
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
@@ -286,9 +286,9 @@ class GatedMLP(Ending):
         width = self.expansion * dim
         last = normal(heads, dim, width)
         if not (phi.own.start and self.residual) or self.norm:
-            gate, value = (on_keys(isometry(heads, width, dim) * dim**0.5, phi.own, phi.size) for _ in range(2))
+            gate, value = (on_keys(isometry(heads, width, dim) * dim**0.5, phi) for _ in range(2))
             return gate, value, last
-        gate = on_keys(isometry(heads, width, dim) * START_GATES, phi.own, phi.size)
+        gate = on_keys(isometry(heads, width, dim) * START_GATES, phi)
         gate[..., 0] = 1.0
         return gate, lifted(heads, width, dim, phi), last
 

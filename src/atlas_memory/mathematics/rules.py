@@ -47,7 +47,8 @@ KINDS: dict[str, tuple[type, ...]] = {
 is added by ``KINDS["optimiser"] += (Mine,)``."""
 
 OURS = dict(KINDS)
-"""The library's own kinds. Others are tried when a rule is made with them (contracts.py)."""
+"""The library's own kinds. A choice of another kind on an axis of ``TRIED`` is tried when a rule is made with it
+(contracts/)."""
 
 
 def _check_kind_of_value(name: str, value: Any, present: Any) -> None:
@@ -64,8 +65,8 @@ class Rule:
     """How keys are lifted, what learns, what it minimises, what it keeps, how it steps, and over which window.
 
     Raises:
-        ValueError: a part that is no instance of a dataclass, parts that do not go together, or a bias, an optimiser or
-            a retention of your own that the forms cannot go on with (contracts.py).
+        ValueError: a part that is no instance of a dataclass, parts that do not go together, or a feature map, a bias,
+            an optimiser or a retention of your own that the forms cannot go on with (contracts/).
     """
 
     features: FeatureMap = field(default_factory=Polynomial)
@@ -217,7 +218,8 @@ class Rule:
         others = 0.0
         if own.stop < features.size(dim):
             with torch.device("cpu"):  # wherever the weights will lie
-                others = float(features.squared_norm(torch.full((dim,), dim**-0.5))) - own.start - 1.0
+                others = float(features.squared_norm(torch.full((dim,), dim**-0.5)))
+            others -= own.start + 1.0 if own.start < own.stop else 0.0
         phi = Lift(features.size(dim), own, others)
         return tuple(map(self.retention.start, self.network.start(heads, dim, phi)))
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 
 class Lift(NamedTuple):
-    """phi as a fresh memory meets it: its length ``size``; which of its entries are x itself; and the squared length of
-    all after those, for an x of unit length."""
+    """phi as a fresh memory meets it: its length ``size``; which of its entries are x itself, if any; and the squared
+    length of all after those, for an x of unit length."""
 
     size: int
     own: slice
@@ -42,18 +42,21 @@ def isometry(heads: int, rows: int, columns: int) -> Tensor:
     return q * (signs[:, None] * (rows / columns) ** 0.5)
 
 
-def on_keys(matrix: Tensor, own: slice, features: int) -> Tensor:
-    """The matrix ``[heads, rows, dim]`` for keys x as one ``[heads, rows, features]`` for phi(x), of which the entries
-    ``own`` are x; the columns of the others are zero."""
-    return F.pad(matrix, (own.start, features - own.stop))
+def on_keys(matrix: Tensor, phi: Lift) -> Tensor:
+    """The matrix ``[heads, rows, dim]`` for keys x as one ``[heads, rows, phi.size]`` for phi(x): the columns of
+    entries that are not x are zero. Where x is not among the entries, all have random columns, and what comes out is as
+    long."""
+    if phi.own.start < phi.own.stop:
+        return F.pad(matrix, (phi.own.start, phi.size - phi.own.stop))
+    return _noise(*matrix.shape[:2], phi.size) * (matrix.square().mean() / phi.others).sqrt()
 
 
 def lifted(heads: int, rows: int, dim: int, phi: Lift) -> Tensor:
     """The first matrix ``[heads, rows, phi.size]``, rows no fewer than dim: an ``isometry`` of x, shorter where other
     entries of phi(x) are seen too."""
     own = isometry(heads, rows, dim)
-    whole, more = on_keys(own, phi.own, phi.size), phi.size - phi.own.stop
-    if not more or rows == dim:
+    whole, more = on_keys(own, phi), phi.size - phi.own.stop
+    if not more or rows == dim or phi.own.start == phi.own.stop:
         return whole
     other = _noise(heads, rows, more) * (dim * phi.others) ** -0.5
     other = other - own @ (own.mT @ other) * (dim / rows)  # at right angles to what x gives

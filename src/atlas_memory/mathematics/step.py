@@ -112,7 +112,7 @@ class InnerOptimiser:
     sum, and it has ``rates`` of its own where the step size s_t belongs in front of the gradient and not in front of
     the step that is made. ``recurrent`` and ``incremental`` call these methods and nothing else. ``chunkwise`` calls
     them token by token, unless forms/counterparts.py has a fast form of the class. When a rule is made with a new
-    optimiser, it is tried on a few numbers, and refused by its name if it does not fit (contracts.py).
+    optimiser, it is tried on a few numbers, and refused by its name if it does not fit (contracts/optimiser.py).
 
     ``bounded``, ``live`` and ``every`` can be fields of the dataclass. Only where a class declares them as fields, with
     their types, can a rule change them (``Rule.vary``).

@@ -1,0 +1,79 @@
+"""What the forms require of a retention."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..retention import AnyRetention, Kept, Old
+from .trying import BATCH, COLUMNS, DIM, HEADS, MATRIX, ROWS, apart, call, check_apart, check_shape, last, numbers
+
+PLACES = ((False, True), (True, False), (False, False), (torch.tensor([True, False]), torch.tensor([False, True])))
+"""Whether a token is the first and the last of its chunk: bools, or one for each sequence."""
+
+
+@lru_cache(maxsize=256)
+def try_retention(retention: Any) -> None:
+    """Check the memory with which a retention begins, and what it keeps of one."""
+    shape = (HEADS, ROWS, COLUMNS)
+    with apart():
+        initial = call(retention, "start", f"a matrix {list(shape)}", numbers(*shape))
+        begun = call(retention, "begin", f"M_0 {list(shape)}", initial)
+        home = call(retention, "home", f"M_0 {list(shape)}", initial)
+        weights, dual = torch.stack([begun[0], 1.1 * begun[0]]), None if begun[1] is None else 1.1 * begun[1]
+        dual = None if dual is None else torch.stack([dual, 0.9 * dual])
+        check_shape(retention, "settle(a, frozen, initial)", weights, MATRIX, "shaped as a, [..., rows, columns]")
+        old, step = Old(weights, weights, dual, initial, *home), 0.1 * numbers(*MATRIX, frequency=0.7)
+        w, w_home, a_home = last(weights), *(None if m is None else m[1:] for m in home)
+        one = Old(w, w, None if dual is None else last(dual), initial[1:], w_home, a_home)
+        for gates in ([BATCH, HEADS], [BATCH, HEADS, DIM]):
+            alpha = 0.5 + 0.4 * numbers(*gates)
+            for first, final in PLACES:
+                kept = _keep(retention, old, step, alpha, first, final)
+                ends = (x if isinstance(x, bool) else x[1:] for x in (first, final))
+                alone = retention.keep(one, last(step), last(alpha), *ends)
+                for part, a, b in zip(kept._fields, alone, kept, strict=True):
+                    if b is not None:
+                        check_apart(retention, f"keep: {part}", a, last(b))
+        if not retention.settles:
+            _check_directions(retention, old, step)
+
+
+def _keep(
+    retention: AnyRetention, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, final: Tensor | bool
+) -> Kept:
+    name = type(retention).__name__
+    by_row = "" if isinstance(first, bool) else ", one for each sequence (pick of gates.py takes both)"
+    given = (
+        f"matrices {list(MATRIX)}, alpha {list(alpha.shape)} (rows(alpha, matrix) multiplies them), "
+        f"first={first!r} and last={final!r}{by_row}"
+    )
+    kept = call(retention, "keep", given, old, step, alpha, first, final)
+    if not isinstance(kept, Kept) or (kept.dual is None) == retention.settles:
+        raise ValueError(
+            f"{name}.keep must return Kept(weights, settled, dual), dual None unless `settles`, got a "
+            f"{type(kept).__name__}"
+        )
+    for part, found in zip(kept._fields, kept, strict=True):
+        if found is not None:
+            check_shape(retention, f"keep: {part}", found, MATRIX, "shaped as W, [..., rows, columns]")
+    return kept
+
+
+def _check_directions(retention: Any, old: Old, step: Tensor) -> None:
+    """Check that what is kept goes down along the step, and is no less the memory before where alpha is larger."""
+    name, nothing = type(retention).__name__, torch.zeros_like(step)
+    more, less = (step.new_full((BATCH, HEADS), alpha) for alpha in (1.0, 0.1))
+    all_kept, some_kept = (retention.keep(old, nothing, alpha, False, True).weights for alpha in (more, less))
+    after = retention.keep(old, step, more, False, True).weights
+    if (((after - all_kept) * step).sum((-2, -1)) >= 0.0).any():
+        raise ValueError(f"{name}.keep does not go down along the step, which is to be subtracted: W - step")
+    far, near = ((w - old.weights).norm() for w in (some_kept, all_kept))
+    if near > far * (1.0 + 1e-9):
+        raise ValueError(
+            f"{name}.keep keeps less where alpha is larger: alpha is the share of the old memory that is kept, 1 all "
+            "of it (Titans' letter is the share that is forgotten)"
+        )
