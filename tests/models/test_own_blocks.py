@@ -124,6 +124,132 @@ def test_when_it_first_answers(register, kind, message, training):
         model().train(training)(input_ids=torch.randint(258, (2, 6)))
 
 
+class Forgets(Before):
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        return super().forward(x)
+
+
+class InItself(Before):
+    kept: Any = None
+
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        y, self.kept = super().forward(x, None if state is None else self.kept)
+        return y, self.kept
+
+
+class Draws(Before):
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        return super().forward(x + torch.rand(()), state)
+
+
+class InPlace(Before):
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        y, after = super().forward(x, state)
+        y = y.clone()
+        if state is not None and x.shape[1]:
+            state.x.copy_(x[:, -1:])
+        return y, after
+
+
+class Future(Before):
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        y, after = super().forward(x, state)
+        return y.flip(1), after
+
+
+class RowsMeet(Before):
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        return super().forward(x - x.mean(0), state)
+
+
+class Zero(Before):
+    """Begins with zero, and forgets."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.gain = torch.nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        y, after = super().forward(x)
+        return self.gain * y, after
+
+
+@pytest.mark.parametrize(
+    "kind,message",
+    [
+        (Forgets, "Forgets answers otherwise when it reads 6 tokens in 3 calls than in one"),
+        (InItself, "InItself answers otherwise when it reads 6 tokens in 3 calls.*keep nothing in itself"),
+        (Draws, "Draws answers otherwise when it is called again: it must draw nothing in eval mode"),
+        (InPlace, "InPlace changes in place the state that it is given"),
+        (Future, "Future .*(sees the future|in 3 calls)"),
+        (RowsMeet, "RowsMeet answers a row otherwise when other rows are beside it"),
+        (Zero, "Zero answers otherwise when it reads 6 tokens in 3 calls than in one"),
+    ],
+)
+def test_what_it_computes_when_the_model_is_made(register, kind, message):
+    register(Mixer(kind, memory=False, window=False))
+    with pytest.raises(ValueError, match=message):
+        model()
+
+
+def test_one_that_knows_no_padding_is_warned_of(register):
+    register(Mixer(Before, memory=False, window=False))
+    with pytest.warns(UserWarning, match="Before does not answer as if padding, .*Stateful.read_real"):
+        model()
+
+
+class OnlyElsewhere(Before):
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        raise RuntimeError("no GPU here")
+
+
+def test_one_that_cannot_run_here_is_made(register):
+    register(Mixer(OnlyElsewhere, memory=False, window=False))
+    net = model()
+    with pytest.raises(RuntimeError, match="no GPU here"):
+        net(input_ids=torch.randint(258, (2, 6)))
+
+
+class Fixed(Stateful):
+    """Weights tokens by fixed numbers that are not saved; a branch begins at zero."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.dim, self.out = dim, torch.nn.Linear(dim, dim)
+        self.register_buffer("scale", self.numbers(), persistent=False)
+        self.reset_parameters()
+
+    def numbers(self) -> torch.Tensor:
+        return torch.linspace(0.5, 1.5, self.dim)
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.eye_(self.out.weight)
+        torch.nn.init.zeros_(self.out.bias)
+
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        x = x if mask is None else x * mask[..., None]
+        return self.out(self.scale * x), Last(x.new_zeros(len(x), 1))
+
+
+class Drawn(Fixed):
+    def numbers(self) -> torch.Tensor:
+        return torch.rand(self.dim)
+
+
+def test_buffers_that_are_not_saved_and_weights_that_begin_otherwise(register, tmp_path):
+    register(Mixer(Fixed, memory=False, window=False))
+    net = model().eval()
+    mixer = net.get_submodule("model.layers.0.mixer")
+    assert torch.equal(mixer.out.weight, torch.eye(8)) and not mixer.out.bias.any()
+    net.save_pretrained(tmp_path)
+    loaded, ids = AtlasForCausalLM.from_pretrained(tmp_path).eval(), torch.randint(258, (2, 6))
+    assert torch.equal(loaded.get_submodule("model.layers.0.mixer").scale, mixer.scale)
+    assert torch.equal(loaded(input_ids=ids).logits, net(input_ids=ids).logits)
+    register(Mixer(Drawn, memory=False, window=False))
+    with pytest.raises(ValueError, match=r"the buffer scale is drawn at random and not saved.*persistent=True"):
+        model()
+
+
 def test_what_is_not_registered_says_how_it_is():
     with pytest.raises(ValueError, match=r"block='mine' is unknown; .*BLOCKS\['mine'\] = Mixer\(...\)"):
         AtlasConfig(block="mine")

@@ -23,6 +23,7 @@ from .mlp import ContinuumMLP, SwiGLU
 from .persistent import PersistentTokens, WithPersistentTokens
 from .self_modifying import SelfModifyingMemory
 from .stateful import Stateful
+from .trial import try_mixer
 
 
 def memory_alone(dim: int, heads: int, *, persistent_tokens: int = 0, **memory: Any) -> nn.Module:
@@ -88,6 +89,10 @@ BLOCKS: dict[str, Mixer] = {
 }
 
 
+_TRIED: set[tuple[Mixer, int, int, str]] = set()
+"""The mixers from outside that have been tried, with their width, heads and options."""
+
+
 def check_blocks() -> None:
     """Raise ValueError unless every entry of `BLOCKS` is a `Mixer`."""
     for name, kind in BLOCKS.items():
@@ -102,7 +107,7 @@ def made(name: str, dim: int, heads: int, **options: Any) -> Stateful:
     """The mixer of that name for tokens of width `dim`, as `BLOCKS` makes it.
 
     Raises:
-        ValueError: It refuses the options, or what is made is no mixer.
+        ValueError: It refuses the options, or what is made is no mixer, or none that a model can use (trial.py).
     """
     kind = BLOCKS[name]
     try:
@@ -127,6 +132,13 @@ def made(name: str, dim: int, heads: int, **options: Any) -> Stateful:
         ) from error
     if getattr(mixer, "dim", None) != dim:
         raise ValueError(f"{what} must set self.dim to the width that it is made for, {dim}")
+    tried = kind, dim, heads, repr(options)
+    if (
+        type(mixer).__module__.partition(".")[0] != __name__.partition(".")[0]
+        and tried not in _TRIED
+        and try_mixer(mixer)
+    ):
+        _TRIED.add(tried)
     return mixer
 
 

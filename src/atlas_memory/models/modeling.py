@@ -48,6 +48,8 @@ class AtlasPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, MemoryBlock):
+            _refill(module.mixer, cast(AtlasConfig, self.config))
         if not _initialises_itself(module):
             super()._init_weights(module)
             return
@@ -61,8 +63,27 @@ class AtlasPreTrainedModel(PreTrainedModel):
 
 
 def _initialises_itself(module: nn.Module) -> bool:
-    """Whether it is one of the memory's modules, which know how their weights begin."""
-    return type(module).__module__.startswith("atlas_memory.") and hasattr(module, "reset_parameters")
+    """Whether it knows how its weights begin: one of the memory's modules, or of a block from outside."""
+    own = getattr(type(module), "reset_parameters", None)
+    return own is not None and own.__module__.partition(".")[0] not in ("torch", "transformers")
+
+
+def _refill(mixer: nn.Module, config: AtlasConfig) -> None:
+    """Fill buffers that a mixer from outside does not save with what they begin with. While a checkpoint is read, they
+    hold anything."""
+    saved = mixer.state_dict()
+    if not (held := {name: buffer for name, buffer in mixer.named_buffers() if name not in saved}):
+        return
+    with torch.device("cpu"), torch.random.fork_rng([]):
+        fresh, again = config.mixer(), config.mixer()
+    for name, buffer in held.items():
+        begins = fresh.get_buffer(name)
+        if not torch.equal(begins, again.get_buffer(name)):
+            raise ValueError(
+                f"block={config.block!r}: the buffer {name} is drawn at random and not saved with the model, which "
+                "would compute with other numbers when it is loaded: register_buffer(..., persistent=True)"
+            )
+        buffer.copy_(begins)
 
 
 class AtlasModel(AtlasPreTrainedModel):
