@@ -192,9 +192,13 @@ def test_what_it_computes_when_the_model_is_made(register, kind, message):
         model()
 
 
+class KnowsNoPadding(Before):
+    pass
+
+
 def test_one_that_knows_no_padding_is_warned_of(register):
-    register(Mixer(Before, memory=False, window=False))
-    with pytest.warns(UserWarning, match="Before does not answer as if padding, .*Stateful.read_real"):
+    register(Mixer(KnowsNoPadding, memory=False, window=False))
+    with pytest.warns(UserWarning, match="KnowsNoPadding does not answer as if padding, .*Stateful.read_real"):
         model()
 
 
