@@ -1,6 +1,7 @@
 """Runs that end before their last step: by what are no numbers, by a signal, by the clock; and those made longer."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from transformers import TrainerCallback
 from atlas_memory.cli import main
 from atlas_memory.training import callbacks, trainer
 from atlas_memory.training.checkpoints import newest_checkpoint
+from atlas_memory.training.finite import check_finite
 from atlas_memory.training.logs import line, read_log
 from atlas_memory.training.trainer import train
 from tests.training.small import overrides, settings
@@ -40,6 +42,11 @@ def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path) -> None:
     assert f"model.init_from={checkpoint} begins with" in str(caught.value)
     assert newest_checkpoint(tmp_path / "run") == checkpoint
     assert [entry["step"] for entry in no_nan(tmp_path / "run")] == [1]
+
+
+def test_before_any_step_the_learning_rate_is_not_blamed(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"the norm of the gradient is inf at step 1, before any weight has changed"):
+        check_finite(1, tmp_path, 1.0, math.inf)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path) -> None:

@@ -139,8 +139,9 @@ class Huber(Bias):
     """Quadratic for errors up to delta_t, linear beyond, delta_t a gate of the token. ``over`` says of what:
 
     * "coordinates": each coordinate of the error (Miras Eqs. 13-14);
-    * "norm": the length of the error (Eq. 15);
-    * "mixture": 1/2 |e|_2^2 where |e|_2 <= delta_t, else delta_t |e|_1 (Eq. 16, Yaad's; not continuous, as printed).
+    * "norm": the length of the error (Miras Eq. 15);
+    * "mixture": 1/2 |e|_2^2 where |e|_2 <= delta_t, else delta_t |e|_1 (Miras Eq. 16, Yaad's; not continuous, as
+      printed).
 
     Beyond delta the printed mixture passes on signs alone. A coordinate near zero changes its sign from write to write,
     and the memory becomes chaotic: a change of 1e-7 is one of 1 after some hundred such writes. ``corner`` (ours)

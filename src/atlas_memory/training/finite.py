@@ -20,10 +20,17 @@ def finite(model: Any) -> bool:
 
 
 def check_finite(step: int, folder: Path, loss: float, norm: float) -> None:
-    """ValueError in all processes, which all must call, unless the loss of each and the gradient's norm are finite."""
+    """ValueError in all processes, which all must call, unless the loss of each and the gradient's norm are finite;
+    before the ``step``, counted from 1, changes the weights."""
     wrong = largest(math.isnan(loss), math.isinf(loss), math.isnan(norm), math.isinf(norm))
     told = ("the loss is nan", "the loss is inf", "the norm of the gradient is nan", "the norm of the gradient is inf")
     for what, found in zip(told, wrong, strict=True):
+        if found and step == 1:
+            raise ValueError(
+                f"{what} at step 1, before any weight has changed, so that it is not train.learning_rate: look at the "
+                "rule (inner steps that are not bounded, or a part of your own whose memory diverges), at the weights "
+                "that it began with, or for damaged text"
+            )
         if found:
             raise not_finite(what, step, folder)
 
