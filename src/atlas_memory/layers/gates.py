@@ -8,7 +8,9 @@ measurement (docs/learning.md):
 * eta: in (0, 1), starting at ``START_ETA``, a share of a full write. Where steps are bare (``bounded=False``), it
   starts at ``START_ETA`` over the squared length of a lifted unit key. Bare steps of Muon have the length eta, whatever
   the gradient: there eta is at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at
-  most about 1, and it starts at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser);
+  most about 1, and it starts at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser). Where what is
+  written does not depend on what is answered (``is_linear``, and nothing is taken out), noise adds up: there bounded
+  steps start at ``HEBBIAN_ETA``, and all gates with weights of ``HEBBIAN_SPREAD``, to learn which tokens to leave out;
 * delta: no sigmoid but a softplus, starting where the bias says;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 
@@ -28,6 +30,7 @@ from ..mathematics.sizes import check_size
 from ..memory import Gates, Rule
 
 START_ETA, START_THETA, SPREAD = 0.95, 0.2, 0.2
+HEBBIAN_ETA, HEBBIAN_SPREAD = 0.35, 1.0
 HALF_LIVES = (32.0, 8192.0)
 
 
@@ -58,6 +61,9 @@ class GateProjection(nn.Module):
         self.window = rule.window.size
         self.max_eta = rule.optimiser.largest_step(rule.every, rule.window.chunk)
         self.start_eta = START_ETA if rule.optimiser.bounded else rule.optimiser.bare_eta or self._bare(rule, dim)
+        self.spread = SPREAD
+        if rule.optimiser.bounded and rule.bias.is_linear and not rule.optimiser.erases:
+            self.start_eta, self.spread = HEBBIAN_ETA, HEBBIAN_SPREAD
         channels = ["eta"] + ["alpha"] * rule.retention.gated
         self.start_delta = rule.bias.start_delta(dim // heads)
         others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta
@@ -89,7 +95,7 @@ class GateProjection(nn.Module):
 
     def reset_parameters(self) -> None:
         """Small random weights, and the biases described above."""
-        nn.init.normal_(self.weight, std=SPREAD * self.dim**-0.5)
+        nn.init.normal_(self.weight, std=self.spread * self.dim**-0.5)
         groups = [self._start(name) for name in self.per_head if name != "gamma"]
         if self.window > 1:
             groups.append(torch.full((self.heads,), _logit(0.95)))
