@@ -27,8 +27,8 @@ def rules(
 
     if name is not None and name not in RULES:
         raise typer.BadParameter(
-            f"unknown rule {name!r}; known rules: {', '.join(RULES)}. One of your own is known to a file that registers "
-            f"it and then calls the command: python mine.py rules {name} (CONTRIBUTING.md)"
+            f"unknown rule {name!r}; known rules: {', '.join(RULES)}. One of your own is known to a file that "
+            f"registers it and then calls the command: python mine.py rules {name} (CONTRIBUTING.md)"
         )
     if dim % heads:
         raise typer.BadParameter(f"--dim must be a multiple of --heads, got {dim} and {heads}")
