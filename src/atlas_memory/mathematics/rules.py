@@ -108,8 +108,13 @@ class Rule:
                     f"{name} of a rule must be an instance of a dataclass, such as {KINDS[name][0]()!r}, got {part!r}"
                 )
             place = next((axis for axis, kinds in KINDS.items() if type(part) in kinds), name)
-            if place != name and name not in TRIED:
-                raise ValueError(f"{name} of a rule cannot be {part!r}, which is its {place}")
+            if place != name:
+                kind = (
+                    f"; {name} {type(part).__name__} must derive from {TRIED[name][0].__name__}"
+                    if name in TRIED
+                    else ""
+                )
+                raise ValueError(f"{name} of a rule cannot be {part!r}, which is its {place}{kind}")
 
     def _check_endless(self) -> None:
         """Refuse a part that reads the entries of a matrix, where only its products with keys are known."""
