@@ -11,7 +11,7 @@ measurement (docs/learning.md):
   most about 1, and it starts at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser). Where what is
   written does not depend on what is answered (``is_linear``, and nothing is taken out), noise adds up: there, with
   bounded steps, eta starts lower and all gates with larger weights, to learn soon which tokens to leave out
-  (``HEBBIAN``);
+  (``HEBBIAN_ETA``, ``HEBBIAN_SPREAD``);
 * delta: no sigmoid but a softplus, starting where the bias says;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 
@@ -31,8 +31,8 @@ from ..mathematics.sizes import check_size
 from ..memory import Gates, Rule
 
 START_ETA, START_THETA, SPREAD = 0.95, 0.2, 0.2
-HEBBIAN = {False: (0.5, 2.0), True: (0.35, 1.0)}
-"""eta and spread of Hebbian rules, by whether writes wait in a sum and go in together (``every`` above 1)."""
+HEBBIAN_ETA, HEBBIAN_SPREAD = {False: 0.45, True: 0.35}, 1.0
+"""The same of Hebbian rules; eta by whether writes wait in a sum and go in together (``every`` above 1)."""
 HALF_LIVES = (32.0, 8192.0)
 
 
@@ -65,7 +65,7 @@ class GateProjection(nn.Module):
         self.start_eta = START_ETA if rule.optimiser.bounded else rule.optimiser.bare_eta or self._bare(rule, dim)
         self.spread = SPREAD
         if rule.optimiser.bounded and rule.bias.is_linear and not rule.optimiser.erases:
-            self.start_eta, self.spread = HEBBIAN[rule.every > 1]
+            self.start_eta, self.spread = HEBBIAN_ETA[rule.every > 1], HEBBIAN_SPREAD
         channels = ["eta"] + ["alpha"] * rule.retention.gated
         self.start_delta = rule.bias.start_delta(dim // heads)
         others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta
