@@ -132,12 +132,8 @@ def made(name: str, dim: int, heads: int, **options: Any) -> Stateful:
         ) from error
     if getattr(mixer, "dim", None) != dim:
         raise ValueError(f"{what} must set self.dim to the width that it is made for, {dim}")
-    tried = kind, dim, heads, repr(options)
-    if (
-        type(mixer).__module__.partition(".")[0] != __name__.partition(".")[0]
-        and tried not in _TRIED
-        and try_mixer(mixer)
-    ):
+    ours, tried = type(mixer).__module__.startswith("atlas_memory."), (kind, dim, heads, repr(options))
+    if not ours and tried not in _TRIED and try_mixer(mixer):
         _TRIED.add(tried)
     return mixer
 
