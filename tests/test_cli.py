@@ -280,3 +280,14 @@ def test_traceback_on_request(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("ATLAS_TRACEBACK", "1")
     with pytest.raises(ValueError, match="does not exist"):
         main(["generate", str(tmp_path / "nowhere")])
+
+
+def test_threads_wait_without_spinning_for_long(monkeypatch) -> None:
+    """Unless the user has said how they wait."""
+    for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)):
+        for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        assert main(["--version"]) == 0
+        assert os.environ.get("GOMP_SPINCOUNT") == expected
