@@ -8,6 +8,7 @@ import torch
 from atlas_memory import RULES, NeuralMemory, OmegaMemory
 from atlas_memory.layers.attention import FullAttention
 from atlas_memory.layers.blocks import MemoryBlock
+from atlas_memory.layers.gates import GateProjection
 from atlas_memory.layers.mlp import ContinuumMLP
 from atlas_memory.memory import Exponential, Gates, l2_normalise
 
@@ -246,3 +247,12 @@ def test_how_long_values_begin(std):
         values = memory.qkv(x)[..., 64:]
         assert values.square().mean().sqrt().item() == pytest.approx(expected, rel=0.1)
         assert memory.out.weight.std().item() == pytest.approx(std, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "rule,eta", [("titans", 0.95), ("gated-deltanet", 0.95), ("dla", 0.45), ("swdt", 0.45), ("lact", 0.35)]
+)
+def test_where_eta_begins(rule, eta):
+    """Lower where what is written does not depend on what is answered, unless it is taken out again."""
+    gates = GateProjection(16, 2, RULES[rule])
+    assert torch.allclose(gates(torch.zeros(1, 1, 16)).eta, torch.tensor(eta))

@@ -31,8 +31,9 @@ from ..mathematics.sizes import check_size
 from ..memory import Gates, Rule
 
 START_ETA, START_THETA, SPREAD = 0.95, 0.2, 0.2
-HEBBIAN_ETA, HEBBIAN_SPREAD = {False: 0.45, True: 0.35}, 1.0
-"""The same of Hebbian rules; eta by whether writes wait in a sum and go in together (``every`` above 1)."""
+HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.45, 0.35, 1.0
+"""The same of Hebbian rules, which write a value whatever is answered; the second eta where writes wait for a step
+(``every`` above 1)."""
 HALF_LIVES = (32.0, 8192.0)
 
 
@@ -65,7 +66,8 @@ class GateProjection(nn.Module):
         self.start_eta = START_ETA if rule.optimiser.bounded else rule.optimiser.bare_eta or self._bare(rule, dim)
         self.spread = SPREAD
         if rule.optimiser.bounded and rule.bias.is_linear and not rule.optimiser.erases:
-            self.start_eta, self.spread = HEBBIAN_ETA[rule.every > 1], HEBBIAN_SPREAD
+            self.start_eta = HEBBIAN_ETA if rule.every == 1 else HEBBIAN_WAITING_ETA
+            self.spread = HEBBIAN_SPREAD
         channels = ["eta"] + ["alpha"] * rule.retention.gated
         self.start_delta = rule.bias.start_delta(dim // heads)
         others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta

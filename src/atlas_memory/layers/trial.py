@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..mathematics.contracts.trying import numbers
 from .documents import read_documents
 from .stateful import Stateful
 
@@ -43,7 +44,7 @@ def try_mixer(mixer: Stateful) -> bool:
     trial, name = copy.deepcopy(mixer).eval(), type(mixer).__name__
     for i, parameter in enumerate(trial.parameters()):
         if parameter.is_floating_point():
-            parameter.add_(_numbers(parameter, *parameter.shape, frequency=0.3 + 0.1 * i), alpha=0.05)
+            parameter.add_(numbers(*parameter.shape, frequency=0.3 + 0.1 * i).to(parameter), alpha=0.05)
     forward = trial.forward
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +54,7 @@ def try_mixer(mixer: Stateful) -> bool:
             raise _CannotRun from error
 
     trial.forward = guarded
-    x = _numbers(like, 2, TIME, mixer.dim)
+    x = numbers(2, TIME, mixer.dim).to(like)
     with torch.autocast(x.device.type, enabled=False), suppress(_CannotRun):
         _try(name, x, lambda x, state=None, mask=None: read_documents(trial, x, state, mask, None))
     return True
@@ -102,11 +103,6 @@ def _warn_of_padding(name: str, x: Tensor, read: Read) -> None:
                 stacklevel=2,
             )
             return
-
-
-def _numbers(like: Tensor, *shape: int, frequency: float = 0.7) -> Tensor:
-    count = torch.arange(1.0, torch.Size(shape).numel() + 1.0, device=like.device)
-    return (frequency * count).sin().reshape(shape).to(like.dtype)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -78,8 +78,9 @@ def _check_derivative(
 ) -> None:
     """Check the derivative against that of the value, and its gradient against the value's second derivative."""
     gap = torch.where(whole[..., None], (derivative - slopes["value"]).abs(), 0.0)
-    if (gap > 1e-6 + 1e-4 * slopes["value"].abs()).any():
-        at = float(error.norm(dim=-1)[(gap > 1e-6 + 1e-4 * slopes["value"].abs()).any(-1)].min())
+    wrong = (gap > 1e-6 + 1e-4 * slopes["value"].abs()).any(-1)
+    if wrong.any():
+        at = float(error.norm(dim=-1)[wrong].min())
         raise ValueError(
             f"{name}.derivative is not the derivative of {name}.value by the prediction: they differ by up to "
             f"{float(gap.max()):.3g}, first at an error of length {at:.3g}. Check factors and signs, and that value "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,11 @@ def try_features(features: Features) -> None:
         of_each = {
             "squared_norm": (call(features, "squared_norm", _given(x), x, sqrt_a), FRONT, "|phi(x)|^2, [...]"),
             "kernel": (call(features, "kernel", _given(x), x, y, sqrt_a), (*FRONT, TIME + 1), "[..., n, m]"),
-            "columns": _columns(features, x, y, sqrt_a, size),
+            "columns": (
+                call(features, "columns", _given(x), x, y, sqrt_a),
+                (*FRONT, size + (TIME + 1) * features.endless),
+                "a number for each column",
+            ),
         }
         if not features.endless:
             of_each["expand"] = (call(features, "expand", _given(x), x, sqrt_a), (*FRONT, size), "[..., size(dim)]")
@@ -46,13 +49,6 @@ def try_features(features: Features) -> None:
 
 def _given(x: Tensor) -> str:
     return f"keys {list(x.shape)}, of any width"
-
-
-def _columns(
-    features: Features, x: Tensor, y: Tensor, sqrt_a: Tensor | None, size: int
-) -> tuple[Any, tuple[int, ...], str]:
-    found = call(features, "columns", _given(x), x, y, sqrt_a)
-    return found, (*FRONT, size + (TIME + 1 if features.endless else 0)), "a number for each column"
 
 
 def _check_own(features: Features, x: Tensor, phi: Tensor) -> None:

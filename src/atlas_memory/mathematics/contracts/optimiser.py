@@ -58,13 +58,9 @@ def _step(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tensor, at:
         f"{len(sums)} sums (has_momentum={optimiser.has_momentum}), matrices {list(MATRIX)} and gates "
         f"{[BATCH, HEADS, DIM] if channels else [BATCH, HEADS]} (rows(gate, matrix) multiplies them)"
     )
-    try:
-        return call(optimiser, "step", given, sums, weights, g, at)
-    except ValueError as error:
-        if isinstance(error.__cause__, IndexError) and not optimiser.has_momentum:
-            hint = " (a step that keeps a sum needs has_momentum = True)"
-            raise ValueError(str(error).replace(" with IndexError", f"{hint} with IndexError")) from error.__cause__
-        raise
+    if not sums:
+        given += " (a step that keeps a sum needs has_momentum = True)"
+    return call(optimiser, "step", given, sums, weights, g, at)
 
 
 def _check_others(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tensor) -> None:
