@@ -6,6 +6,7 @@ import torch
 
 from atlas_memory import RULES, NeuralMemory, OmegaMemory
 from atlas_memory.layers.self_modifying import SelfModifyingMemory
+from atlas_memory.memory import l2_normalise
 
 
 def layer(name: str, dim: int = 16, **options) -> NeuralMemory:
@@ -40,6 +41,25 @@ def test_a_token_that_is_no_number_does_not_reach_back(name, bad):
         assert broken_state.memory.weights[0][0].isnan().all()
         again, _ = memory(x[:, :3], broken_state)  # and it stays lost
         assert again[0].isnan().all() and torch.equal(again[1], memory(x[:, :3], state)[0][1])
+
+
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e19, 1e30])
+@pytest.mark.parametrize("name", [name for name in RULES if name != "hope"])
+def test_a_long_raw_key_does_not_reach_back(name, size):
+    """Keys of a bare memory are used as they come, and degree-2 features square them. Where exp(k . k) is no number,
+    the memory is lost from there on."""
+    memory = OmegaMemory(8, 2, name, window=min(2, RULES[name].window.size), chunk_size=8)
+    q, k, v = torch.randn(3, 2, 2, 16, 8)
+    q, k = l2_normalise(q), l2_normalise(k)
+    long = k.clone()
+    long[0, :, 12] *= size
+    with torch.no_grad():
+        y, moved = memory(q, k, v)[0], memory(q, long, v)[0]
+    assert torch.equal(moved[0, :, :12], y[0, :, :12]) and torch.equal(moved[1], y[1])
+    if memory.rule.features.far is None:
+        assert moved[0, :, 12:].isnan().all()
+    else:
+        assert moved.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["memora", "moneta"])

@@ -183,8 +183,7 @@ def read_on(
     returned; q, k, v and gates are of these tokens only."""
     up = cast(working_dtype(rule, q))
     with torch.autocast(q.device.type, enabled=False):
-        broken = Broken.among(k, v, gates)
-        k, v, gates = broken.taken_out(k), broken.taken_out(v), broken.of_gates(gates)
+        k, v, gates, broken = Broken.apart(rule, k, v, gates)
         tokens = _tokens(rule, up(q), up(k), up(v), gates.map(up))
         y, reading = _read_group(rule, compiled, DEFAULT, params, tokens, gates.length, reading)
     return broken.outputs(y).to(q.dtype), reading._replace(state=reading.state.map(broken.state))

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -20,8 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .constants import kept
 from .functions import call
 from .sizes import check_size
+
+FAR = 1e7
+"""How long phi of a key may be, roughly: the product of four such lengths is a number in float32."""
 
 
 def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -64,6 +66,12 @@ class Features:
     horizon: int | None = None
     """Of an endless map: after how many tokens a key is forgotten; None: never."""
 
+    @property
+    def far(self) -> float | None:
+        """Entries of keys are cut to +-``far``, so that what is computed of phi(k) does not overflow in float32. None:
+        they are not, but |phi(k)|^2 is looked at, and where it is too large the token is treated as no number."""
+        return None
+
     def size(self, dim: int) -> int:
         """Length of phi(x) for x of length ``dim``."""
         raise NotImplementedError(f"{type(self).__name__} has no method size(dim)")
@@ -103,6 +111,11 @@ class Features:
 class Identity(Features):
     """phi(x) = x."""
 
+    @property
+    def far(self) -> float:
+        """``FAR``."""
+        return FAR
+
     def size(self, dim: int) -> int:
         """Length of phi(x) for x of length ``dim``."""
         return dim
@@ -138,6 +151,11 @@ class Polynomial(Features):
 
     def __post_init__(self) -> None:
         check_size("Polynomial degree", self.degree)
+
+    @property
+    def far(self) -> float:
+        """FAR^(1 / degree)."""
+        return FAR ** (1 / self.degree)
 
     def size(self, dim: int) -> int:
         """Number of monomials, C(dim + degree, degree)."""
@@ -245,41 +263,7 @@ class Exponential(Features):
 FeatureMap = Identity | Polynomial | Exponential
 
 
-Constant = Callable[[int, int], Tensor]
-
-
-def _kept(shape: Callable[[int, int], tuple[int, ...]]) -> Callable[[Constant], Callable[[int, int, Tensor], Tensor]]:
-    """For a function of two numbers that makes a constant of this shape: the same with a cache, in the dtype and on the
-    device of a third argument.
-
-    A GPU would have to wait for a copy, and a CUDA graph cannot have one, so what it needs is kept there. A compiler
-    for a CPU is led past the cache and makes a constant of its own; for others it calls an operator of PyTorch's."""
-
-    def decorate(make: Constant) -> Callable[[int, int, Tensor], Tensor]:
-        @lru_cache(maxsize=64)
-        def there(dim: int, i: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-            with torch.inference_mode(False):  # a cached inference tensor could never be trained through
-                return make(dim, i).to(device, dtype)
-
-        @torch.library.custom_op(f"atlas_memory::constant{make.__name__}", mutates_args=())
-        def operator(dim: int, i: int, like: Tensor) -> Tensor:
-            return there(dim, i, like.device, like.dtype).clone(memory_format=torch.contiguous_format)
-
-        operator.register_fake(lambda dim, i, like: like.new_empty(shape(dim, i)))
-
-        def kept(dim: int, i: int, like: Tensor) -> Tensor:
-            if torch.compiler.is_compiling():
-                return make(dim, i).to(like) if like.device.type == "cpu" else operator(dim, i, like.detach())
-            if type(like) is not Tensor:  # one that cannot be kept
-                return there(dim, i, torch.device("cpu"), torch.float64).to(like)
-            return there(dim, i, like.device, like.dtype)
-
-        return kept
-
-    return decorate
-
-
-@_kept(lambda dim, degree: (math.comb(dim + degree - 1, degree),))
+@kept(lambda dim, degree: (math.comb(dim + degree - 1, degree),))
 def _weights(dim: int, degree: int) -> Tensor:
     """sqrt of the multinomial coefficient of every monomial of one degree, in lexicographic order: float64."""
     return torch.tensor(_multinomials(dim, degree), dtype=torch.float64, device="cpu").sqrt()
@@ -296,7 +280,7 @@ def _multinomials(dim: int, degree: int) -> list[float]:
 _multinomials._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@_kept(lambda dim, factor: (dim, dim * (dim + 1) // 2))
+@kept(lambda dim, factor: (dim, dim * (dim + 1) // 2))
 def _selection(dim: int, factor: int) -> Tensor:
     """0/1 matrix ``[dim, dim (dim + 1) / 2]`` picking the first (0) or second (1) factor of every pair i <= j."""
     return F.one_hot(torch.triu_indices(dim, dim, device="cpu")[factor], dim).mT.double()

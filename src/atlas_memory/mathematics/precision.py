@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .features import Features
 from .gates import Gates
 from .rules import Params, Rule
 from .state import MemoryState
@@ -15,7 +16,8 @@ from .state import MemoryState
 Form = Callable[..., tuple[Tensor, MemoryState]]
 
 FAR = 1e25
-"""The largest entry of a key or value that a memory is given: what is computed of larger ones overflows in float32."""
+"""The largest entry of a value or gate that a memory is given: what is computed of larger ones overflows in float32.
+For keys see ``Features.far``."""
 
 
 def working_dtype(rule: Rule, x: Tensor) -> torch.dtype:
@@ -43,21 +45,20 @@ def compute(
     up = cast(working_dtype(rule, q))
     with torch.autocast(q.device.type, enabled=False):
         state = None if state is None else state.map(up)
-        broken = Broken.among(k, v, gates)
-        k, v, gates = broken.taken_out(k), broken.taken_out(v), broken.of_gates(gates)
+        k, v, gates, broken = Broken.apart(rule, k, v, gates)
         y, end = form(rule, params.map(up), up(q), up(k), up(v), gates.map(up), state)
     down = cast(kept_dtype(q))
     return broken.outputs(y).to(q.dtype), end.map(lambda t: broken.state(down(t)))
 
 
 class Broken(NamedTuple):
-    """Tokens whose key, value or gates are not finite. From such a token on the memory is lost, and its outputs are
-    NaN. But in a product over the tokens of a chunk, 0 x NaN would reach back to outputs before it. So the memory is
-    computed with zeros in place of these tokens, and NaN is put into outputs and state afterwards.
+    """Tokens whose key, phi(k), value or gates are not finite. From such a token on the memory is lost, and its outputs
+    are NaN. But in a product over the tokens of a chunk, 0 x NaN would reach back to outputs before it. So the memory
+    is computed with zeros in place of these tokens, and NaN is put into outputs and state afterwards.
 
     Attributes:
         token: which tokens are such, ``[batch, heads, time]`` bool; None: it was seen that none is, and that no number
-            is beyond +-``FAR``.
+            is beyond +-``FAR``, or the ``far`` of the features.
         since: which tokens are such or come after one, of the same shape; or None.
     """
 
@@ -65,12 +66,23 @@ class Broken(NamedTuple):
     since: Tensor | None
 
     @staticmethod
-    def among(k: Tensor, v: Tensor, gates: Gates) -> Broken:
+    def apart(rule: Rule, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, Tensor, Gates, Broken]:
+        """k, v and gates without such tokens, and which these are."""
+        broken = Broken.among(rule, k, v, gates)
+        return broken.taken_out(k, rule.features.far or FAR), broken.taken_out(v), broken.of_gates(gates), broken
+
+    @staticmethod
+    def among(rule: Rule, k: Tensor, v: Tensor, gates: Gates) -> Broken:
         """Those among the real tokens; padding does not count."""
-        every = (k, v, gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta)
-        if all(at_hand(x) and _is_near(x) for x in every if x is not None):
+        features = rule.features
+        others = (v, gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta)
+        near = at_hand(k) and _is_near(k, features.far or FAR)
+        near = near and all(at_hand(x) and _is_near(x, FAR) for x in others if x is not None)
+        if near and (features.far or not _is_too_long(features, k).any()):
             return Broken(None, None)
         token = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+        if features.far is None:
+            token = token | _is_too_long(features, k)
         for gate in (gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta):
             if gate is not None:
                 token = token | ~(gate.isfinite() if gate.dim() == 3 else gate.isfinite().all(-1))
@@ -78,12 +90,12 @@ class Broken(NamedTuple):
             token = token & (torch.arange(k.shape[-2], device=k.device) < gates.length[:, None, None])
         return Broken(token, token.cumsum(-1) > 0)
 
-    def taken_out(self, x: Tensor) -> Tensor:
-        """x with zero in place of these tokens, and cut to +-``FAR``; an x that is not ``[batch, heads, time, ...]``,
+    def taken_out(self, x: Tensor, far: float = FAR) -> Tensor:
+        """x with zero in place of these tokens, and cut to +-``far``; an x that is not ``[batch, heads, time, ...]``,
         such as lengths, stays as it is."""
         if self.token is None or x.shape[:3] != self.token.shape:
             return x
-        return torch.where(self.token if x.dim() == 3 else self.token[..., None], 0.0, x).clamp(-FAR, FAR)
+        return torch.where(self.token if x.dim() == 3 else self.token[..., None], 0.0, x).clamp(-far, far)
 
     def of_gates(self, gates: Gates) -> Gates:
         """Gates without these tokens, in one layout whether there are any or not: in another, products round otherwise,
@@ -116,12 +128,18 @@ def can_look(x: Tensor) -> bool:
     return there and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _is_near(x: Tensor) -> bool:
-    """Whether all of ``x`` is finite and within +-``FAR``."""
+def _is_near(x: Tensor, far: float) -> bool:
+    """Whether all of ``x`` is finite and within +-``far``."""
     if not x.numel():
         return True
     low, high = torch.aminmax(x.detach())
-    return float(low) >= -FAR and float(high) <= FAR  # false for NaN, too
+    return float(low) >= -far and float(high) <= far  # false for NaN, too
+
+
+def _is_too_long(features: Features, k: Tensor) -> Tensor:
+    """For which keys ``[..., dim]`` a thousand times |phi(k)|^2 is no number in at least float32: ``[...]`` bool."""
+    k = k.detach().to(torch.promote_types(k.dtype, torch.float32))
+    return ~(features.squared_norm(k) <= 1e-3 * torch.finfo(k.dtype).max)
 
 
 def kept_dtype(x: Tensor) -> torch.dtype:

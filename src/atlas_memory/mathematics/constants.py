@@ -1,0 +1,42 @@
+"""Constants of two numbers, such as the weights of the monomials, that are made once for each device and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+Constant = Callable[[int, int], Tensor]
+
+
+def kept(shape: Callable[[int, int], tuple[int, ...]]) -> Callable[[Constant], Callable[[int, int, Tensor], Tensor]]:
+    """For a function of two numbers that makes a constant of this shape: the same with a cache, in the dtype and on the
+    device of a third argument.
+
+    A GPU would have to wait for a copy, and a CUDA graph cannot have one, so what it needs is kept there. A compiler
+    for a CPU is led past the cache and makes a constant of its own; for others it calls an operator of PyTorch's."""
+
+    def decorate(make: Constant) -> Callable[[int, int, Tensor], Tensor]:
+        @lru_cache(maxsize=64)
+        def there(dim: int, i: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+            with torch.inference_mode(False):  # a cached inference tensor could never be trained through
+                return make(dim, i).to(device, dtype)
+
+        @torch.library.custom_op(f"atlas_memory::constant{make.__name__}", mutates_args=())
+        def operator(dim: int, i: int, like: Tensor) -> Tensor:
+            return there(dim, i, like.device, like.dtype).clone(memory_format=torch.contiguous_format)
+
+        operator.register_fake(lambda dim, i, like: like.new_empty(shape(dim, i)))
+
+        def found(dim: int, i: int, like: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                return make(dim, i).to(like) if like.device.type == "cpu" else operator(dim, i, like.detach())
+            if type(like) is not Tensor:  # one that cannot be kept
+                return there(dim, i, torch.device("cpu"), torch.float64).to(like)
+            return there(dim, i, like.device, like.dtype)
+
+        return found
+
+    return decorate
