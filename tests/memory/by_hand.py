@@ -260,6 +260,7 @@ class Exact:
     lag: bool = False
     gated: bool = True
     to_start: bool = False
+    fixed_sums: bool = False
 
 
 @dataclass
@@ -288,6 +289,7 @@ def run(hand, problem, b, h, bounded, live=True):
     q, k, v = (x[b, h].detach() for x in (problem.q, problem.k, problem.v))
     gates = problem.gates.map(lambda g: g[b, h].detach())
     a = None if problem.params.sqrt_a is None else problem.params.sqrt_a.detach()
+    exact = isinstance(hand.retention, Exact)
     gain, shift = (n[h].detach() for n in problem.params.norm) if hand.norm else (None, None)
     size, chunk = problem.rule.window.size, problem.rule.window.chunk
 
@@ -297,6 +299,10 @@ def run(hand, problem, b, h, bounded, live=True):
     def ending(body, x):
         out = layer_norm(body, gain, shift) if hand.norm else body
         return x + out if hand.residual else out
+
+    def free(m):
+        """Without what is common to a row of a matrix, or to an input of one, where rows have fixed sums."""
+        return m - m.mean(-1, keepdim=True) if exact and hand.retention.fixed_sums else m
 
     def memory(weights, x):
         return ending(body_of(weights, x), x)
@@ -317,7 +323,7 @@ def run(hand, problem, b, h, bounded, live=True):
         gains = [slope * spectral(weights[-1]) for slope in slopes] + [1.0]
         shares = [0.1 / earlier] * earlier + [0.9] if earlier else [1.0]
         erased = 1.0 if hand.optimiser in DELTA else 0.0
-        each = zip(gains, inputs, shares, strict=True)
+        each = zip(gains, map(free, inputs), shares, strict=True)
         r = response(weights, x, v_x, delta)
         return torch.stack([(r * (g + 0.05) + erased) * ((f**2).sum() + 0.05) / share for g, f, share in each])
 
@@ -331,7 +337,6 @@ def run(hand, problem, b, h, bounded, live=True):
         return response(weights, x, v_x, delta) * (body_of(later, x) - body_of(weights, x))
 
     start = hand.in_basis([m[h].detach() for m in problem.params.initial], k[:0])
-    exact = isinstance(hand.retention, Exact)
     if exact:
         state, now = zip(*map(hand.retention.begin, start), strict=True)
     else:
@@ -349,7 +354,7 @@ def run(hand, problem, b, h, bounded, live=True):
             loss = loss + sum(
                 g * (moved(fixed, now, s, k_i, v_i, d) * body_of(frozen, k_i)).sum() for g, k_i, v_i, d in window
             )
-        grads = torch.autograd.grad(loss, frozen)
+        grads = [free(g) for g in torch.autograd.grad(loss, frozen)]
         ends = t % chunk == 0, (t + 1) % chunk == 0
         at = At(gates.eta[t], gates.alpha[t], gates.theta[t], gates.gamma[t, 0], *ends, bounded)
         if exact and not hand.retention.gated:

@@ -72,16 +72,17 @@ def l_q(q):
 
 
 def kullback_leibler(scale=1.0, lag=True):
-    """M Eqs. 21 and 27: W_t = c Softmax(alpha log W_{t-1} - eta g), c = scale * columns; A is log W."""
+    """M Eqs. 21 and 27: W_t = c Softmax(alpha log W_{t-1} - eta g / scale), c = scale * columns; A is scale log W. With
+    scale = 1 it is as printed."""
 
     def of(a):
-        return scale * torch.exp(a) / torch.exp(a).mean(-1, keepdim=True)
+        return scale * torch.exp(a / scale) / torch.exp(a / scale).mean(-1, keepdim=True)
 
     def token(a, w, step, at, m):
-        w = of(at.alpha_times(torch.log(w)) - step)
+        w = of(at.alpha_times(scale * torch.log(w)) - step)
         return a, w
 
-    return Exact(lambda m: (m, of(m)), token, lambda a, f, m: of(a), lag=lag)
+    return Exact(lambda m: (m, of(m)), token, lambda a, f, m: of(a), lag=lag, fixed_sums=True)
 
 
 def bregman(scale=1.0):
@@ -129,7 +130,7 @@ def pearson(scale=1.0):
     def token(a, w, step, at, m):
         return a, of(-step, w)
 
-    return Exact(begin, token, lambda a, f, m: of(a, f), lambda a, w: 0 * a, gated=False)
+    return Exact(begin, token, lambda a, f, m: of(a, f), lambda a, w: 0 * a, gated=False, fixed_sums=True)
 
 
 def row_length():

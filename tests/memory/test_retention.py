@@ -33,16 +33,16 @@ def spread_of_the_gradient(objective, w):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_softmax_solves_kullback_leibler_with_entropy(scale, seed):
-    """eta <g, W> + KL(W, W_prev) + beta sum W log W on the scaled simplex: alpha = 1 / (1 + beta), and eta / (1 + beta)
-    is the paper's eta' (Eqs. 20-21)."""
+    """eta <g, W> + scale (KL(W, W_prev) + beta sum W log W) on the scaled simplex: alpha = 1 / (1 + beta), and
+    eta / (1 + beta) is the paper's eta' (Eqs. 20-21, where scale is 1)."""
     retention = Softmax(scale)
     previous, g, eta, beta = retention.settle(*3 * [randn(seed, ROWS, COLUMNS)]), randn(9, ROWS, COLUMNS), 0.7, 0.4
 
     def objective(w):
         divergence = (w * (w / previous).log() - w + previous).sum()
-        return eta * (g * w).sum() + divergence + beta * (w * w.log()).sum()
+        return eta * (g * w).sum() + scale * (divergence + beta * (w * w.log()).sum())
 
-    a = previous.log() / (1 + beta) - eta / (1 + beta) * g
+    a = scale * previous.log() / (1 + beta) - eta / (1 + beta) * g
     w = retention.settle(a, previous, previous)
     assert torch.allclose(w.mean(-1), torch.full((ROWS,), scale).double())
     assert max(spread_of_the_gradient(objective, w)) < 1e-10

@@ -62,7 +62,7 @@ def read_chunk(
     plans = schedules(rule, params, frozen, trace, response, chunk, setting.pairs, fading)
     parts = []
     for i, (held, (keys, _), plan) in enumerate(zip(memory, met, plans, strict=True)):
-        write = lift.write if network.lifted[i] else partial(add, keys.inputs)
+        write = lift.write if network.lifted[i] else partial(add, keys.written)
         initial = params.initial[i]
         parts.append(Part(setting, held, initial, *rule.retention.home(initial), keys, write, plan))
     written = _updates(parts, trace, error, response)
@@ -70,7 +70,7 @@ def read_chunk(
     after = []
     for i, (part, tokens) in enumerate(zip(parts, written, strict=True)):
         u, queries = network.sees(i, q, outputs)[0], met[i][1]
-        out, held = _read_matrix(part, see_hidden(u, part.keys.inputs) if queries is None else queries, tokens)
+        out, held = _read_matrix(part, see_hidden(u, part.keys.written) if queries is None else queries, tokens)
         outputs.append(out)
         after.append(held)
     return network.end(q, outputs[-1], params.norm), tuple(after)
@@ -132,7 +132,8 @@ def _at_frozen(rule: Rule, lift: Lift, memory: Sequence[Held], k: Tensor, norm: 
     met: list[Met] = []
     for i, held in enumerate(memory):
         sight = network.sees(i, k, outputs, slopes=True)
-        keys, queries = (lift.keys, lift.queries) if network.lifted[i] else (see_hidden(sight[0], sight[0]), None)
+        hidden = None if network.lifted[i] else see_hidden(sight[0], rule.retention.tangent(sight[0]))
+        keys, queries = (lift.keys, lift.queries) if hidden is None else (hidden, None)
         if held.frozen is not None:
             out = keys.apply(held.frozen)
         else:

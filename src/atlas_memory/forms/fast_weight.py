@@ -122,13 +122,16 @@ class Seen:
         inputs: u ``[..., n, d]``.
         apply: the function of a matrix W that gives W f for every token, ``[..., n, rows]``.
         features: f ``[..., n, columns]``, or None where f is infinitely long.
-        kernel: the function that gives f . f_i for the inputs f_i of the window tokens, ``[..., n, N]``.
+        written: for each window token the part f_i of its input of which writes are made (``tangent`` of retentions),
+            ``[..., N, columns]``.
+        kernel: the function that gives f . f_i, ``[..., n, N]``.
         known: W_0 f for the matrix that makes the chunk's steps, where it has been computed.
     """
 
     inputs: Tensor
     apply: Callable[[Tensor], Tensor]
     features: Tensor | None
+    written: Tensor
     kernel: Callable[[], Tensor]
     known: Tensor | None = None
 
@@ -142,7 +145,7 @@ class Tokens:
     """What is written to a matrix of m rows under the window tokens.
 
     Attributes:
-        inputs: f_i of each window token.
+        inputs: how the matrix sees the window tokens.
         deltas: the updates delta_i, ``[..., N, m]``, or those of pairs (live.py), ``[..., b c, m]``.
         write: the function of W and A ``[..., N, m]`` that gives W + sum_i A_i f_i^T.
         summed: the function of numbers ``[..., C, N]`` that multiplies the updates by them: ``[..., N, m]``. Of numbers

@@ -259,11 +259,10 @@ def _applier(rule: Rule, params: Params, weights: tuple[Tensor, ...], keys: Tens
 def _outer(rule: Rule, params: Params, i: int, deltas: Tensor, u: Tensor, like: Tensor) -> Tensor:
     """A write to matrix i: the sum over n tokens of delta f^T, shaped as the matrix, ``like``. ``deltas`` are
     ``[..., n, rows]``; f is made of u ``[..., n, width]``. On phi* the n tokens must have the last n columns."""
-    if not rule.network.lifted[i]:
-        return deltas.mT @ u
-    if rule.features.endless:
+    if rule.by_key(i):
         return _as_columns(deltas, like)
-    return deltas.mT @ rule.features.expand(u, params.sqrt_a)
+    f = rule.features.expand(u, params.sqrt_a) if rule.network.lifted[i] else u
+    return deltas.mT @ rule.retention.tangent(f)
 
 
 def _as_columns(deltas: Tensor, like: Tensor) -> Tensor:

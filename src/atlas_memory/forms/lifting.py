@@ -52,11 +52,14 @@ class Lift:
             return of_keys, of_queries
 
         f_k, f_q = f.split(sizes, -2)
+        written = rule.retention.tangent(f_k)
+        if rule.retention.fixed_sums:
+            to_keys, to_queries = once(partial(times, f_k, written)), once(partial(times, f_q, written))
         keys, queries = (
-            Seen(u, partial(apply, f_u), f_u if columns is None else None, to)
+            Seen(u, partial(apply, f_u), f_u if columns is None else None, written, to)
             for u, f_u, to in ((k, f_k, to_keys), (q, f_q, to_queries))
         )
-        return Lift(keys, queries, both, partial(add, f_k) if write is None else write)
+        return Lift(keys, queries, both, partial(add, written) if write is None else write)
 
     def at(self, w: Tensor) -> tuple[Seen, Seen]:
         """``keys`` and ``queries`` for the matrix that makes the chunk's steps from w on, with ``known`` filled in."""
@@ -64,10 +67,10 @@ class Lift:
         return replace(self.keys, known=of_keys), replace(self.queries, known=of_queries)
 
 
-def see_hidden(u: Tensor, keys: Tensor) -> Seen:
-    """How a matrix that is not lifted sees tokens with hidden units u ``[..., n, width]``; ``keys`` ``[..., N, width]``
-    are the hidden units of the window tokens, for the kernel."""
-    return Seen(u, partial(times, u), u, once(partial(times, u, keys)))
+def see_hidden(u: Tensor, written: Tensor) -> Seen:
+    """How a matrix that is not lifted sees tokens with hidden units u ``[..., n, width]``; ``written`` are those of the
+    window tokens, as writes use them."""
+    return Seen(u, partial(times, u), u, written, once(partial(times, u, written)))
 
 
 def once(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -56,8 +56,7 @@ def muon_sums(part: Part, tokens: Tokens) -> tuple[Tensor, ...]:
 
 
 def _feature_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
-    plan, muon, w, features = part.plan, muon_of(part.setting.rule), part.held.weights, tokens.inputs.features
-    assert features is not None
+    plan, muon, w, features = part.plan, muon_of(part.setting.rule), part.held.weights, tokens.inputs.written
     groups, carried = _groups(part, tokens), _matrix(plan.moving.at_steps)
     taken = []  # O(S_n) of the J' steps of each group: [..., J', m, F]
     for group in groups:

@@ -96,9 +96,12 @@ class Model(NamedTuple):
         return self.rule.features.columns(u, self.k, self.params.sqrt_a) if self.rule.network.lifted[i] else u
 
     def write_input(self, i: int, u: Tensor, window: slice) -> Tensor:
-        """The right factor of a write to matrix i: those features, or on phi* one-hot columns of the window's keys."""
+        """The right factor of a write to matrix i: those features, less their mean where the rows of W have fixed sums;
+        on phi* one-hot columns of the window's keys."""
         first, keys = self.params.initial[i].shape[-1], self.k.shape[-2]
-        return torch.eye(first + keys).to(u)[first:][window] if self.rule.by_key(i) else self.features(i, u)
+        if self.rule.by_key(i):
+            return torch.eye(first + keys).to(u)[first:][window]
+        return self.rule.retention.tangent(self.features(i, u))
 
     def apply(self, weights: list[Tensor]) -> Apply:
         """The function of (i, u) that gives W_i phi(u), or W_i u where matrix i is not lifted."""

@@ -76,10 +76,17 @@ class AnyRetention:
     """Whether the exact token is the chunk's first; else it is the last."""
     to_start = False
     """Whether W and A fade to what they began with; else to zero."""
+    fixed_sums = False
+    """Whether no write can change the sum of a row of W, as on a simplex."""
 
     def start(self, matrix: Tensor) -> Tensor:
         """A fresh M_0, from a matrix ``[..., rows, columns]`` as the network begins with it; here that itself."""
         return matrix
+
+    def tangent(self, f: Tensor) -> Tensor:
+        """The part of an input f ``[..., columns]`` of which a write to W is made: f itself, or where W has
+        ``fixed_sums`` f less its mean, since what a write adds to all entries of a row alike settles to nothing."""
+        return f - f.mean(-1, keepdim=True) if self.fixed_sums else f
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
         """W_0 and A_0 of a matrix, from its learned M_0; None: there is no A."""
@@ -192,10 +199,11 @@ def _as_logits(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Softmax(NonLinearRetention):
-    """W = scale * columns * softmax(A) along each row: the KL retention with entropy on the scaled simplex (Miras
-    Eqs. 21 and 27, Memora's). A is log W up to a constant a row, which softmax does not see, so that the paper's
-    alpha_t log W_{t-1} - eta_t grad is the accumulator's own recurrence. Whether the simplex is a row, a column or the
-    matrix is not stated, nor its size; ``scale`` is the mean of the entries.
+    """W = scale * columns * softmax(A / scale) along each row: the KL retention with entropy on the scaled simplex
+    (Miras Eqs. 21 and 27, Memora's). A is scale log W up to a constant a row, which softmax does not see, so that the
+    paper's alpha_t log W_{t-1} - eta_t grad is, with scale = 1, the accumulator's own recurrence. Whether the simplex
+    is a row, a column or the matrix is not stated, nor its size; ``scale`` is the mean of the entries. It divides A, so
+    that a step moves entries near their mean by as much as it moves A, which is what it does at the linear tokens.
 
     ``lag``: the exact token is the chunk's first, Memora's "lag token".
     """
@@ -204,17 +212,19 @@ class Softmax(NonLinearRetention):
     lag: bool = True
     to_start: bool = False
 
+    fixed_sums = True
+
     def __post_init__(self) -> None:
         if not self.scale > 0:
             raise ValueError(f"Softmax scale must be > 0, got {self.scale!r}")
 
     def start(self, matrix: Tensor) -> Tensor:
-        """M_0 as logits of variance 1, whatever the matrix has."""
-        return _as_logits(matrix)
+        """M_0 with log W of standard deviation 1/2, whatever the matrix has (measured: docs/diary.md)."""
+        return 0.5 * self.scale * _as_logits(matrix)
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """W from A, as the class says."""
-        return self.scale * a.shape[-1] * a.softmax(-1)
+        return self.scale * a.shape[-1] * (a / self.scale).softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -274,6 +284,7 @@ class FDivergence(NonLinearRetention):
     scale: float = 1.0
 
     gated = False
+    fixed_sums = True
 
     def __post_init__(self) -> None:
         if not self.scale > 0:

@@ -213,6 +213,8 @@ class Rule:
         network, found = self.network, []
         gains = network.gains(weights, trace)
         for lifted, u, gain, share in zip(network.lifted, trace.inputs, gains, network.shares, strict=True):
+            if self.retention.fixed_sums:
+                u, lifted = self.retention.tangent(self.features.expand(u, params.sqrt_a) if lifted else u), False
             length = self.features.squared_norm(u, params.sqrt_a) if lifted else u.square().sum(-1)
             found.append((response * (gain + FLOOR) + self.optimiser.erases) * (length + FLOOR) / share)
         return tuple(found)
