@@ -40,6 +40,8 @@ def try_retention(retention: Any) -> None:
                         check_apart(retention, f"keep: {part}", a, last(b))
         if not retention.settles:
             _check_directions(retention, old, step)
+        if retention.fixed_sums:
+            _check_sums(begun[0], retention.keep(old, step, alpha, True, True).settled[0], type(retention).__name__)
 
 
 def _keep(
@@ -61,6 +63,15 @@ def _keep(
         if found is not None:
             check_shape(retention, f"keep: {part}", found, MATRIX, "shaped as W, [..., rows, columns]")
     return kept
+
+
+def _check_sums(before: Tensor, after: Tensor, name: str) -> None:
+    """Check that a step from the start has changed no sum of a row, as ``fixed_sums`` says."""
+    if not torch.allclose(before.sum(-1), after.sum(-1)):
+        raise ValueError(
+            f"{name} says fixed_sums, by which writes leave out what all entries of a row have in common, but a step "
+            "changes the sums of its rows: drop it, or settle to rows of one sum"
+        )
 
 
 def _check_directions(retention: Any, old: Old, step: Tensor) -> None:
