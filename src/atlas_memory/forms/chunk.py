@@ -19,7 +19,7 @@ from .columns import Columns
 from .counterparts import counterpart
 from .errors import erasing, live_errors
 from .fast_weight import Seen, Steps, Tokens, scale_rows
-from .lifting import Lift, add, see_hidden
+from .lifting import Lift, add, given, see_hidden
 from .live import Pairs
 from .muon_steps import waiting
 from .parts import Chunk, Held, Part, Setting, Where
@@ -69,8 +69,10 @@ def read_chunk(
     outputs: list[Tensor] = []
     after = []
     for i, (part, tokens) in enumerate(zip(parts, written, strict=True)):
-        u, queries = network.sees(i, q, outputs)[0], met[i][1]
-        out, held = _read_matrix(part, see_hidden(u, part.keys.written) if queries is None else queries, tokens)
+        queries = met[i][1]
+        if queries is None:
+            queries = see_hidden(given(rule, i, network.sees(i, q, outputs)[0]), part.keys.written)
+        out, held = _read_matrix(part, queries, tokens)
         outputs.append(out)
         after.append(held)
     return network.end(q, outputs[-1], params.norm), tuple(after)
@@ -132,7 +134,8 @@ def _at_frozen(rule: Rule, lift: Lift, memory: Sequence[Held], k: Tensor, norm: 
     met: list[Met] = []
     for i, held in enumerate(memory):
         sight = network.sees(i, k, outputs, slopes=True)
-        hidden = None if network.lifted[i] else see_hidden(sight[0], rule.retention.tangent(sight[0]))
+        u = sight[0]
+        hidden = None if network.lifted[i] else see_hidden(given(rule, i, u), rule.retention.tangent(u))
         keys, queries = (lift.keys, lift.queries) if hidden is None else (hidden, None)
         if held.frozen is not None:
             out = keys.apply(held.frozen)

@@ -21,6 +21,7 @@ from ..mathematics.rules import Params, Rule
 from ..mathematics.state import Matrix, MemoryState, initial_state
 from ..mathematics.step import At
 from .fast_newton_schulz import newton_schulz, saturated
+from .lifting import given
 
 
 def incremental(
@@ -247,7 +248,7 @@ def _moved(rule: Rule, params: Params, at_frozen: Trace, state: MemoryState) -> 
 def _apply(rule: Rule, params: Params, i: int, w: Tensor, u: Tensor, keys: Tensor) -> Tensor:
     """What matrix i puts out if its weights are w: W phi(u), or W u where it is not lifted; ``[..., n, rows]``."""
     if not rule.network.lifted[i]:
-        return u @ w.mT
+        return given(rule, i, u) @ w.mT
     return rule.features.columns(u, keys, params.sqrt_a) @ w.mT
 
 

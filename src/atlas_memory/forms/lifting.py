@@ -67,6 +67,14 @@ class Lift:
         return replace(self.keys, known=of_keys), replace(self.queries, known=of_queries)
 
 
+def given(rule: Rule, i: int, u: Tensor) -> Tensor:
+    """What matrix i, which is not lifted, multiplies of its input u ``[..., width]``: u itself. But the last matrix,
+    where its rows have the same sum at all times and a layer norm follows, is given u less its mean. All of its outputs
+    then differ by one number, which the norm takes away, and with it most of the rounding (docs/diary.md)."""
+    last, fades = i + 1 == len(rule.network.lifted), rule.retention.gated and not rule.retention.to_start
+    return u if not last or fades or not rule.network.norm or rule.optimiser.erases else rule.retention.tangent(u)
+
+
 def see_hidden(u: Tensor, written: Tensor) -> Seen:
     """How a matrix that is not lifted sees tokens with hidden units u ``[..., n, width]``; ``written`` are those of the
     window tokens, as writes use them."""
