@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..mathematics.rules import Params, Rule
 from .columns import Columns
+from .counterparts import has_chunks
 from .fast_weight import Seen, add_product, large
 
 Write = Callable[[Tensor, Tensor], Tensor]
@@ -70,9 +71,12 @@ class Lift:
 def given(rule: Rule, i: int, u: Tensor) -> Tensor:
     """What matrix i, which is not lifted, multiplies of its input u ``[..., width]``: u itself. But the last matrix,
     where its rows have the same sum at all times and a layer norm follows, is given u less its mean. All of its outputs
-    then differ by one number, which the norm takes away, and with it most of the rounding (docs/diary.md)."""
-    last, fades = i + 1 == len(rule.network.lifted), rule.retention.gated and not rule.retention.to_start
-    return u if not last or fades or not rule.network.norm or rule.optimiser.erases else rule.retention.tangent(u)
+    then differ by one number, which the norm takes away, and with it most of the rounding (docs/diary.md). They have it
+    where W does not fade to zero and steps are made of gradients as they come, which is not known of other classes."""
+    retention, last = rule.retention, i + 1 == len(rule.network.lifted)
+    if not (retention.fixed_sums and last and rule.network.norm) or rule.optimiser.erases or not has_chunks(rule):
+        return u
+    return u if retention.gated and not retention.to_start else retention.tangent(u)
 
 
 def see_hidden(u: Tensor, written: Tensor) -> Seen:

@@ -77,7 +77,7 @@ class AnyRetention:
     to_start = False
     """Whether W and A fade to what they began with; else to zero."""
     fixed_sums = False
-    """Whether no write can change the sum of a row of W, as on a simplex."""
+    """Whether all rows of W have one sum, which no write can change, as on a simplex."""
 
     def start(self, matrix: Tensor) -> Tensor:
         """A fresh M_0, from a matrix ``[..., rows, columns]`` as the network begins with it; here that itself."""
