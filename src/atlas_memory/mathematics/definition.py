@@ -8,11 +8,11 @@ With c the window, b the chunk, M_t the memory after token t and M_f the memory 
     M_t    = alpha_t M_{t-1} - e_t O(S_t)                                           (ATLAS Eqs. 32 and 57)
     y_t    = M_t(phi(q_t))                                                          (or as Window.read says)
 
-with a_t, e_t and O as optimisers.py lists them; where the retention says so, M_0 comes in for what alpha takes away.
-That a_t and e_t are bounded, and errors live, is the library's: ``bounded=False`` and ``live=False`` are what is
-printed. The optimiser's ``step`` says how S_t becomes a step, and the retention's ``keep`` how the old memory and the
-step make the new one. Read it as one sequence and one head: the dimensions ``[batch, heads]`` that come before those of
-a token or a matrix are carried along. ``recurrent`` (recurrent.py) brings any batch to this function.
+with a_t, e_t and O as optimisers.py lists them; where the retention says so, M_0 comes in for what alpha takes away,
+and g_t leaves out what all entries of a row have in common (``tangent``). That a_t and e_t are bounded, and errors
+live, is the library's: ``bounded=False`` and ``live=False`` are what is printed. The optimiser's ``step`` says how S_t
+becomes a step, and the retention's ``keep`` how the old memory and the step make the new one. Read it as one sequence
+and one head; ``[batch, heads]`` in front is carried along. ``recurrent`` (recurrent.py) brings any batch to this.
 """
 
 from __future__ import annotations

@@ -32,15 +32,16 @@ Matrix l therefore makes a step of the size
 
     s_l,t = share_l eta_t / (lambda_l,t + sum over older window tokens of gamma_i^(t) lambda_l,i),
 
-so that the effect of a write goes to zero with eta, and eta = 1 moves the answer most of the way. (Where the rows of
-W have fixed sums, writes are made of f_l less its mean, and |f_l|^2 is the squared length of that: ``tangent`` in
-retention.py.) The share is 0.9 for
-the last matrix, and 0.1 for all those before it together. With these shares, tokens of equal key and value cannot make
-the memory diverge, however long the chunk. For the errors see what has been written to the last matrix, and so shrink
-by the factor 1 - 0.9 eta at each token: the sum of all is at most 1 / (0.9 eta) times the first. They do not see what
-has been written to the matrices before it. There each error moves the answer by at most 0.1 eta of itself, which is
-0.1 eta / (0.9 eta) = 1/9 of the first error in all. (This holds to first order in the earlier matrices, for L2 without
-a layer norm, and leaves aside what the delta step takes out. Elsewhere it was measured: docs/choices.md.)
+so that the effect of a write goes to zero with eta, and eta = 1 moves the answer most of the way. Where the rows of W
+have fixed sums, f_l is less its mean here and in what is written (``tangent`` in retention.py).
+
+The share is 0.9 for the last matrix, and 0.1 for all those before it together. With these shares, tokens of equal key
+and value cannot make the memory diverge, however long the chunk. For the errors see what has been written to the last
+matrix, and so shrink by the factor 1 - 0.9 eta at each token: the sum of all is at most 1 / (0.9 eta) times the first.
+They do not see what has been written to the matrices before it. There each error moves the answer by at most 0.1 eta of
+itself, which is 0.1 eta / (0.9 eta) = 1/9 of the first error in all. (This holds to first order in the earlier
+matrices, for L2 without a layer norm, and leaves aside what the delta step takes out. Elsewhere it was measured:
+docs/choices.md.)
 
 Momentum and Muon multiply s by 1 - theta, so that all steps that one gradient makes over time add up to one. Muon
 divides it by b where errors see nothing of the chunk (``live=False``). ``bounded=False`` is the printed s = eta.
