@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atlas_memory.cli import main
 from atlas_memory.data import byte_tokenizer
 from atlas_memory.training import RunConfig, trainer
 from atlas_memory.training.carried import CarriedStates, damage
@@ -191,6 +192,13 @@ def test_torchrun(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(": step 2, loss") == 1
     assert len(read_log(tmp_path / "run")) == 2
+
+
+def test_the_command_leaves_the_other_processes_before_python_ends(tmp_path) -> None:
+    """Who does not is aborted now and then ("terminate called without an active exception")."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    assert main(["train", *overrides(tmp_path, "train.steps=1")]) == 0
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_run_killed_again_and_again_ends_the_same(tmp_path) -> None:

@@ -69,13 +69,14 @@ def train(
     """Train a model on text: your own, or the Python standard library's source."""
     with loading():
         from atlas_memory.training.config import load_config
-        from atlas_memory.training.processes import process
+        from atlas_memory.training.processes import leave, process
         from atlas_memory.training.trainer import train as run
 
     settings = load_config(config, overrides or [])
     if resume and config is None and (saved := Path(settings.output_dir) / "run.yaml").is_file():
         settings = load_config(saved, overrides or [])
     outcome = run(settings, resume)
+    leave()
     done = f"{outcome.folder}: step {outcome.steps}, loss {outcome.loss:.3f}, {outcome.seconds:.0f} s"
     if outcome.interrupted:
         print(

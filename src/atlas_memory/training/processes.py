@@ -26,3 +26,13 @@ def largest(*values: float) -> tuple[float, ...]:
     gathered = torch.tensor(values, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(gathered, torch.distributed.ReduceOp.MAX)
     return tuple(gathered.tolist())
+
+
+def leave() -> None:
+    """Let go of the other processes, at the end of the work that all share.
+
+    A process that ends with its connections open may be aborted: their threads are still running when Python's last
+    objects are deleted.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
