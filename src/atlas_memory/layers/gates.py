@@ -16,7 +16,9 @@ measurement (docs/learning.md):
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 
 The maps start with weights of standard deviation ``SPREAD`` / sqrt(dim): gates that differ from token to token from the
-first step on learn sooner which tokens to write.
+first step on learn sooner which tokens to write. An optimiser such as AdamW moves each weight by about the learning
+rate, and so a gate by the more the wider x is. In layers narrower than ``NARROW`` (``HEBBIAN_NARROW``) the weights
+therefore count up to ``LARGEST_GAIN`` times as much: gates learn as fast there.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.45, 0.35, 1.0
 """The same of Hebbian rules, which write a value whatever is answered; the second eta where writes wait for a step
 (``every`` above 1)."""
 HALF_LIVES = (32.0, 8192.0)
+NARROW, HEBBIAN_NARROW, LARGEST_GAIN = 64, 128, 4.0
 
 
 class GateProjection(nn.Module):
@@ -65,9 +68,11 @@ class GateProjection(nn.Module):
         self.max_eta = rule.optimiser.largest_step(rule.every, rule.window.chunk)
         self.start_eta = START_ETA if rule.optimiser.bounded else rule.optimiser.bare_eta or self._bare(rule, dim)
         self.spread = SPREAD
-        if rule.optimiser.bounded and rule.bias.is_linear and not rule.optimiser.erases:
+        hebbian = rule.bias.is_linear and not rule.optimiser.erases
+        if hebbian and rule.optimiser.bounded:
             self.start_eta = HEBBIAN_ETA if rule.every == 1 else HEBBIAN_WAITING_ETA
             self.spread = HEBBIAN_SPREAD
+        self.gain = min(max(1.0, (HEBBIAN_NARROW if hebbian else NARROW) / dim), LARGEST_GAIN)
         channels = ["eta"] + ["alpha"] * rule.retention.gated
         self.start_delta = rule.bias.start_delta(dim // heads)
         others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta
@@ -99,7 +104,7 @@ class GateProjection(nn.Module):
 
     def reset_parameters(self) -> None:
         """Small random weights, and the biases described above."""
-        nn.init.normal_(self.weight, std=self.spread * self.dim**-0.5)
+        nn.init.normal_(self.weight, std=self.spread * self.dim**-0.5 / self.gain)
         groups = [self._start(name) for name in self.per_head if name != "gamma"]
         if self.window > 1:
             groups.append(torch.full((self.heads,), _logit(0.95)))
@@ -119,7 +124,7 @@ class GateProjection(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         found: dict[str, list[Tensor]] = {"eta": [], "alpha": [], "theta": [], "delta": [], "gamma": []}
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+            logits = F.linear(x.to(dtype), self.gain * self.weight.to(dtype), self.bias.to(dtype))
             for name, logit in zip(
                 self.per_head, logits.unflatten(-1, (-1, self.heads)).permute(2, 0, 3, 1), strict=True
             ):
