@@ -249,6 +249,22 @@ def test_how_long_values_begin(std):
         assert memory.out.weight.std().item() == pytest.approx(std, rel=0.1)
 
 
+@pytest.mark.parametrize("rule,widths", [("titans", (16, 32, 64)), ("swla", (32, 64, 128)), ("lact", (32, 64, 128))])
+def test_gates_of_narrow_layers_learn_as_fast(rule, widths):
+    """The first step of AdamW moves a logit as far in each, and wider ones begin as they always did."""
+    moved = []
+    for width in (*widths, 2 * widths[-1]):
+        gates = GateProjection(width, 2, RULES[rule])
+        torch.nn.init.zeros_(gates.weight)
+        x = torch.randn(1, 1, width).sign()
+        before = torch.logit(gates(x).eta / gates.max_eta)
+        optimiser = torch.optim.AdamW([gates.weight], lr=1e-3, weight_decay=0.0)
+        gates(x).eta.sum().backward()
+        optimiser.step()
+        moved.append((torch.logit(gates(x).eta / gates.max_eta) - before).mean().item())
+    assert moved == pytest.approx([moved[0]] * len(widths) + [2 * moved[0]], rel=1e-2)
+
+
 @pytest.mark.parametrize(
     "rule,eta", [("titans", 0.95), ("gated-deltanet", 0.95), ("dla", 0.45), ("swdt", 0.45), ("lact", 0.35)]
 )
