@@ -18,7 +18,7 @@ measurement (docs/learning.md):
 The maps start with weights of standard deviation ``SPREAD`` / sqrt(dim): gates that differ from token to token from the
 first step on learn sooner which tokens to write. An optimiser such as AdamW moves each weight by about the learning
 rate, and so a gate by the more the wider x is. In layers narrower than ``NARROW`` (``HEBBIAN_NARROW``) the weights
-therefore count up to ``LARGEST_GAIN`` times as much: gates learn as fast there.
+therefore count up to ``LARGEST_GAIN`` times as much: gates learn as fast there (not channel-wise ones).
 """
 
 from __future__ import annotations
