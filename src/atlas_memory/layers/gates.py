@@ -124,7 +124,8 @@ class GateProjection(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         found: dict[str, list[Tensor]] = {"eta": [], "alpha": [], "theta": [], "delta": [], "gamma": []}
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(dtype), self.gain * self.weight.to(dtype), self.bias.to(dtype))
+            weight, flat = self.weight.to(dtype), x.to(dtype).flatten(0, 1)
+            logits = torch.addmm(self.bias.to(dtype), flat, weight.T, alpha=self.gain).unflatten(0, x.shape[:2])
             for name, logit in zip(
                 self.per_head, logits.unflatten(-1, (-1, self.heads)).permute(2, 0, 3, 1), strict=True
             ):
