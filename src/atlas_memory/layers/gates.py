@@ -68,11 +68,10 @@ class GateProjection(nn.Module):
         self.max_eta = rule.optimiser.largest_step(rule.every, rule.window.chunk)
         self.start_eta = START_ETA if rule.optimiser.bounded else rule.optimiser.bare_eta or self._bare(rule, dim)
         self.spread = SPREAD
-        hebbian = rule.bias.is_linear and not rule.optimiser.erases
-        if hebbian and rule.optimiser.bounded:
+        if _is_hebbian(rule) and rule.optimiser.bounded:
             self.start_eta = HEBBIAN_ETA if rule.every == 1 else HEBBIAN_WAITING_ETA
             self.spread = HEBBIAN_SPREAD
-        self.gain = min(max(1.0, (HEBBIAN_NARROW if hebbian else NARROW) / dim), LARGEST_GAIN)
+        self.gain = _gain(rule, dim)
         channels = ["eta"] + ["alpha"] * rule.retention.gated
         self.start_delta = rule.bias.start_delta(dim // heads)
         others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta
@@ -144,3 +143,13 @@ class GateProjection(nn.Module):
 
 def _logit(p: float) -> float:
     return math.log(p / (1.0 - p))
+
+
+def _is_hebbian(rule: Rule) -> bool:
+    """Whether what is written does not depend on what is answered, and nothing is taken out."""
+    return rule.bias.is_linear and not rule.optimiser.erases
+
+
+def _gain(rule: Rule, dim: int) -> float:
+    """How many times the weights count."""
+    return min(max(1.0, (HEBBIAN_NARROW if _is_hebbian(rule) else NARROW) / dim), LARGEST_GAIN)
