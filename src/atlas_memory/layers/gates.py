@@ -33,7 +33,7 @@ from ..mathematics.sizes import check_size
 from ..memory import Gates, Rule
 
 START_ETA, START_THETA, SPREAD = 0.95, 0.2, 0.2
-HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.45, 0.35, 1.0
+HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.475, 0.35, 1.0
 """The same of Hebbian rules, which write a value whatever is answered; the second eta where writes wait for a step
 (``every`` above 1)."""
 HALF_LIVES = (32.0, 8192.0)
