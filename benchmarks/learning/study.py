@@ -48,13 +48,13 @@ class Study:
 
 def laptop(name: str, window: int = 4, narrow: bool = True) -> Rule:
     """The rule at a size that is trained in a minute: a memory as wide as its head where it is to be ``narrow``, short
-    windows, chunks of 16, and Muon once a chunk."""
+    windows, chunks of 16, and Muon once a chunk, until which what waits for it is read too, as in the byte presets."""
     rule = RULES[name]
     changes: dict[str, dict[str, Any]] = {"window": {"size": min(window, rule.window.size), "chunk": CHUNK}}
     if narrow and hasattr(rule.network, "expansion"):
         changes["network"] = {"expansion": 1}
     if isinstance(rule.optimiser, Muon):
-        changes["optimiser"] = {"every": None}
+        changes["optimiser"] = {"every": None, "shows": True}
     return rule.vary(**changes)
 
 

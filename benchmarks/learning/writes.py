@@ -13,7 +13,7 @@ from atlas_memory.memory import RULES, Gates, MemoryState, l2_normalise
 
 from .study import CHUNK, Study, laptop
 
-BATCH, HEADS, OLDER = 16, 2, 100
+BATCH, HEADS, OLDER = 64, 2, 100
 
 
 def measure(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
