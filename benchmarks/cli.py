@@ -16,7 +16,7 @@ import typer
 
 from benchmarks import peak as peaks
 from benchmarks import results
-from benchmarks.learning import STUDIES
+from benchmarks.learning import OF_FRESH_MEMORIES, STUDIES
 from benchmarks.learning.study import run as measure_learning
 from benchmarks.registry import Benchmark, Missing, Row
 from benchmarks.run import Settings, demand_device
@@ -85,7 +85,9 @@ def learn(
     cases: Annotated[str | None, typer.Option(help="Rules, with commas between; default all of the study.")] = None,
     widths: Annotated[str | None, typer.Option(help="Widths of heads, with commas; default the study's.")] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between; the table has their mean.")] = "0",
-    out: Annotated[Path | None, typer.Option(help="Folder for NAME.json; default docs/learning.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for NAME.json; default docs/learning, of fresh memories docs/starting.")
+    ] = None,
     workers: Annotated[int, typer.Option(help="Processes of one thread each.")] = os.cpu_count() or 1,
     text: Annotated[
         Path | None, typer.Option(help="Of studies of whole models: a text or folder; default stdlib.")
@@ -105,8 +107,9 @@ def learn(
             raise ValueError(f"unknown study {name!r}; there are {', '.join(STUDIES)}")
         if unknown := options.keys() - inspect.signature(STUDIES[name].measure).parameters.keys():
             raise ValueError(f"study {name} takes no --{', --'.join(sorted(unknown))}: leave it out, or name others")
-    folder = results.writable(out or (QUICK if quick else results.LEARNING))
     for study in (STUDIES[name] for name in names or STUDIES):
+        page = results.STARTING if study in OF_FRESH_MEMORIES else results.LEARNING
+        folder = results.writable(out or (QUICK if quick else page))
         chosen = study.cases if cases is None else tuple(cases.split(","))
         heads = study.widths if widths is None else _numbers("widths", widths)
         given: dict[str, object] = {"cases": cases, "widths": widths, "seeds": seeds}
@@ -149,11 +152,13 @@ def table(
     folder: Annotated[Path | None, typer.Option("--from", help="Folder of the JSON files.")] = None,
     page: Annotated[Path | None, typer.Option(help="The page to rewrite.")] = None,
 ) -> None:
-    """Rewrite the generated parts of docs/performance.md and docs/learning.md, or those of one page."""
-    both = [(results.PAGE, results.FOLDER), (results.LEARNING_PAGE, results.LEARNING)]
-    one = [(page or results.PAGE, folder or results.FOLDER)] if page or folder else both
-    for page, folder in one:
-        print(f"{page}: {', '.join(results.rewrite(page, folder)) or f'nothing in {folder}'}")
+    """Rewrite the generated parts of docs/performance.md, starting.md and learning.md, or those of one page."""
+    pages = [(results.PAGE, results.FOLDER), (results.STARTING_PAGE, results.STARTING)]
+    pages += [(results.LEARNING_PAGE, results.LEARNING)]
+    if page or folder:
+        pages = [(page or results.PAGE, folder or results.FOLDER)]
+    for file, tables in pages:
+        print(f"{file}: {', '.join(results.rewrite(file, tables)) or f'nothing in {tables}'}")
 
 
 @app.command()

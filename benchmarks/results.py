@@ -16,6 +16,7 @@ DOCS = ROOT / "docs"
 FOLDER = DOCS / "performance"
 PAGE = DOCS / "performance.md"
 LEARNING, LEARNING_PAGE = DOCS / "learning", DOCS / "learning.md"
+STARTING, STARTING_PAGE = DOCS / "starting", DOCS / "starting.md"
 NOTHING = "–"
 
 

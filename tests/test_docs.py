@@ -38,10 +38,20 @@ def test_examples_run(page: Path, tmp_path, monkeypatch) -> None:
             table.update(before)
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link can name after the # of a page: its headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    words = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in words}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8")):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for file, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")):
+        if not file.startswith("https://"):
+            target = page.parent / file if file else page
+            assert target.exists(), file
+            assert not anchor or target.suffix != ".md" or anchor in anchors(target), f"{file}#{anchor}"
 
 
 def test_every_rule_has_a_page_and_every_page_a_rule() -> None:

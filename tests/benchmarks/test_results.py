@@ -92,6 +92,22 @@ def test_the_page_has_room_for_every_benchmark_and_no_quick_numbers() -> None:
     assert "--quick" not in "".join(re.findall(r"<!-- [\w-]+ -->.*?<!-- end", text, re.DOTALL))
 
 
+@pytest.mark.parametrize(
+    ("page", "folder"),
+    [
+        (results.PAGE, results.FOLDER),
+        (results.STARTING_PAGE, results.STARTING),
+        (results.LEARNING_PAGE, results.LEARNING),
+    ],
+    ids=lambda path: path.name,
+)
+def test_tables_in_the_docs_are_those_of_their_files(tmp_path: Path, page: Path, folder: Path) -> None:
+    copy = tmp_path / page.name
+    copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    assert results.rewrite(copy, folder)
+    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+
+
 def test_quick_results_stay_out_of_the_docs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="quick results do not go into docs/"):
         results.save(result(quick=True), results.FOLDER)

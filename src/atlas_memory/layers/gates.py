@@ -1,7 +1,7 @@
 """The gates alpha, eta, theta, delta and gamma as functions of the token (ATLAS section 3.2, App. D). Their form: ours.
 
 Each is a sigmoid of an affine map of x, one a head (and, for gamma, one a place in the window). Starting values, by
-measurement (docs/learning.md):
+measurement (docs/starting.md):
 
 * alpha: heads forget at different rates, with half-lives spread evenly in logarithm over ``HALF_LIVES`` tokens;
 * theta: ``START_THETA``, however often the memory makes a step (``every``), since theta acts once a step;

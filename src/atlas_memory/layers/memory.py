@@ -137,7 +137,7 @@ class NeuralMemory(Stateful):
         however small a model's weights begin: keys have unit length, and a memory that answers k + ... must take k
         back. If the value were much shorter than its key, little of what the memory holds would be the value. The other
         weights stay as they are. From random projections a layer learns all this in many hundreds of steps
-        (docs/learning.md). Ours; no paper says how the projections begin.
+        (docs/starting.md). Ours; no paper says how the projections begin.
 
         The projections themselves are not drawn again. Where a model is made without numbers, as on the meta device,
         their own ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.

@@ -7,7 +7,7 @@ lifted keys, of which all have the constant 1 in common, it would be 0.2. So at 
 does not see the constant. It sees the entries of phi(x) that are x itself, and in the directions that hidden units
 have beyond the width of x, the other entries; all directions have the same share.
 
-docs/learning.md has what this is worth.
+docs/starting.md has what this is worth.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Preset:
 
 
 # What two cores can afford of any rule: a memory no wider than its head, and one Newton-Schulz a chunk, until which
-# what waits for it is read too (0.1 bits a byte less: docs/learning.md). Trained on short windows, a memory must also
+# what waits for it is read too (0.1 bits a byte less: docs/diary.md). Trained on short windows, a memory must also
 # read on past them: rules that fade to zero elsewhere fade to M_0 (`Decay.to_start`).
 LAPTOP = {
     "network": {"expansion": 1},
