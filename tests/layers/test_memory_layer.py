@@ -266,7 +266,7 @@ def test_gates_of_narrow_layers_learn_as_fast(rule, widths):
 
 
 @pytest.mark.parametrize(
-    "rule,eta", [("titans", 0.95), ("gated-deltanet", 0.95), ("dla", 0.45), ("swdt", 0.45), ("lact", 0.35)]
+    "rule,eta", [("titans", 0.95), ("gated-deltanet", 0.95), ("dla", 0.475), ("swdt", 0.475), ("lact", 0.35)]
 )
 def test_where_eta_begins(rule, eta):
     """Lower where what is written does not depend on what is answered, unless it is taken out again."""
