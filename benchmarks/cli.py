@@ -108,8 +108,8 @@ def learn(
         if unknown := options.keys() - inspect.signature(STUDIES[name].measure).parameters.keys():
             raise ValueError(f"study {name} takes no --{', --'.join(sorted(unknown))}: leave it out, or name others")
     for study in (STUDIES[name] for name in names or STUDIES):
-        page = results.STARTING if study in OF_FRESH_MEMORIES else results.LEARNING
-        folder = results.writable(out or (QUICK if quick else page))
+        kept = results.STARTING if study in OF_FRESH_MEMORIES else results.LEARNING
+        folder = results.writable(out or (QUICK if quick else kept))
         chosen = study.cases if cases is None else tuple(cases.split(","))
         heads = study.widths if widths is None else _numbers("widths", widths)
         given: dict[str, object] = {"cases": cases, "widths": widths, "seeds": seeds}
