@@ -42,7 +42,7 @@ class Plan:
         tokens: Read in all, by all processes; None: the clock decides.
         flops_per_token: Floating-point operations of matrix products, forward and backward; two a multiply-add.
         weights: Bytes of weights, gradients and the optimiser's state.
-        activations: Bytes that a pass keeps for going back, and as many again for the block in which it is.
+        activations: Bytes that a pass keeps for going back, and half of a block more for what it computes with.
         logits: Bytes of logits and their gradient.
         carried: Bytes of what rows remember from step to step, at most.
     """
@@ -123,7 +123,7 @@ def of_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1) -
         tokens=run.last_step * rows * data.seq_len * processes if known else None,
         flops_per_token=passes * flops * blocks / length + 3 * head,
         weights=parameters * (8 + OPTIMISER[run.optimizer]) // (processes if run.fsdp else 1),
-        activations=2 * block + inputs if run.gradient_checkpointing else (blocks + 1) * block,
+        activations=3 * block // 2 + inputs if run.gradient_checkpointing else (2 * blocks + 1) * block // 2,
         logits=LOGITS * architecture.vocab_size * tokens,
         carried=lanes * rows * state * blocks,
     )
