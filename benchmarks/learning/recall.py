@@ -14,13 +14,18 @@ from torch.nn import functional as F
 
 from atlas_memory.forms.cost import state_bytes
 from atlas_memory.layers.blocks import BLOCKS
-from atlas_memory.memory import RULES
+from atlas_memory.memory import RULES, Rule
 
 from .study import Study, laptop
 
 HEADS, NOISE = 2, 16
 READ = 4096
 """Tokens that are read at once when questions come late; the state is carried."""
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "omeganet: a matrix": ("omeganet", {"network": {"kind": "Linear"}}),
+    "titans: 256 hidden units": ("titans", {"network": {"expansion": 16}}),
+}
+"""Cases that are a rule with a change, which show what decides how many pairs a memory holds."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,12 @@ class Task:
         return k, v, values.gather(1, order)
 
 
+def memory(case: str, narrow: bool) -> Rule:
+    """The rule of a case, small."""
+    rule, changes = VARIANTS.get(case, (case, {}))
+    return laptop(rule, narrow=narrow).vary(**changes)
+
+
 class Recall(nn.Module):
     """Two symbols a token, one mixer between two residual ends, a guess of the value."""
 
@@ -56,7 +67,7 @@ class Recall(nn.Module):
         self.key, self.value = nn.Embedding(kinds, width), nn.Embedding(kinds + 1, width)
         self.norm = nn.RMSNorm(width)
         block, options = (
-            ("attention", {}) if case == "attention" else ("lmm", {"rule": laptop(case, narrow=narrow), "eps": 1e-6})
+            ("attention", {}) if case == "attention" else ("lmm", {"rule": memory(case, narrow), "eps": 1e-6})
         )
         self.mixer = BLOCKS[block].make(width, HEADS, **options)
         self.out = nn.Linear(width, task.symbols)
@@ -126,7 +137,7 @@ def many_pairs(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
         task = Task(pairs=pairs, symbols=max(2 * pairs, 64), room=2 * pairs)
         model = trained(case, task, dim, seed, 3 * pairs, 2 if quick else 600, narrow=False)
         found[f"pairs {pairs}"] = right(model, task, 3 * pairs)
-    size = None if case == "attention" else state_bytes(laptop(case, narrow=False), dim, HEADS)
+    size = None if case == "attention" else state_bytes(memory(case, narrow=False), dim, HEADS)
     return found | ({} if size is None else {"state_bytes": float(size)})
 
 
@@ -146,7 +157,11 @@ CAPACITY = Study(
     shows="16, 32, 64 and 128 pairs, of twice as many symbols (64 at least), with as many tokens of noise among them: "
     "the share of right answers after 600 steps for each number of pairs, and the bytes of state of the layer. "
     "Memories are as wide as their rules have them.",
-    cases=("attention", "gated-deltanet", "deltanet", "swla", "ttt-linear", "titans", "omeganet", "atlas", "hope"),
+    cases=(
+        "attention",
+        *("gated-deltanet", "deltanet", "swla", "ttt-linear", "titans", "omeganet", "atlas-linear", "atlas", "hope"),
+        *VARIANTS,
+    ),
     widths=(16,),
     measure=many_pairs,
     columns=("candidate", "head", "16 pairs", "32 pairs", "64 pairs", "128 pairs", "state kB", "seeds", "revision"),
