@@ -127,6 +127,8 @@ def test_no_page_moves_sideways_on_a_phone(opened: Any, tmp_path: Path) -> None:
 def test_memories_and_settings_are_shown(opened: Any, tmp_path: Path) -> None:
     for seed in (0, 1):
         made_run(tmp_path / f"run-{seed}", steps=300, seed=seed)
+    config = tmp_path / "run-1" / "run.yaml"
+    config.write_text(config.read_text().replace("rule: atlas", "preset: tiny"))
     with served(tmp_path) as address:
         page = open_page(opened, f"{address}/memories", "Memories")
         expect(page.get_by_text("Last look after step 300, in 0.50 s.")).to_be_visible()
@@ -135,6 +137,8 @@ def test_memories_and_settings_are_shown(opened: Any, tmp_path: Path) -> None:
         expect(page.locator("svg.marks")).to_have_count(5)
         page.get_by_role("link", name="Settings").click()
         expect(page.get_by_role("row").filter(has_text="train.seed").first.get_by_text("1")).to_be_visible()
+        rule = page.get_by_role("row").filter(has_text="model.rule").first
+        expect(rule.get_by_text("gated-deltanet")).to_be_visible()  # the preset's: run.yaml names none
         page.get_by_role("link", name="Samples").click()
         expect(page.get_by_text("once upon a time 300")).to_be_visible()
         page.close()

@@ -156,12 +156,13 @@ def settings_page() -> None:
     runs = some()
     if not runs:
         return
-    keys = list(dict.fromkeys(key for run in runs for key in run.config))
+    found = {run.name: run.config | ({"model.rule": run.rule} if run.rule else {}) for run in runs}
+    keys = list(dict.fromkeys(key for of_run in found.values() for key in of_run))
 
     def row(key: str) -> dict[str, str]:
-        return {"setting": key} | {run.name: str(run.config.get(key, "")) for run in runs}
+        return {"setting": key} | {name: str(of_run.get(key, "")) for name, of_run in found.items()}
 
-    differ = [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
+    differ = [key for key in keys if len({str(of_run.get(key)) for of_run in found.values()}) > 1]
     if len(runs) > 1:
         st.subheader("What differs")
         table([row(key) for key in differ], wrap=True)
