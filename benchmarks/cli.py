@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, cast
 
 import torch
@@ -114,8 +115,10 @@ def learn(
         heads = study.widths if widths is None else _numbers("widths", widths)
         given: dict[str, object] = {"cases": cases, "widths": widths, "seeds": seeds}
         study = replace(study, measure=partial(study.measure, **options))
-        settings = "".join(f" --{name}" if value is True else f" --{name} {value}" for name, value in options.items())
-        chosen_too = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
+        settings = "".join(
+            f" --{name}" if value is True else f" --{name} {quote(str(value))}" for name, value in options.items()
+        )
+        chosen_too = "".join(f" --{name} {quote(str(value))}" for name, value in given.items() if value is not None)
         command = f"python -m benchmarks learn {study.name}{chosen_too}{settings}{' --quick' if quick else ''}"
         path, numbers = folder / f"{study.name}.json", _numbers("seeds", seeds)
         earlier = _earlier(path, settings)
