@@ -16,16 +16,11 @@ from atlas_memory.forms.cost import state_bytes
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES, Rule
 
-from .study import Study, laptop
+from .study import VARIANTS, Study, laptop
 
 HEADS, NOISE = 2, 16
 READ = 4096
 """Tokens that are read at once when questions come late; the state is carried."""
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "omeganet: a matrix": ("omeganet", {"network": {"kind": "Linear"}}),
-    "titans: 256 hidden units": ("titans", {"network": {"expansion": 16}}),
-}
-"""Cases that are a rule with a change, which show what decides how many pairs a memory holds."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,12 @@ CHUNK = 16
 """Tokens of a chunk in all studies."""
 WIDTH = 128
 """Of the models of text, whatever their heads are: of preset ``tiny``."""
+MATRIX = "omeganet: a matrix"
+VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    MATRIX: ("omeganet", {"network": {"kind": "Linear"}}),
+    "titans: 256 hidden units": ("titans", {"network": {"expansion": 16}}),
+}
+"""Cases that are a rule with a change."""
 
 Measure = Callable[[str, int, int, bool], dict[str, float]]
 """Numbers by name, of a case, heads of a width, a seed, and whether it is only to be seen that it works."""
