@@ -45,10 +45,12 @@ LENGTHS = range(len(CHUNK.shapes))
 FAST, SLOW = "attention|gated-deltanet|graphed", "titans$"
 """What trains a model in seconds a step at most, and the rest."""
 ORDER: tuple[Item, ...] = (
+    Item(CHUNK, 0, "delta"),
     Item(CHUNK, 0, "MLP"),
     *(Item(NEWTON_SCHULZ, index) for index in range(len(NEWTON_SCHULZ.shapes))),
     Item(TRAINING, 0, FAST),
     Item(CHUNK, 0, "linear"),
+    *(Item(CHUNK, index, "delta") for index in LENGTHS[1:]),
     *(Item(CHUNK, index, "MLP") for index in LENGTHS[1:]),
     *(Item(TRAINING, index, FAST) for index in range(1, len(TRAINING.shapes))),
     *(Item(CHUNK, index, "linear") for index in LENGTHS[1:]),

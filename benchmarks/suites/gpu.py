@@ -1,8 +1,9 @@
 """The kernels on a GPU against the same functions in PyTorch: the chunk recurrence, and Newton-Schulz on Gram matrices.
 
 ``RULE`` is what the chunk kernels compute: bare steps at frozen gradients on plain keys, in a memory that fades to
-zero. What all are held against in float64 is, for the chunk recurrence, ``recurrent``, over two chunks and a few tokens
-of two heads; for Newton-Schulz the polynomial in PyTorch, of 64 matrices.
+zero. ``DELTA`` has kernels of its own. What all are held against in float64 is, for the chunk recurrence,
+``recurrent``, over two chunks and a few tokens of two heads; for Newton-Schulz the polynomial in PyTorch, of 64
+matrices.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ RULE = replace(
     optimiser=GradientDescent(bounded=False, live=False),
     window=Window(size=1, chunk=64),
 )
-MEMORIES: dict[str, Rule] = {"MLP": RULE, "linear": replace(RULE, network=Linear())}
+DELTA = RULES["gated-deltanet"].vary(window={"chunk": 64})
+"""A rule that is taken as it is, but for its chunk."""
+MEMORIES: dict[str, Rule] = {"MLP": RULE, "linear": replace(RULE, network=Linear()), "delta rule": DELTA}
 RAGGED = 2 * RULE.window.chunk + 5
 """Tokens over which the chunk recurrence is verified."""
 STEPS = 5
@@ -68,6 +71,18 @@ def model_of_chunk(rule: Rule, shape: Shape, backward: bool = False) -> Cost:
     return Cost(2.0 * products * chunks, 4.0 * moved * chunks)
 
 
+def model_of_delta(shape: Shape, backward: bool = False) -> Cost:
+    """The same of the kernels of the delta rule (kernels/delta_parts.py): 5 products of b b d multiply-adds, 3 of b d d
+    and 4 of b b b; backward 9 and 6. Bytes: q, k, v and y once, T, U, w, G and S as they are written and read; backward
+    these and the gradients."""
+    dim, chunk = shape.dim, DELTA.window.chunk
+    b_b_d, b_d_d = chunk * chunk * dim, chunk * dim * dim
+    products = 9 * b_b_d + 6 * b_d_d if backward else 5 * b_b_d + 3 * b_d_d + 4 * chunk**3
+    moved = 25 * chunk * dim + chunk**2 + 7 * dim**2 if backward else 13 * chunk * dim + chunk**2 + 2 * dim**2
+    chunks = shape.batch * shape.heads * -(-shape.time // chunk)
+    return Cost(2.0 * products * chunks, 4.0 * moved * chunks)
+
+
 def model_of_gram(shape: Shape, backward: bool = False) -> Cost:
     """FLOPs of the kernel's products; bytes of G and Q, and of the gradients; ``backward``: of that pass alone."""
     products = 7 * STEPS + 1 + 2 * STEPS * (STEPS - 1) if backward else 4 * STEPS - 3
@@ -88,6 +103,7 @@ def graphed() -> FORM:
 def _chunks(memory: str, backward: bool) -> Iterator[Candidate]:
     """The forms of a memory."""
     rule, way = MEMORIES[memory], "forward and backward" if backward else "forward"
+    cost = model_of_delta if rule is DELTA else partial(model_of_chunk, rule)
     forms = {"eager": partial(chunkwise, kernels=False), "kernel": partial(chunkwise, kernels=True)}
     for form in ("eager", "graphed", "kernel", "compiled and graphed"):
         candidate = bare_memory(
@@ -103,8 +119,8 @@ def _chunks(memory: str, backward: bool) -> Iterator[Candidate]:
             candidate,
             backward=backward,
             reduce=lambda shape: replace(shape, batch=1, heads=min(shape.heads, 2), time=min(shape.time, RAGGED)),
-            cost=partial(model_of_chunk, rule),
-            backward_cost=partial(model_of_chunk, rule, backward=True),
+            cost=cost,
+            backward_cost=partial(cost, backward=True),
         )
 
 

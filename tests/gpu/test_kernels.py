@@ -1,16 +1,21 @@
 """The Triton kernels, compiled, against the definition in float64: outputs, state and every gradient."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
 
+from atlas_memory.kernels.convolution import convolve, convolve_back
 from atlas_memory.kernels.dispatch import INTERPRETER
+from atlas_memory.layers.convolution import _Convolution
 from atlas_memory.memory import chunkwise, gram_polynomial
 
 from ..kernels.test_chunk import RULES, kernel
+from ..kernels.test_convolution import SHAPES
+from ..kernels.test_delta import NAMES, alike, closed, rule_of
 from ..memory.problems import error, everything, random_problem, worst
 from .test_memories import from_gpu, on_gpu
 
@@ -30,6 +35,43 @@ def test_chunk_at_other_shapes(name, time, dim, size, chunk):
     equal(RULES[name].vary(window={"size": size, "chunk": chunk}), heads=2, time=time, dim=dim)
 
 
+@pytest.mark.parametrize("time,dim,chunk", [(5, 16, 16), (37, 24, 16), (70, 32, 32), (133, 20, 64), (256, 64, 64)])
+@pytest.mark.parametrize("name", NAMES)
+def test_delta_equals_chunkwise(name, time, dim, chunk):
+    equal(rule_of(name, chunk), kernel=partial(chunkwise, kernels=True), heads=3, time=time, dim=dim)
+
+
+@pytest.mark.parametrize("spoil", [closed, alike])
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+def test_delta_with_closed_gates_and_equal_keys(spoil, chunk):
+    rule = rule_of("gated-deltanet", chunk)
+    equal(rule, kernel=partial(chunkwise, kernels=True), spoil=spoil, heads=2, time=100, dim=64)
+
+
+def test_delta_twice():
+    """Gradients of gradients are PyTorch's."""
+    problem = on_gpu(random_problem(rule_of("gated-deltanet"), 0, dtype=torch.float32, time=40, dim=16))
+    found = []
+    for kernels in (True, False):
+        y, _ = chunkwise(*problem.arguments(), kernels=kernels)
+        (first,) = torch.autograd.grad(y.square().sum(), problem.k, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), problem.v)[0])
+    assert (found[0] - found[1]).norm() <= 1e-5 * found[1].norm()
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("batch,time,channels,taps", SHAPES)
+def test_convolution(batch, time, channels, taps, dtype, bound):
+    x = torch.randn(batch, time + taps - 1, channels, dtype=dtype, requires_grad=True)
+    w = torch.randn(channels, taps, dtype=dtype, requires_grad=True)
+    by_y = torch.randn(batch, time, channels, dtype=dtype)
+    y = _Convolution.apply(x, w)
+    expected = [y, *torch.autograd.grad(y, [x, w], by_y)]
+    x, w, by_y = (t.detach().cuda() for t in (x, w, by_y))
+    for ours, theirs in zip([convolve(x, w), *convolve_back(x, w, by_y)], expected, strict=True):
+        assert (ours.cpu() - theirs).double().norm() <= bound * theirs.double().norm()
+
+
 def small_steps(rule, **options):
     """A random problem whose steps, which these rules do not bound, stay small: windows of 8 diverge otherwise."""
     problem = random_problem(rule, 0, batch=2, **options)
@@ -38,11 +80,13 @@ def small_steps(rule, **options):
     return problem
 
 
-def equal(rule, **sizes) -> None:
+def equal(rule, kernel=kernel, spoil=None, **sizes) -> None:
     """As near to float64 as float32 is on a CPU, but for a factor."""
-    exact = small_steps(rule, **sizes)
+    exact, problem = (small_steps(rule, dtype=dtype, **sizes) for dtype in (torch.float64, torch.float32))
+    if spoil is not None:
+        with torch.no_grad():
+            spoil(exact), spoil(problem)
     oracle = everything(chunkwise, exact)
-    problem = small_steps(rule, dtype=torch.float32, **sizes)
     allowed, _ = worst(everything(chunkwise, problem), oracle)
     gap, where = worst(from_gpu(kernel, on_gpu(problem)), oracle)
     assert gap < max(1e-5, 8 * allowed), (where, allowed)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from atlas_memory.kernels import dispatch
-from atlas_memory.kernels.dispatch import chunk_refusal, gram_refusal, taken
+from atlas_memory.kernels.dispatch import chunk_refusal, convolution_refusal, delta_refusal, gram_refusal, taken
 from atlas_memory.memory import (
     MLP,
     RULES,
@@ -128,6 +128,76 @@ def test_no_kernel_is_taken_unasked(monkeypatch):
     assert not ask()
     assert not ask_gram("cuda", torch.float32, 64)
     assert ask(kernels=True)
+
+
+DELTA = RULES["gated-deltanet"].vary(window={"chunk": 64})
+
+
+def ask_delta(rule: Rule = DELTA, dtype=torch.float32, shape=SHAPE, channels=False, kernels=None, **how) -> bool:
+    gate = Gates(torch.empty(shape if channels else shape[:3], device="meta"))
+    gate = gate.complete(torch.empty(shape, device="meta"), rule.window.size)
+    return taken(kernels, delta_refusal, rule, "cuda", dtype, shape, gate, **how)
+
+
+def test_what_is_taken_unasked(monkeypatch):
+    """Only after a trial, of a call that has a kernel; with the environment variable at 0 it is not."""
+    monkeypatch.delenv(dispatch.SWITCH)
+    tried = []
+    yes, no = lambda: tried.append(1) or True, lambda: tried.append(0) or False
+    assert not ask_delta() and not tried
+    assert ask_delta(unasked=yes) and not ask_delta(unasked=no) and tried == [1, 0]
+    assert not ask_delta(unasked=yes, kernels=False) and not ask_delta(unasked=yes, dtype=torch.float64)
+    assert ask_delta(unasked=no, kernels=True) and tried == [1, 0]
+    assert taken(None, convolution_refusal, "cuda", torch.bfloat16, unasked=yes)
+    monkeypatch.setenv(dispatch.SWITCH, "0")
+    assert not ask_delta(unasked=yes) and ask_delta(unasked=yes, kernels=True) and tried == [1, 0, 1]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_delta_rules_have_kernels_of_their_own(name):
+    rule = RULES[name]
+    assert ask_delta(rule) == (name in ("deltanet", "gated-deltanet"))
+    assert dispatch.is_delta(rule) == (name in ("deltanet", "gated-deltanet", "hope"))
+
+
+@pytest.mark.parametrize(
+    "options,why",
+    [
+        ({"retention": {"to_start": True}}, "fades to M_0: retention must have to_start=False"),
+        ({"network": {"norm": True}}, "knows the layer norm: network must have norm=False"),
+        ({"network": {"kind": "MLP"}}, "knows MLP: network must be Linear"),
+        ({"window": {"read": "before"}}, "reads 'before': window must have read='after'"),
+        ({"window": {"chunk": 8}}, "has chunks of 8: window must have chunk=16 or 32 or 64"),
+        ({"optimiser": {"bounded": True}}, "knows bounded steps: optimiser must have bounded=False"),
+        ({"bias": {"kind": "L2"}}, "knows L2: bias must be DotProduct"),
+    ],
+)
+def test_delta_rules_without_a_kernel(options, why):
+    with pytest.raises(ValueError, match=f"kernels=True, but no kernel {why}"):
+        ask_delta(DELTA.vary(**options), kernels=True)
+
+
+def test_calls_of_the_delta_rule_without_a_kernel():
+    for why, call in (
+        ("computes in float64: give float32", {"dtype": torch.float64}),
+        ("has heads of width 128: it must be at most 64", {"shape": torch.Size([2, 4, 100, 128])}),
+        ("reads nothing", {"shape": torch.Size([2, 4, 0, 64])}),
+        ("has gates a channel", {"channels": True}),
+    ):
+        with pytest.raises(ValueError, match=f"kernels=True, but no kernel {why}"):
+            ask_delta(kernels=True, **call)
+
+
+def test_transforms_of_pytorch_take_none():
+    """What they cannot look into."""
+    found = []
+
+    def look(x):
+        found.append(convolution_refusal("cuda", torch.float32))
+        return x
+
+    torch.func.vmap(look)(torch.zeros(2))
+    assert found == ["is known to torch.compile and torch.func: call it outside of them"]
 
 
 def test_the_forms_refuse_with_a_reason(monkeypatch):

@@ -44,7 +44,7 @@ def test_dry_run(tmp_path):
                 assert float(row["check"].split()[2].rstrip(",")) < 1e-4 and "allowed a kernel" in row["check"]
                 kernels += 1
         assert not rows
-    assert kernels == 6
+    assert kernels == 8
 
 
 def test_every_candidate_is_measured_once_at_every_shape():

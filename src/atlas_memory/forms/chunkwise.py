@@ -23,7 +23,7 @@ from ..mathematics.gates import CompleteGates, Gates
 from ..mathematics.precision import Broken, can_look, cast, check_inputs, compute, kept_dtype, working_dtype
 from ..mathematics.rules import Params, Rule
 from ..mathematics.sizes import check_size
-from ..mathematics.state import MemoryState, initial_state
+from ..mathematics.state import Matrix, MemoryState, initial_state
 from . import scan
 from .bands import band, overlapping, take
 from .chunk import read_chunk
@@ -67,8 +67,8 @@ def chunkwise(
             half a minute at the first call. Inside a ``torch.compile`` of yours it changes nothing.
         spaces: how Muon orthogonalises; by default in the cheapest way.
         kernels: whether a Triton kernel reads the whole sequence (docs/kernels.md; Muon's is chosen in
-            ``gram_polynomial``). True: it must; False: never; None: where there is one and the environment has
-            ATLAS_MEMORY_KERNELS=1.
+            ``gram_polynomial``). True: it must; False: never; None: where there is one for the delta rule, on a GPU, or
+            any and the environment has ATLAS_MEMORY_KERNELS=1.
         starts: whether all rows of ``state`` stand at the start of a chunk, as ``starts_chunk`` finds it, which is
             asked if None. Chunks that all rows begin together take less work.
 
@@ -114,10 +114,11 @@ def _chunkwise(
     gate = gates.complete(q, rule.window.size)
     if starts is None:
         starts = starts_chunk(rule, state)
-    if dispatch.taken(kernels, _no_kernel, rule, q, gates.length, gate, starts):
-        from ..kernels.chunk import chunk_recurrence
-
-        return chunk_recurrence(rule, q, k, v, gate, state or initial_state(rule, params.initial, k))
+    unasked = None
+    if q.is_cuda and dispatch.is_delta(rule) and q.shape[-2] > rule.window.chunk:
+        unasked = partial(_proven, rule, q.shape[-1], q.device)
+    if dispatch.taken(kernels, _no_kernel, rule, q, gates.length, gate, starts, unasked=unasked):
+        return _by_kernels(rule, q, k, v, gate, state or initial_state(rule, params.initial, k), recompute)
     tokens, length = _tokens(rule, q, k, v, gates), gates.length
     read_group = partial(_read_group, rule, compiled, spaces)
     if recompute is not None and torch.is_grad_enabled():
@@ -132,11 +133,43 @@ def _chunkwise(
     return torch.cat(outputs, 2), end(reading, q)
 
 
+def _by_kernels(
+    rule: Rule, q: Tensor, k: Tensor, v: Tensor, gate: CompleteGates, state: MemoryState, recompute: int | None
+) -> tuple[Tensor, MemoryState]:
+    if not dispatch.is_delta(rule):
+        from ..kernels.chunk import chunk_recurrence
+
+        return chunk_recurrence(rule, q, k, v, gate, state)
+    from ..kernels.delta import delta_recurrence
+
+    return delta_recurrence(rule, q, k, v, gate, state, partial(_delta, rule), keep=recompute is None)
+
+
+def _delta(
+    rule: Rule, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, matrix: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the kernels of the delta rule compute, without them: y of one matrix without a residual, the matrix after
+    the last token and before the last chunk."""
+    bare, empty = rule.vary(network={"residual": False}), q[:, :, :0]
+    state = MemoryState((Matrix(matrix, matrix),), empty, empty, empty, torch.zeros(len(q), dtype=torch.int64))
+    y, after = chunkwise(bare, Params((matrix[0],)), q, k, v, Gates(eta, alpha), state, kernels=False, starts=True)
+    return y, after.weights[0], after.matrices[0].frozen
+
+
+def _proven(rule: Rule, dim: int, device: torch.device) -> bool:
+    """Whether the kernels of the delta rule compute the same on this GPU."""
+    from ..kernels import delta
+    from ..kernels.proof import proven
+
+    return proven(delta.trial, _delta, rule, dim, device)
+
+
 def _no_kernel(rule: Rule, q: Tensor, length: Tensor | None, gate: CompleteGates, starts: bool) -> str | None:
     """Why no Triton kernel can compute this call, as ``dispatch.taken`` says it; None: one can."""
     if length is not None:
         return "knows padding: leave gates.length out"
-    why = dispatch.chunk_refusal(rule, q.device.type, q.dtype, q.shape, gate)
+    refusal = dispatch.delta_refusal if dispatch.is_delta(rule) else dispatch.chunk_refusal
+    why = refusal(rule, q.device.type, q.dtype, q.shape, gate)
     if why is None and not starts:
         return f"begins inside a chunk: give a state after a multiple of {rule.window.chunk} tokens"
     return why

@@ -75,7 +75,8 @@ class _ChunkRecurrence(torch.autograd.Function):
                 memory[0] = start
         y, scale = torch.empty_like(inputs[0]), second.new_tensor([_scale(rule)])
         w1, w2 = (memories[1] if m is None else m for m in memories)  # without a W_1 its pointer is not read
-        forward[_grid(q)](*inputs, w1, w2, y, time, slots, scale, **values)
+        with torch.cuda.device_of(q):
+            forward[_grid(q)](*inputs, w1, w2, y, time, slots, scale, **values)
         ctx.save_for_backward(*inputs, *memories)
         ctx.rule = rule
         ends = [None if m is None else m[at % slots].clone() for at in (count - 1, count) for m in memories]

@@ -1,8 +1,10 @@
 """Which calls take a kernel: functions of device type, dtype, shapes and rule, and of what the caller asks. No Triton
 is imported.
 
-They wait to be asked for: ``kernels=True``, or ATLAS_MEMORY_KERNELS=1 in the environment. On a GPU Triton compiles each
-for seconds, and in training a chunk recurrence recorded as a CUDA graph (forms/graphed.py) is faster (docs/gpu.md).
+Those of the delta rule and of the short convolution are taken on a GPU unless ATLAS_MEMORY_KERNELS=0 is in the
+environment, once they have been tried there (proof.py). The others wait to be asked for: ``kernels=True``, or
+ATLAS_MEMORY_KERNELS=1. Triton compiles each for seconds, and in training a chunk recurrence recorded as a CUDA graph
+(forms/graphed.py) is faster (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from ..mathematics.bias import L2, DotProduct
 from ..mathematics.features import Identity
 from ..mathematics.gates import CompleteGates
 from ..mathematics.networks import MLP, Linear
-from ..mathematics.optimisers import GradientDescent
+from ..mathematics.optimisers import DeltaGradientDescent, GradientDescent
 from ..mathematics.retention import Decay, Keep
 from ..mathematics.rules import Rule
 
 SWITCH = "ATLAS_MEMORY_KERNELS"
-"""The environment variable that lets kernels be taken."""
+"""The environment variable that lets all kernels be taken (1), or none (anything else)."""
 
 INTERPRETER = "TRITON_INTERPRET"
 """The environment variable by which Triton runs kernels on the CPU, to try them."""
@@ -35,6 +37,18 @@ KINDS: dict[str, tuple[type, ...]] = {
     "retention": (Decay, Keep),
 }
 """The parts of a rule that the chunk kernels know."""
+
+DELTA: dict[str, tuple[type, ...]] = {
+    "features": (Identity,),
+    "network": (Linear,),
+    "bias": (DotProduct,),
+    "optimiser": (DeltaGradientDescent,),
+    "retention": (Decay, Keep),
+}
+"""Those of the delta rule, whose kernels know no other."""
+
+WIDEST = 64
+"""The widest heads of its kernels."""
 
 WIDTHS = (16, 32, 64, 128)
 """Head widths of the chunk kernels."""
@@ -50,22 +64,31 @@ GRAM_TRAINED = 16
 it five times as slow as PyTorch, at 16 it takes an eighth of the time (docs/performance.md)."""
 
 
-def taken(kernels: bool | None, refusal: Callable[..., str | None], *call: object) -> bool:
+def taken(
+    kernels: bool | None,
+    refusal: Callable[..., str | None],
+    *call: object,
+    unasked: Callable[[], bool] | None = None,
+) -> bool:
     """Whether a call takes its kernel.
 
     Args:
-        kernels: True: asked for; False: never; None: where the environment variable ``SWITCH`` is 1.
+        kernels: True: asked for; False: never; None: where the environment variable ``SWITCH`` is 1, or is not set and
+            the kernel is one to take ``unasked``.
         refusal: what says of ``call`` why it has no kernel, and what would help; None: it has one.
+        unasked: what says whether to take it where nobody has asked for it; None: no.
 
     Raises:
         ValueError: a kernel was asked for, and the call has none.
     """
-    if kernels is False or (kernels is None and os.environ.get(SWITCH) != "1"):
+    switch = os.environ.get(SWITCH)
+    asked = kernels or (kernels is None and switch == "1")
+    if not asked and (kernels is False or switch is not None or unasked is None):
         return False
     why = refusal(*call)
     if kernels and why is not None:
         raise ValueError(f"kernels=True, but no kernel {why}; or leave kernels out")
-    return why is None
+    return why is None and (bool(asked) or (unasked is not None and unasked()))
 
 
 def chunk_refusal(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gate: CompleteGates) -> str | None:
@@ -78,6 +101,32 @@ def chunk_refusal(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size
     return _of_rule(rule) or _of_shape(rule, shape, gate) or _of_device(device, dtype)
 
 
+def is_delta(rule: Rule) -> bool:
+    """Whether the kernels of ``rule`` are those of the delta rule."""
+    return type(rule.optimiser) in DELTA["optimiser"]
+
+
+def delta_refusal(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gate: CompleteGates) -> str | None:
+    """The same of kernels/delta.py, which computes the delta rule: one matrix on plain keys, the dot product, bare
+    delta steps, linear retention to zero, gates one a head, in float32 on CUDA, with heads of up to ``WIDEST``."""
+    network, chunk, dim = rule.network, rule.window.chunk, shape[-1]
+    unknown = {
+        "knows the layer norm: network must have norm=False": network.norm,
+        "knows bounded steps: optimiser must have bounded=False": rule.optimiser.bounded,
+        "fades to M_0: retention must have to_start=False": rule.retention.to_start,
+        f"reads {rule.window.read!r}: window must have read='after'": rule.window.read != "after",
+        f"has chunks of {chunk}: window must have chunk={_or(CHUNKS)}": chunk not in CHUNKS,
+        f"has heads of width {dim}: it must be at most {WIDEST}": dim > WIDEST,
+    }
+    why = _of_parts(rule, DELTA) or next((why for why, is_so in unknown.items() if is_so), None)
+    return _traced() or why or _of_call(shape, gate) or _of_device(device, dtype)
+
+
+def convolution_refusal(device: str, dtype: torch.dtype) -> str | None:
+    """The same of kernels/convolution.py, which computes in any floating dtype."""
+    return _traced() or _of_device(device, dtype, dtype)
+
+
 def gram_refusal(device: str, dtype: torch.dtype, size: int) -> str | None:
     """Why kernels/gram_newton_schulz.py does not take Gram matrices of this device type and dtype, ``size`` x ``size``,
     to follow "no kernel"; None: it does."""
@@ -86,10 +135,16 @@ def gram_refusal(device: str, dtype: torch.dtype, size: int) -> str | None:
     return _of_device(device, dtype)
 
 
-def _of_rule(rule: Rule) -> str | None:
-    for part, kinds in KINDS.items():
+def _of_parts(rule: Rule, known: dict[str, tuple[type, ...]]) -> str | None:
+    for part, kinds in known.items():
         if (kind := type(getattr(rule, part))) not in kinds:
-            return f"knows {kind.__name__}: {part} must be {_or(known.__name__ for known in kinds)}"
+            return f"knows {kind.__name__}: {part} must be {_or(each.__name__ for each in kinds)}"
+    return None
+
+
+def _of_rule(rule: Rule) -> str | None:
+    if why := _of_parts(rule, KINDS):
+        return why
     network, window = rule.network, rule.window
     size, chunk = window.size, window.chunk
     unknown = {
@@ -116,6 +171,10 @@ def _of_shape(rule: Rule, shape: torch.Size, gate: CompleteGates) -> str | None:
         return f"has heads of width {dim}: it must be {_or(WIDTHS)}"
     if not _fits(deep, dim, tokens):
         return f"fits into shared memory with heads of {dim} and {tokens} tokens a chunk: take smaller heads or chunks"
+    return _of_call(shape, gate)
+
+
+def _of_call(shape: torch.Size, gate: CompleteGates) -> str | None:
     if shape[0] * shape[1] * shape[2] == 0:
         return f"reads nothing: q is {list(shape)}"
     if gate.eta.dim() != 3 or gate.alpha.dim() != 3:
@@ -130,10 +189,16 @@ def _fits(deep: bool, dim: int, tokens: int) -> bool:
     return not (wide and long) if deep else not (wide or long)
 
 
-def _of_device(device: str, dtype: torch.dtype) -> str | None:
+def _traced() -> str | None:
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return "is known to torch.compile and torch.func: call it outside of them"
+    return None
+
+
+def _of_device(device: str, dtype: torch.dtype, known: torch.dtype = torch.float32) -> str | None:
     interpreted = device == "cpu" and os.environ.get(INTERPRETER) == "1"
     if device != "cuda" and not interpreted:
         return f"runs on {device}: move everything to a CUDA device, or set {INTERPRETER}=1 for Triton's interpreter"
-    if dtype != torch.float32:
+    if dtype != known:
         return f"computes in {str(dtype).removeprefix('torch.')}: give float32"
     return None if find_spec("triton") else "runs without Triton: pip install triton"

@@ -81,7 +81,8 @@ def options(size: int, dtype: torch.dtype, steps: int, floor: bool = False) -> d
 
 def _launch(kernel: Any, values: dict[str, Any], gram: Tensor, *tensors: Tensor) -> None:
     if gram.numel():
-        kernel[(gram.shape[0],)](gram, *tensors, **values)
+        with torch.cuda.device_of(gram):
+            kernel[(gram.shape[0],)](gram, *tensors, **values)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..forms.bands import take
+from ..kernels import dispatch
 from ..mathematics.functions import call
 from ..mathematics.sizes import check_size
 
@@ -85,6 +86,10 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, w: Tensor) -> Tensor:
+        if _has_kernel(x, w):
+            from ..kernels.convolution import convolve
+
+            return convolve(x, w)
         taps = w.shape[1]
         time, w = x.shape[1] - taps + 1, w.mT.contiguous()
         y = []
@@ -102,6 +107,10 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
+        if _has_kernel(x, w) and not torch.is_grad_enabled():  # else gradients of gradients are wanted
+            from ..kernels.convolution import convolve_back
+
+            return convolve_back(x, w, g)
         wide = torch.promote_types(g.dtype, torch.float32)
         to_x, by_tap = g.new_zeros(x.shape, dtype=x.dtype), w.mT.contiguous()  # of g: vmap knows its size then
         to_w = [torch.zeros_like(tap, dtype=wide) for tap in by_tap]
@@ -111,6 +120,16 @@ class _Convolution(torch.autograd.Function):
                 to_x[:, start + j : stop + j].addcmul_(part, tap)
                 to_w[j] = to_w[j] + (part * x[:, start + j : stop + j]).sum((0, 1), dtype=wide)
         return to_x, torch.stack(to_w, -1).to(w.dtype)
+
+
+def _has_kernel(x: Tensor, w: Tensor) -> bool:
+    def proven() -> bool:
+        from ..kernels import convolution, proof
+
+        return proof.proven(convolution.trial, x.dtype, w.shape[1], x.device)
+
+    unasked = proven if x.is_cuda else None
+    return dispatch.taken(None, dispatch.convolution_refusal, x.device.type, x.dtype, unasked=unasked)
 
 
 CACHED = 2**18

@@ -1,0 +1,64 @@
+"""A kernel that nobody asked for is tried before it is taken."""
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
+
+from atlas_memory.forms.chunkwise import _proven
+from atlas_memory.kernels import convolution, delta, proof
+from atlas_memory.kernels.proof import distance, proven
+from atlas_memory.memory import RULES
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch):
+    monkeypatch.setattr(proof, "_found", {})
+
+
+@pytest.mark.parametrize("name", ["deltanet", "gated-deltanet"])
+def test_the_delta_rule_passes(name):
+    rule = RULES[name].vary(window={"chunk": 16})
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("error")
+        assert _proven(rule, 16, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_convolution_passes(dtype):
+    assert proven(convolution.trial, dtype, 4, CPU)
+
+
+def test_what_is_wrong_is_not_taken_and_says_so_once(monkeypatch):
+    launch = delta._launch
+
+    def wrong(kernel, grid, values, first, *tensors):
+        launch(kernel, grid, values, first, *tensors)
+        if kernel.__name__ == "write_back":
+            tensors[-4].mul_(1.01)
+
+    monkeypatch.setattr(delta, "_launch", wrong)
+    rule = RULES["gated-deltanet"].vary(window={"chunk": 16})
+    with pytest.warns(UserWarning, match=r"the Triton kernels delta are not taken on this GPU: it was off by 1.0e"):
+        assert not _proven(rule, 16, CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not _proven(rule, 16, CPU)
+
+
+def test_what_fails_is_not_taken(monkeypatch):
+    def failing(*_):
+        raise RuntimeError("out of resource: shared memory,\nRequired: 114688")
+
+    monkeypatch.setattr(convolution, "_launch", failing)
+    with pytest.warns(UserWarning, match="not taken on this GPU: RuntimeError: out of resource: shared memory, Req"):
+        assert not proven(convolution.trial, torch.float32, 4, CPU)
+
+
+def test_what_is_no_number_is_far():
+    assert distance([torch.tensor([torch.nan])], [torch.ones(1)]) == float("inf")
+    assert distance([torch.ones(3)], [torch.ones(3)]) == 0.0
