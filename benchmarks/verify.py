@@ -8,12 +8,16 @@ of its own. Code of others is checked for what can be checked without its defini
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from benchmarks.registry import Candidate, Function, Operation, Shape
+
+Oracle = Callable[[Shape, torch.dtype], Operation]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
 MARGIN = 3.0
@@ -46,15 +50,15 @@ def verify(candidate: Candidate, shape: Shape) -> Verdict:
     small = candidate.reduce(shape)
     if candidate.oracle is None:
         return Verdict(True, _checks(candidate.operation(small), small))
-    truth = results(candidate.oracle(small, torch.float64), candidate.backward)
+    truth = by_oracle(candidate.oracle, small, torch.float64, candidate.backward)
     if candidate.kernel:
-        own = results(candidate.oracle(small, torch.float32), candidate.backward)
+        own = by_oracle(candidate.oracle, small, torch.float32, candidate.backward)
         return of_kernel(results(candidate.operation(small), candidate.backward), own, truth)
     gap, where = worst(results(candidate.operation(small), candidate.backward), truth)
     allowed = TOLERANCE[torch.float32]
     if gap <= allowed:
         return Verdict(True, f"off by {gap:.0e}")
-    itself = worst(results(candidate.oracle(small, torch.float32), candidate.backward), truth)[0]
+    itself = worst(by_oracle(candidate.oracle, small, torch.float32, candidate.backward), truth)[0]
     if itself <= allowed or not gap <= MARGIN * itself:
         near = f"allowed {allowed:.0e}" if itself <= allowed else f"the definition in float32 only {itself:.1e}"
         return Verdict(False, f"refused: {where} is {gap:.1e} from the definition, {near}")
@@ -63,6 +67,13 @@ def verify(candidate: Candidate, shape: Shape) -> Verdict:
     if not exact <= TOLERANCE[torch.float64]:
         return Verdict(False, f"refused: {where} is {exact:.1e} from the definition in float64")
     return Verdict(True, f"off by {gap:.0e}, the definition itself by {itself:.0e}; in float64 by {exact:.0e}")
+
+
+@lru_cache(maxsize=4)
+def by_oracle(oracle: Oracle, shape: Shape, dtype: torch.dtype, backward: bool) -> dict[str, Tensor]:
+    """``results`` of the definition, which takes longer than what is held against it: computed once for candidates that
+    come one after the other and have the same."""
+    return results(oracle(shape, dtype), backward)
 
 
 def of_kernel(found: dict[str, Tensor], own: dict[str, Tensor], truth: dict[str, Tensor]) -> Verdict:

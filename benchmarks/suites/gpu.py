@@ -105,6 +105,7 @@ def _chunks(memory: str, backward: bool) -> Iterator[Candidate]:
     rule, way = MEMORIES[memory], "forward and backward" if backward else "forward"
     cost = model_of_delta if rule is DELTA else partial(model_of_chunk, rule)
     forms = {"eager": partial(chunkwise, kernels=False), "kernel": partial(chunkwise, kernels=True)}
+    oracle = None
     for form in ("eager", "graphed", "kernel", "compiled and graphed"):
         candidate = bare_memory(
             f"{memory}, {form}, {way}",
@@ -115,8 +116,10 @@ def _chunks(memory: str, backward: bool) -> Iterator[Candidate]:
             kernel=form == "kernel",
             compile=form == "compiled and graphed",
         )
+        oracle = oracle or candidate.oracle
         yield replace(
             candidate,
+            oracle=oracle,
             backward=backward,
             reduce=lambda shape: replace(shape, batch=1, heads=min(shape.heads, 2), time=min(shape.time, RAGGED)),
             cost=cost,

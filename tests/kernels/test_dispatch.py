@@ -140,8 +140,10 @@ def ask_delta(rule: Rule = DELTA, dtype=torch.float32, shape=SHAPE, channels=Fal
 
 
 def test_what_is_taken_unasked(monkeypatch):
-    """Only after a trial, of a call that has a kernel; with the environment variable at 0 it is not."""
+    """Only after a trial, of a call that has a kernel, and not in the interpreter; with the environment variable at 0
+    nothing is."""
     monkeypatch.delenv(dispatch.SWITCH)
+    monkeypatch.delenv(dispatch.INTERPRETER)
     tried = []
     yes, no = lambda: tried.append(1) or True, lambda: tried.append(0) or False
     assert not ask_delta() and not tried
@@ -149,6 +151,9 @@ def test_what_is_taken_unasked(monkeypatch):
     assert not ask_delta(unasked=yes, kernels=False) and not ask_delta(unasked=yes, dtype=torch.float64)
     assert ask_delta(unasked=no, kernels=True) and tried == [1, 0]
     assert taken(None, convolution_refusal, "cuda", torch.bfloat16, unasked=yes)
+    monkeypatch.setenv(dispatch.INTERPRETER, "1")
+    assert not ask_delta(unasked=yes) and ask_delta(unasked=yes, kernels=True)
+    monkeypatch.delenv(dispatch.INTERPRETER)
     monkeypatch.setenv(dispatch.SWITCH, "0")
     assert not ask_delta(unasked=yes) and ask_delta(unasked=yes, kernels=True) and tried == [1, 0, 1]
 

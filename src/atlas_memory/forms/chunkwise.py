@@ -115,7 +115,7 @@ def _chunkwise(
     if starts is None:
         starts = starts_chunk(rule, state)
     unasked = None
-    if q.is_cuda and dispatch.is_delta(rule) and q.shape[-2] > rule.window.chunk:
+    if dispatch.is_delta(rule) and q.shape[-2] > rule.window.chunk and dispatch.fast_delta(q.device):
         unasked = partial(_proven, rule, q.shape[-1], q.device)
     if dispatch.taken(kernels, _no_kernel, rule, q, gates.length, gate, starts, unasked=unasked):
         return _by_kernels(rule, q, k, v, gate, state or initial_state(rule, params.initial, k), recompute)
@@ -151,7 +151,8 @@ def _delta(
     """What the kernels of the delta rule compute, without them: y of one matrix without a residual, the matrix after
     the last token and before the last chunk."""
     bare, empty = rule.vary(network={"residual": False}), q[:, :, :0]
-    state = MemoryState((Matrix(matrix, matrix),), empty, empty, empty, torch.zeros(len(q), dtype=torch.int64))
+    seen = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    state = MemoryState((Matrix(matrix, matrix),), empty, empty, empty, seen)
     y, after = chunkwise(bare, Params((matrix[0],)), q, k, v, Gates(eta, alpha), state, kernels=False, starts=True)
     return y, after.weights[0], after.matrices[0].frozen
 

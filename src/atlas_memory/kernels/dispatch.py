@@ -83,6 +83,7 @@ def taken(
     """
     switch = os.environ.get(SWITCH)
     asked = kernels or (kernels is None and switch == "1")
+    unasked = None if os.environ.get(INTERPRETER) == "1" else unasked  # slow, and for what is asked for
     if not asked and (kernels is False or switch is not None or unasked is None):
         return False
     why = refusal(*call)
@@ -104,6 +105,12 @@ def chunk_refusal(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size
 def is_delta(rule: Rule) -> bool:
     """Whether the kernels of ``rule`` are those of the delta rule."""
     return type(rule.optimiser) in DELTA["optimiser"]
+
+
+def fast_delta(device: torch.device) -> bool:
+    """Whether its kernels are faster than PyTorch there, as they were on an H200. For GPUs before Hopper the compiler
+    puts up to 11 kB of each thread's numbers into memory (docs/kernels.md); none has been tried."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def delta_refusal(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gate: CompleteGates) -> str | None:
