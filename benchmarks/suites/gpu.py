@@ -78,7 +78,7 @@ def model_of_delta(shape: Shape, backward: bool = False) -> Cost:
     dim, chunk = shape.dim, DELTA.window.chunk
     b_b_d, b_d_d = chunk * chunk * dim, chunk * dim * dim
     products = 9 * b_b_d + 6 * b_d_d if backward else 5 * b_b_d + 3 * b_d_d + 4 * chunk**3
-    moved = 25 * chunk * dim + chunk**2 + 7 * dim**2 if backward else 13 * chunk * dim + chunk**2 + 2 * dim**2
+    moved = 17 * chunk * dim + chunk**2 + 6 * dim**2 if backward else 12 * chunk * dim + chunk**2 + 2 * dim**2
     chunks = shape.batch * shape.heads * -(-shape.time // chunk)
     return Cost(2.0 * products * chunks, 4.0 * moved * chunks)
 

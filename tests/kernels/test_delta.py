@@ -6,9 +6,11 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
 
+from atlas_memory.kernels import delta
 from atlas_memory.kernels.delta import delta_recurrence
 from atlas_memory.memory import (
     RULES,
@@ -167,10 +169,39 @@ def test_any_strides():
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("wanted", ["all", "k"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_activation_checkpointing(reentrant):
+    problem, found = in_float32(batch=1, time=20), []
+    for form in (taken, lambda *call: checkpoint(taken, *call, use_reentrant=reentrant)):
+        y, _ = form(*problem.arguments())
+        y.square().sum().backward()
+        found.append([x.grad for x in (problem.q, problem.k, problem.v, problem.gates.eta)])
+        for x in problem.leaves:
+            x.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_groups_of_chunks():
+    """Of which a long sequence is read one after the other where no gradient is wanted."""
+    problem = in_float32(batch=1, time=85)
+    y, state = taken(*problem.arguments())
+    delta.GROUP, before = 2, delta.GROUP
+    try:
+        with torch.no_grad():
+            parts, after = taken(*problem.arguments())
+    finally:
+        delta.GROUP = before
+    torch.testing.assert_close(parts, y, rtol=1e-5, atol=1e-6)
+    for a, b in zip(after.tensors(), state.tensors(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wanted", ["all", "k", "turned"])
 def test_gradients_of_gradients(wanted):
-    """Are PyTorch's."""
+    """Are PyTorch's, also where the kernels copy what is not laid out as they want it."""
     problem = in_float32(time=20)
+    if wanted == "turned":
+        problem.k = problem.k.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     leaves = [problem.k] if wanted == "k" else [problem.q, problem.k, problem.v, problem.gates.eta, problem.gates.alpha]
 
     def second(**how) -> tuple[Tensor, ...]:

@@ -185,7 +185,7 @@ def test_delta_rules_without_a_kernel(options, why):
 def test_calls_of_the_delta_rule_without_a_kernel():
     for why, call in (
         ("computes in float64: give float32", {"dtype": torch.float64}),
-        ("has heads of width 128: it must be at most 64", {"shape": torch.Size([2, 4, 100, 128])}),
+        ("has heads of width 128: it must be 16 or 32 or 48 or 64", {"shape": torch.Size([2, 4, 100, 128])}),
         ("reads nothing", {"shape": torch.Size([2, 4, 0, 64])}),
         ("has gates a channel", {"channels": True}),
     ):
@@ -195,6 +195,11 @@ def test_calls_of_the_delta_rule_without_a_kernel():
 
 def test_transforms_of_pytorch_take_none():
     """What they cannot look into."""
+    with torch.autograd.forward_ad.dual_level():
+        assert (
+            convolution_refusal("cuda", torch.float32)
+            == "has a derivative in forward mode: call it outside of dual_level"
+        )
     found = []
 
     def look(x):

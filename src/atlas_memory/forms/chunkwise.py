@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..kernels import dispatch
+from ..kernels.proof import proven
 from ..mathematics.gates import CompleteGates, Gates
 from ..mathematics.precision import Broken, can_look, cast, check_inputs, compute, kept_dtype, working_dtype
 from ..mathematics.rules import Params, Rule
@@ -67,8 +68,9 @@ def chunkwise(
             half a minute at the first call. Inside a ``torch.compile`` of yours it changes nothing.
         spaces: how Muon orthogonalises; by default in the cheapest way.
         kernels: whether a Triton kernel reads the whole sequence (docs/kernels.md; Muon's is chosen in
-            ``gram_polynomial``). True: it must; False: never; None: where there is one for the delta rule, on a GPU, or
-            any and the environment has ATLAS_MEMORY_KERNELS=1.
+            ``gram_polynomial``). True: it must; False: never; None: where there is any and the environment has
+            ATLAS_MEMORY_KERNELS=1, or, if that is not set, one of the delta rule that has passed its trial on this GPU
+            and there are more tokens than a chunk has.
         starts: whether all rows of ``state`` stand at the start of a chunk, as ``starts_chunk`` finds it, which is
             asked if None. Chunks that all rows begin together take less work.
 
@@ -115,7 +117,7 @@ def _chunkwise(
     if starts is None:
         starts = starts_chunk(rule, state)
     unasked = None
-    if dispatch.is_delta(rule) and q.shape[-2] > rule.window.chunk and dispatch.fast_delta(q.device):
+    if dispatch.is_delta(rule) and q.shape[-2] > rule.window.chunk and dispatch.fast_delta(q):
         unasked = partial(_proven, rule, q.shape[-1], q.device)
     if dispatch.taken(kernels, _no_kernel, rule, q, gates.length, gate, starts, unasked=unasked):
         return _by_kernels(rule, q, k, v, gate, state or initial_state(rule, params.initial, k), recompute)
@@ -142,14 +144,14 @@ def _by_kernels(
         return chunk_recurrence(rule, q, k, v, gate, state)
     from ..kernels.delta import delta_recurrence
 
-    return delta_recurrence(rule, q, k, v, gate, state, partial(_delta, rule), keep=recompute is None)
+    return delta_recurrence(rule, q, k, v, gate, state, partial(_delta, rule), recompute)
 
 
 def _delta(
     rule: Rule, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, matrix: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the kernels of the delta rule compute, without them: y of one matrix without a residual, the matrix after
-    the last token and before the last chunk."""
+    the last token, and the one at which the next token's gradient is taken."""
     bare, empty = rule.vary(network={"residual": False}), q[:, :, :0]
     seen = torch.zeros(len(q), dtype=torch.int64, device=q.device)
     state = MemoryState((Matrix(matrix, matrix),), empty, empty, empty, seen)
@@ -159,10 +161,7 @@ def _delta(
 
 def _proven(rule: Rule, dim: int, device: torch.device) -> bool:
     """Whether the kernels of the delta rule compute the same on this GPU."""
-    from ..kernels import delta
-    from ..kernels.proof import proven
-
-    return proven(delta.trial, _delta, rule, dim, device)
+    return proven("delta", _delta, rule, dim, device)
 
 
 def _no_kernel(rule: Rule, q: Tensor, length: Tensor | None, gate: CompleteGates, starts: bool) -> str | None:

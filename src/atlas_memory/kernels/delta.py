@@ -31,7 +31,7 @@ def delta_recurrence(
     gate: CompleteGates,
     state: MemoryState,
     plain: Plain,
-    keep: bool = True,
+    group: int | None = None,
 ) -> tuple[Tensor, MemoryState]:
     """Read and write from ``state``, every row of which must stand at the start of a chunk.
 
@@ -41,19 +41,32 @@ def delta_recurrence(
         gate: eta, alpha ``[batch, heads, time]`` and gamma ``[batch, heads, time, 1]``.
         plain: the function of q, k, v, alpha, eta and the matrix that gives y and the matrices after the last token and
             before the last chunk, in PyTorch, for gradients of gradients.
-        keep: whether what the backward pass reads of each chunk is kept, or made anew.
+        group: how many chunks are read at a time, of which the backward pass keeps nothing but the matrix before them;
+            None: all, with what each of them has written, or where no gradient is wanted ``GROUP``.
 
     Returns:
         y ``[batch, heads, time, dim]`` and the state after the last token.
     """
-    time = q.shape[-2]
+    time, chunk = q.shape[-2], rule.window.chunk
     eta = gate.eta * gate.gamma[..., 0]
     alpha = gate.alpha if rule.retention.gated else torch.ones_like(eta)
-    values = options(rule, q.shape[-1])
-    y, end, start = _Delta.apply(values, plain, keep, q, k, v, alpha, eta, state.weights[0])
+    end = start = state.weights[0]
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, alpha, eta, end))
+    width = chunk * (group or (-(-time // chunk) if wanted else GROUP))
+    form = partial(_Delta.apply, options(rule, q.shape[-1]), plain, group is None)
+    outputs = []
+    for tokens in zip(*(x.split(width, 2) for x in (q, k, v, alpha, eta)), strict=True):
+        y, end, start = form(*tokens, end)
+        outputs.append(y)
+    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
     frozen = end if time % rule.window.chunk == 0 else start
     after = MemoryState((Matrix(end, frozen),), state.k, state.v, state.keys, state.seen + time)
     return rule.network.end(q, y, None), after
+
+
+GROUP = 64
+"""Chunks that are read at a time where nothing is kept for a backward pass. What the kernels leave for one another is
+four times as large as q."""
 
 
 def options(rule: Rule, dim: int) -> dict[str, Any]:
@@ -75,22 +88,26 @@ def options(rule: Rule, dim: int) -> dict[str, Any]:
 
 
 def trial(plain: Callable[..., tuple[Tensor, ...]], rule: Rule, dim: int, device: torch.device) -> float:
-    """How far the kernels for heads of ``dim`` are from ``plain``, a function of the rule and of what the argument
-    ``plain`` of ``delta_recurrence`` is a function of, on two chunks and a few tokens: see ``distance`` of proof.py."""
+    """How far the kernels for heads of ``dim`` are from ``plain`` in float64, a function of the rule and of what the
+    argument ``plain`` of ``delta_recurrence`` is a function of, on two chunks and a few tokens: see ``distance`` of
+    proof.py."""
     time, draw = 2 * rule.window.chunk + 5, torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(2, 2, *shape, generator=draw)
+        return torch.randn(2, 2, *shape, generator=draw, dtype=torch.float32).to(device)
 
     q, k, v = (randn(time, dim) * dim**-0.5 for _ in "qkv")
     alpha, eta, matrix = (2.0 + randn(time)).sigmoid(), randn(time).sigmoid(), randn(dim, dim)
     alpha = alpha if rule.retention.gated else torch.ones_like(alpha)
-    inputs = [x.to(device).requires_grad_() for x in (q, k, v, alpha, eta, matrix)]
-    by, results = [x.to(device) for x in (randn(time, dim), randn(dim, dim), randn(dim, dim))], []
-    wanted = [x for x in inputs if rule.retention.gated or x is not inputs[3]]
-    for form in (partial(_Delta.apply, options(rule, dim), partial(plain, rule), True), partial(plain, rule)):
+    by, results, reference = (randn(time, dim), randn(dim, dim), randn(dim, dim)), [], partial(plain, rule)
+    for form, dtype in (
+        (partial(_Delta.apply, options(rule, dim), reference, True), torch.float32),
+        (reference, torch.float64),
+    ):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, alpha, eta, matrix)]
+        wanted = [x for x in inputs if rule.retention.gated or x is not inputs[3]]
         outputs = form(*inputs)
-        results.append([*outputs, *torch.autograd.grad(outputs, wanted, by)])
+        results.append([*outputs, *torch.autograd.grad(outputs, wanted, [x.to(dtype) for x in by])])
     return distance(*results)
 
 
@@ -119,12 +136,12 @@ class _Delta(torch.autograd.Function):
         eta: Tensor,
         initial: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = _alike(q, k, v)
-        alpha, eta, initial = alpha.contiguous(), eta.contiguous(), initial.contiguous()
+        inputs = q, k, v, alpha, eta, initial
+        q, k, v, alpha, eta, initial = _laid_out(inputs)
         work = _write(values, k, v, alpha, eta, initial)
         y = torch.empty_like(q)
         _each_chunk(delta_forward.read, values, q, k, alpha, eta, work.written, work.matrix, y)
-        ctx.save_for_backward(q, k, v, alpha, eta, initial, *(work if keep else ()))
+        ctx.save_for_backward(*inputs, *(work if keep else ()))  # as given: a copy would have no graph
         ctx.values, ctx.plain = values, plain
         dim, matrix = q.shape[-1], work.matrix.unflatten(0, q.shape[:2])
         end, start = (matrix[:, :, at, :dim, :dim].clone() for at in (-1, -2))
@@ -132,11 +149,12 @@ class _Delta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_y: Tensor, by_end: Tensor, by_start: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, work = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        saved = ctx.saved_tensors  # once: activation checkpointing gives each only once
+        inputs, work = saved[:6], saved[6:]
         if torch.is_grad_enabled():  # gradients of gradients are wanted
             grads = iter(_plain_gradients(ctx, inputs, (by_y, by_end, by_start)))
             return None, None, None, *(next(grads) if wanted else None for wanted in ctx.needs_input_grad[3:])
-        q, k, v, alpha, eta, initial = inputs
+        q, k, v, alpha, eta, initial = _laid_out(inputs)
         values = ctx.values
         work = Written(*work) if work else _write(values, k, v, alpha, eta, initial)
         count = work.matrix.shape[1] - 1
@@ -180,6 +198,11 @@ def _write(values: dict[str, Any], k: Tensor, v: Tensor, alpha: Tensor, eta: Ten
         delta_forward.carry, values, k, eta, work.through, work.tail, work.whole, initial, work.written, work.matrix
     )
     return work
+
+
+def _laid_out(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """q, k and v of one layout, and the others contiguous."""
+    return *_alike(*inputs[:3]), *(x.contiguous() for x in inputs[3:])
 
 
 def _alike(*tensors: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -1,11 +1,12 @@
 """The backward kernels of the delta rule, in the order in which they run: from y to w and S of each chunk, S from chunk
-to chunk backwards, and from w to what the chunk was made of. The letters are those of delta_parts.py; X' below is the
-gradient of X, and S'' that of the matrix after the chunk:
+to chunk backwards, and from w to what the chunk was made of. The letters are those of delta_parts.py; dX is the
+gradient of X, and S' the matrix after the chunk:
 
-    from y:     w' = M^T y',  S' = y'^T (c Q),  N = y' w^T,  Q' = c (y' S) + (D diag(eta) * N) K,
-                K' = (D diag(eta) * N)^T Q
-    carried:    w' += r (K S''^T),   S' += c_b S'' - w'^T G
-    from w:     V' = T^T w',  A' = -V' w^T,  K' += P K + P^T K - rho c' (V' S) + r (w S''),  P = rho (D' * A') diag(eta)
+    from y:     dw = M^T dy,   dS = dy^T (c Q),   N = dy w^T,   P = D diag(eta) * N,
+                dQ = c (dy S) + P K,   dK = P^T Q
+    carried:    dw += r (K dS'^T),   dS += c_b dS' - dw^T G
+    from w:     dV = T^T dw,   dA = -dV w^T,   P = rho (D' * dA) diag(eta),
+                dK += P K + P^T K - rho c' (dV S) + r (w dS')
 
 alpha_s is a factor of D[t, n] for n < s <= t. With F[t, n] what D[t, n] adds to the loss by its logarithm, the gradient
 of log alpha_s is therefore the sum of F over these t and n, and likewise for D', c, c', r and c_b. Columns of q, k and
@@ -28,7 +29,7 @@ def read_back(
     time, heads, count, batch_stride, head_stride, time_stride,
     CHUNK: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What y gives: Q', its parts of K', w', S' and eta', and of the gradient of log alpha."""
+    """From y: dQ, and its parts of dK, dw, dS and of the gradients of eta and log alpha."""
     pair, chunk = place(count)
     alpha, eta = retention(alpha_at, pair, chunk, time, 0, CHUNK), gate(eta_at, pair, chunk, time, 0.0, 0, CHUNK)
     t, every, block = tl.arange(0, CHUNK), tl.arange(0, WIDE), tl.arange(0, BLOCK)
@@ -84,7 +85,7 @@ def carry_back(
     time, heads, count, batch_stride, head_stride, time_stride,
     CHUNK: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From the last chunk to the first, w' in place of what y gave, and S'' in place of what y gave to S'. A program
+    """From the last chunk to the first: dw in place of its part from y, and dS' in place of what y gave to dS. A program
     has ROWS rows of S."""
     pair, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     row, column = first + tl.arange(0, ROWS), tl.arange(0, WIDE)
@@ -119,7 +120,7 @@ def write_back(
     CHUNK: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, AFTER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """V', and the rest of K', eta' and alpha'."""
+    """From w: dV, and the rest of dK and of the gradients of eta and alpha."""
     pair, chunk = place(count)
     alpha, eta = retention(alpha_at, pair, chunk, time, 0, CHUNK), gate(eta_at, pair, chunk, time, 0.0, 0, CHUNK)
     before = retention(alpha_at, pair, chunk, time, 1, CHUNK)

@@ -60,8 +60,8 @@ def gate(at, pair, chunk, time, neutral, late, CHUNK: tl.constexpr):
 
 @triton.jit
 def retention(at, pair, chunk, time, late, CHUNK: tl.constexpr):
-    """alpha, as ``gate``. A closed one is 1e-30, so that its gradient can be found by dividing by it."""
-    return tl.maximum(gate(at, pair, chunk, time, 1.0, late, CHUNK), 1e-30)
+    """alpha, as ``gate``. A closed one is 1e-20, so that its gradient can be found by dividing by it."""
+    return tl.maximum(gate(at, pair, chunk, time, 1.0, late, CHUNK), 1e-20)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from ..mathematics.bias import L2, DotProduct
 from ..mathematics.features import Identity
@@ -47,8 +48,8 @@ DELTA: dict[str, tuple[type, ...]] = {
 }
 """Those of the delta rule, whose kernels know no other."""
 
-WIDEST = 64
-"""The widest heads of its kernels."""
+DELTA_WIDTHS = (16, 32, 48, 64)
+"""Head widths of its kernels: what 16 does not divide would be another kernel of Triton's than the one tried."""
 
 WIDTHS = (16, 32, 64, 128)
 """Head widths of the chunk kernels."""
@@ -107,15 +108,20 @@ def is_delta(rule: Rule) -> bool:
     return type(rule.optimiser) in DELTA["optimiser"]
 
 
-def fast_delta(device: torch.device) -> bool:
-    """Whether its kernels are faster than PyTorch there, as they were on an H200. For GPUs before Hopper the compiler
-    puts up to 11 kB of each thread's numbers into memory (docs/kernels.md); none has been tried."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def on_cuda(x: Tensor) -> bool:
+    """Whether x is a plain tensor on a GPU of CUDA: only then is a kernel taken unasked."""
+    return type(x) in (Tensor, torch.nn.Parameter) and x.is_cuda and torch.version.hip is None
+
+
+def fast_delta(x: Tensor) -> bool:
+    """Whether its kernels are faster than PyTorch where x is, as they were on an H200. For GPUs before Hopper the
+    compiler puts up to 11 kB of each thread's numbers into memory (docs/kernels.md); none has been tried."""
+    return on_cuda(x) and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def delta_refusal(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gate: CompleteGates) -> str | None:
     """The same of kernels/delta.py, which computes the delta rule: one matrix on plain keys, the dot product, bare
-    delta steps, linear retention to zero, gates one a head, in float32 on CUDA, with heads of up to ``WIDEST``."""
+    delta steps, linear retention to zero, gates one a head, in float32 on CUDA, at widths that fit."""
     network, chunk, dim = rule.network, rule.window.chunk, shape[-1]
     unknown = {
         "knows the layer norm: network must have norm=False": network.norm,
@@ -123,7 +129,7 @@ def delta_refusal(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size
         "fades to M_0: retention must have to_start=False": rule.retention.to_start,
         f"reads {rule.window.read!r}: window must have read='after'": rule.window.read != "after",
         f"has chunks of {chunk}: window must have chunk={_or(CHUNKS)}": chunk not in CHUNKS,
-        f"has heads of width {dim}: it must be at most {WIDEST}": dim > WIDEST,
+        f"has heads of width {dim}: it must be {_or(DELTA_WIDTHS)}": dim not in DELTA_WIDTHS,
     }
     why = _of_parts(rule, DELTA) or next((why for why, is_so in unknown.items() if is_so), None)
     return _traced() or why or _of_call(shape, gate) or _of_device(device, dtype)
@@ -199,6 +205,8 @@ def _fits(deep: bool, dim: int, tokens: int) -> bool:
 def _traced() -> str | None:
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return "is known to torch.compile and torch.func: call it outside of them"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "has a derivative in forward mode: call it outside of dual_level"
     return None
 
 

@@ -1,57 +1,68 @@
 """Whether a kernel computes here what PyTorch does, found out once, before it is first taken unasked.
 
-Of kernels that are right in the interpreter and on one GPU, a version of Triton has made code that reads beyond its
-memory (docs/kernels.md), and a GPU with less shared memory than an H200 cannot start some of them. So a kernel that
-nobody asked for has a small trial first: what it gives and its gradients beside those of PyTorch.
+Of kernels that are right in the interpreter and on one GPU, a version of Triton has made wrong code (docs/kernels.md),
+and a GPU with less shared memory than an H200 cannot start some of them. So a kernel that nobody asked for has a small
+trial first: what it gives and its gradients beside those of PyTorch. A trial does not help where a kernel reads memory
+that nobody has: CUDA then fails whatever the process does next.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable
-from threading import Thread
+from collections.abc import Hashable, Iterable
+from importlib import import_module
+from threading import Lock, Thread
 
 import torch
 from torch import Tensor
 
-BOUND = 1e-3
-"""How far, of its length, a kernel's tensor may be from PyTorch's in float32. Three products of TF32 parts are 1e-6
-off, plain TF32 products 4e-3."""
+BOUND = 1e-4
+"""How far, of its length, a kernel's tensor in float32 may be from PyTorch's in float64. Right ones are 1e-6 off, those
+with plain TF32 products 5e-4."""
 HALF_BOUND = 3e-2
 """The same for kernels that give bfloat16 or float16."""
 
 _found: dict[Hashable, bool] = {}
+_lock = Lock()
 
 
-def proven(trial: Callable[..., float], *about: Hashable) -> bool:
-    """Whether ``trial(*about)``, which gives the largest distance as ``distance`` does over what is allowed, was below
-    1 when it was tried; a trial that fails warns once. While a CUDA graph is recorded, nothing can be tried: False."""
-    key = (trial, *about)
+def proven(name: str, *about: Hashable) -> bool:
+    """Whether the kernels of the module ``name`` have passed their trial, the module's function ``trial`` of ``about``:
+    it gives the largest distance as ``distance`` does, over what is allowed, and must be below 1.
+
+    What fails warns once. False, with nothing tried, while a CUDA graph is recorded and inside a backward pass, whose
+    thread a trial would wait for.
+    """
+    key = (name, *about)
     if key not in _found:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if recorded or torch._C._current_graph_task_id() != -1:
             return False
-        _found[key] = _passes(trial, about)
+        with _lock:
+            if key not in _found:
+                why = _try(name, about)
+                _found[key] = not why
+                if why:
+                    warnings.warn(f"the Triton kernels {name} are not taken on this GPU: {why}", stacklevel=2)
     return _found[key]
 
 
-def _passes(trial: Callable[..., float], about: tuple[Hashable, ...]) -> bool:
-    """In a thread of its own, where no mode and no hook of the caller's is on."""
-    problems = ["it did not end"]
+def _try(name: str, about: tuple[Hashable, ...]) -> str:
+    """Why the trial fails; empty: it does not. In a thread of its own, which has none of the caller's grad and
+    inference modes, autocast and hooks."""
+    why = ["it did not end"]
 
     def run() -> None:
         try:
-            far = trial(*about)
-            problems[0] = "" if far < 1.0 else f"it was off by {far:.1e} times what is allowed"
-        except Exception as error:  # of any kind: Triton's compiler, its launcher, the GPU
-            problems[0] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            far = import_module(f"{__package__}.{name}").trial(*about)
+            why[0] = "" if far < 1.0 else f"it was off by {far:.1e} times what is allowed"
+        except Exception as error:  # of any kind: an import, Triton's compiler, its launcher, the GPU
+            why[0] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
     thread = Thread(target=run)
     thread.start()
     thread.join()
-    if problems[0]:
-        name = trial.__module__.rsplit(".", 1)[-1]
-        warnings.warn(f"the Triton kernels {name} are not taken on this GPU: {problems[0]}", stacklevel=2)
-    return not problems[0]
+    return why[0]
 
 
 def distance(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from ..forms.bands import take
 from ..kernels import dispatch
+from ..kernels.proof import proven
 from ..mathematics.functions import call
 from ..mathematics.sizes import check_size
 
@@ -123,12 +125,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _has_kernel(x: Tensor, w: Tensor) -> bool:
-    def proven() -> bool:
-        from ..kernels import convolution, proof
-
-        return proof.proven(convolution.trial, x.dtype, w.shape[1], x.device)
-
-    unasked = proven if x.is_cuda else None
+    unasked = partial(proven, "convolution", x.dtype, w.shape[1], x.device) if dispatch.on_cuda(x) else None
     return dispatch.taken(None, dispatch.convolution_refusal, x.device.type, x.dtype, unasked=unasked)
 
 

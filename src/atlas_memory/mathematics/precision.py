@@ -95,7 +95,8 @@ class Broken(NamedTuple):
         such as lengths, stays as it is."""
         if self.token is None or x.shape[:3] != self.token.shape:
             return x
-        return torch.where(self.token if x.dim() == 3 else self.token[..., None], 0.0, x).clamp(-far, far)
+        token = self.token if x.dim() == 3 else self.token[..., None]
+        return x.masked_fill(token, 0.0).clamp(-far, far)  # as x lies in memory, where torch.where decides by the mask
 
     def of_gates(self, gates: Gates) -> Gates:
         """Gates without these tokens, in one layout whether there are any or not: in another, products round otherwise,
@@ -104,7 +105,7 @@ class Broken(NamedTuple):
 
     def outputs(self, y: Tensor) -> Tensor:
         """y ``[batch, heads, time, dim]`` with NaN from the first such token on."""
-        return y if self.since is None else torch.where(self.since[..., None], torch.nan, y)
+        return y if self.since is None else y.masked_fill(self.since[..., None], torch.nan)
 
     def state(self, x: Tensor) -> Tensor:
         """A tensor of the state with NaN in the heads that met such a token; counts, which are integers, stay."""
