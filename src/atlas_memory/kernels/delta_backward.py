@@ -85,8 +85,8 @@ def carry_back(
     time, heads, count, batch_stride, head_stride, time_stride,
     CHUNK: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From the last chunk to the first: dw in place of its part from y, and dS' in place of what y gave to dS. A program
-    has ROWS rows of S."""
+    """From the last chunk to the first: dw in place of its part from y, and dS' in place of what y gave to dS. A
+    program has ROWS rows of S."""
     pair, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     row, column = first + tl.arange(0, ROWS), tl.arange(0, WIDE)
     exist = (row < DIM)[:, None] & (column < DIM)[None, :]
