@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
 
-from atlas_memory.kernels import delta
+from atlas_memory import AtlasConfig, AtlasForCausalLM, set_execution
+from atlas_memory.kernels import delta, dispatch
 from atlas_memory.kernels.delta import delta_recurrence
 from atlas_memory.memory import (
     RULES,
@@ -224,3 +225,23 @@ def test_only_what_is_asked_for_has_a_gradient():
     (grad,) = torch.autograd.grad(y.sum(), eta)
     (plain,) = torch.autograd.grad(chunkwise(problem.rule, params, q, k, v, Gates(eta))[0].sum(), eta)
     torch.testing.assert_close(grad, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_learns_the_same(monkeypatch):
+    """With the kernels of its memories and convolutions, as it is, under checkpointing and recomputation."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    model = AtlasForCausalLM(AtlasConfig(vocab_size=20, rule="gated-deltanet", **sizes)).train()
+    ids, found = torch.randint(20, (1, 40)), []
+    for switch, change in (
+        ("0", lambda: None),
+        ("1", lambda: None),
+        ("1", model.gradient_checkpointing_enable),
+        ("1", lambda: (model.gradient_checkpointing_disable(), set_execution(model, recompute=1))),
+    ):
+        monkeypatch.setenv(dispatch.SWITCH, switch)
+        change()
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    for other in found[1:]:
+        assert (other - found[0]).norm() <= 1e-5 * found[0].norm()
