@@ -25,7 +25,8 @@ from ..mathematics.retention import Decay, Keep
 from ..mathematics.rules import Rule
 
 SWITCH = "ATLAS_MEMORY_KERNELS"
-"""The environment variable that lets all kernels be taken (1), or none (anything else)."""
+"""The environment variable that lets all kernels be taken (1), or none (anything else); not set: those that are taken
+unasked."""
 
 INTERPRETER = "TRITON_INTERPRET"
 """The environment variable by which Triton runs kernels on the CPU, to try them."""
