@@ -217,23 +217,28 @@ def _cell(column: Callable[[Row], str], row: Row) -> str:
 
 def _made(result: dict[str, Any]) -> str:
     at, versions = result["machine"], result["versions"]
-    threads = f"{result['threads']} thread{'s' if result['threads'] > 1 else ''}"
+    threads, cores = (
+        f"{n} {kind}{'s' if n > 1 else ''}" for n, kind in ((result["threads"], "thread"), (at["cores"], "core"))
+    )
     flags = ", ".join(at["flags"])
     named = ("triton", "flash-linear-attention") if "gpu" in at else ("titans-pytorch",)
     peers = "".join(f", {name} {versions[name]}" for name in named if versions.get(name))
     gpu = f"{at['gpu']}; " if "gpu" in at else ""
     load = f"load {result['load_before']:.1f} before, {result['load_after']:.1f} after"
     return (
-        f"{gpu}{at['cpu']}, {at['cores']} cores ({flags}), {threads}, {load}; torch {versions['torch']}{peers}; "
+        f"{gpu}{at['cpu']}, {cores} ({flags}), {threads}, {load}; torch {versions['torch']}{peers}; "
         f"{result['date']}, revision {result['revision']}.{_earlier(result)}"
     )
 
 
 def _earlier(result: dict[str, Any]) -> str:
-    """Where and when rows were made that come from earlier runs of a study."""
-    made = {(r["revision"], r["cpu"], r["date"]) for r in result["rows"] if "cpu" in r}
-    others = sorted(m for m in made if m[0] != result["revision"])
-    return "".join(f" Rows of revision {revision}: {cpu}, {date}." for revision, cpu, date in others)
+    """Where and on which days rows were made that come from earlier runs of a study."""
+    days: dict[tuple[str, str], set[str]] = {}
+    for row in result["rows"]:
+        if "cpu" in row and row["revision"] != result["revision"]:
+            days.setdefault((row["revision"], row["cpu"]), set()).add(row["date"].split()[0])
+    made = [f"revision {revision}, {cpu}, {' and '.join(sorted(on))}" for (revision, cpu), on in sorted(days.items())]
+    return f" Other rows: {'; '.join(made)}." if made else ""
 
 
 def _rates(result: dict[str, Any]) -> str:
