@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -10,9 +11,18 @@ import torch
 from torch import Tensor
 
 
+class Function(torch.autograd.Function):
+    """A ``torch.autograd.Function`` that knows the signature of its ``forward``. ``apply`` asks for it at every call,
+    and to make it anew takes 8 of the 23 microseconds of a call on a CPU."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+
+
 def call(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """``function.apply``; or where nothing is differentiated its forward pass alone: ``apply`` looks up a signature at
-    every call, which takes 30 microseconds on a CPU, and a decoded token has four such calls."""
+    """``function.apply``; or where nothing is differentiated its forward pass alone, which takes 20 microseconds less
+    on a CPU. A decoded token has four such calls."""
     return function.apply(*arguments) if torch.is_grad_enabled() else function.forward(*arguments)
 
 
@@ -27,7 +37,7 @@ def largest(x: Tensor) -> Tensor:
 
 def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A ``backward`` of a ``torch.autograd.Function`` as it is outside ``torch.autocast``, which is still on where
-    ``loss.backward()`` is called within it: products would be in bfloat16, and those in place of two precisions."""
+    ``loss.backward()`` is called within it: products would be in bfloat16, and in-place ones would mix two dtypes."""
 
     @wraps(backward)
     def whole(ctx: Any, *gradients: Any) -> Any:
