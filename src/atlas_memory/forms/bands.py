@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..mathematics.functions import call
+from ..mathematics.functions import Function, call
 
 EVERYTHING = slice(None)
 
@@ -55,7 +55,7 @@ def _bounds(part: slice | None, length: int) -> Range:
     return max(start, 0), min(stop, length), part.step or 1
 
 
-class _Decay(torch.autograd.Function):
+class _Decay(Function):
     """``decay_matrix`` with its gradient, dD[t, n] / dfactor_m = D[t, m] D[m - 1, n]. PyTorch's own gradient of a
     running product looks for zeros: it waits for the numbers, or under a compiler makes a dozen more passes."""
 
@@ -97,7 +97,7 @@ def running_product(factor: Tensor) -> Tensor:
     return call(_RunningProduct, factor)
 
 
-class _RunningProduct(torch.autograd.Function):
+class _RunningProduct(Function):
     """``running_product`` with its gradient, exact for any factor: with P_t the product up to t, dfactor_m is P_{m-1}
     times h_m = g_m + factor_{m+1} h_{m+1}. PyTorch's own waits for a GPU, to look for zeros."""
 
@@ -134,7 +134,7 @@ def added(x: Tensor, step: int) -> Tensor:
     return call(_Added, x, step)
 
 
-class _Overlapping(torch.autograd.Function):
+class _Overlapping(Function):
     """``overlapping`` with its gradient, for PyTorch's own gradient of ``unfold`` goes number by number."""
 
     generate_vmap_rule = True
@@ -152,9 +152,9 @@ class _Overlapping(torch.autograd.Function):
         return added(g, ctx.step), None, None
 
 
-class _Added(torch.autograd.Function):
-    """``added`` with its gradient: as many slices are added as there are whole or begun steps in a stretch, in place,
-    which PyTorch's own gradient would copy each time."""
+class _Added(Function):
+    """``added`` with its gradient: as many slices are added as there are whole or begun steps in a stretch, each in
+    place, where PyTorch's own gradient would copy the sum each time."""
 
     generate_vmap_rule = True
 

@@ -30,7 +30,7 @@ def solve_pairs(
         rate: ``[..., C or 1, b c]``.
         kernel: the kernel among the window tokens, ``[..., N, N]``.
         mixing: R, how much of each update is in the matrix after each token, ``[..., C, b, b c]``.
-        onward: for W and S, what is in them after each block and becomes of it.
+        onward: for W and S, what is in them after each block, and how much of that later tokens meet; see ``Onward``.
     """
     size, tokens = pairs.size, pairs.block
     by_block = [x.split(tokens * size, dim) for x, dim in ((base, -2), (rate, -1), (stood, -2))]

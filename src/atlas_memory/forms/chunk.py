@@ -1,6 +1,6 @@
 """One chunk of the fast form, in three parts. The chunk's window tokens pass through the frozen memory. From what it
-answers follow their errors, and the update that each token writes to each matrix. Then matrix after matrix is read by
-the queries, each of which meets the updates that its memory has by then, and is left as it is after the chunk.
+answers follow their errors, and the update that each token writes to each matrix. Then one matrix after another
+answers the queries, each query with the updates that are in the matrix by then, and is left as it is after the chunk.
 """
 
 from __future__ import annotations
@@ -109,8 +109,9 @@ def _updates(parts: Sequence[Part], trace: Trace, error: Tensor, response: Tenso
 def _summed_first(
     tokens: Tokens, i: int, back: Callable[[Tensor], tuple[Tensor, ...]], error: Tensor, pairs: Pairs
 ) -> Tokens:
-    """The tokens of matrix i, whose updates ``back`` makes of the errors of pairs, with sums of errors in place of sums
-    of updates. They are shorter, and the errors of all pairs of a token are back-propagated in the same way."""
+    """The tokens of matrix i, whose updates ``back`` makes of the errors of pairs, with a ``summed`` that sums errors
+    and sends the sums through ``back``, in place of summing updates. Errors are shorter than updates, and those of all
+    pairs of one window token are back-propagated in the same way."""
 
     def summed(numbers: Tensor) -> Tensor:
         if numbers.shape[-2] > 1:  # the channels of this matrix are not those of the errors
@@ -155,7 +156,7 @@ def _read_matrix(part: Part, queries: Seen, tokens: Tokens) -> tuple[Tensor, Hel
     written to it."""
     rule, filled, frozen = part.setting.rule, part.setting.filled, part.held.start
     of_optimiser = counterpart(rule)
-    if part.setting.pairs is not None and not rule.optimiser.waits:  # what waits is summed over pairs before it is read
+    if part.setting.pairs is not None and not rule.optimiser.waits:  # Muon sums pairs before it is read
         near, columns = queries.kernel, part.setting.pairs.columns
         queries = replace(queries, kernel=lambda: columns(near()))
     steps = of_optimiser.steps(part, tokens)

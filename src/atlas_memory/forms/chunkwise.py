@@ -68,9 +68,9 @@ def chunkwise(
             half a minute at the first call. Inside a ``torch.compile`` of yours it changes nothing.
         spaces: how Muon orthogonalises; by default in the cheapest way.
         kernels: whether a Triton kernel reads the whole sequence (docs/kernels.md; Muon's is chosen in
-            ``gram_polynomial``). True: it must; False: never; None: where there is any and the environment has
-            ATLAS_MEMORY_KERNELS=1, or, if that is not set, one of the delta rule that has passed its trial on this GPU
-            and there are more tokens than a chunk has.
+            ``gram_polynomial``). True: it must; False: never. None: with ATLAS_MEMORY_KERNELS=1 in the environment
+            wherever there is one; if that is not set, only one of the delta rule, on a GPU from Hopper on where it has
+            passed its trial, and for more tokens than a chunk has.
         starts: whether all rows of ``state`` stand at the start of a chunk, as ``starts_chunk`` finds it, which is
             asked if None. Chunks that all rows begin together take less work.
 
@@ -247,7 +247,7 @@ def _read_group(
     ``[batch]`` are real; None: all."""
     q, k, v, alpha, theta, eta, gamma = tokens
     if not has_chunks(rule):
-        gate = CompleteGates(eta, alpha, theta, gamma, theta)  # v has the gate delta
+        gate = CompleteGates(eta, alpha, theta, gamma, theta)  # the last is no delta: v has it
         y, state = read_tokens(rule, params, q, k, v, gate, length, reading.state)
         return y, reading._replace(state=state)
     state, phase, chunk = reading.state, reading.phase, rule.window.chunk

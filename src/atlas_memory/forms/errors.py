@@ -58,7 +58,7 @@ def erasing(part: Part, deltas: Tensor) -> Tensor:
 
 
 def _solve(part: Part, base: Tensor, rate: Tensor, before: Tensor, mixing: Tensor) -> Tensor:
-    """The updates that the triangular system has for its solution; arguments as for ``solve``, ``mixing`` not late."""
+    """The updates that solve the triangular system; arguments as for ``solve``, but R (``mixing``) not a row late."""
     pairs, kernel = part.setting.pairs, part.keys.kernel()
     if pairs is not None:
         return solve_pairs(base, rate, before, kernel, mixing, part.plan.onward, pairs)

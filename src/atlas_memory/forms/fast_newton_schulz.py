@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import dispatch
-from ..mathematics.functions import call, without_autocast
+from ..mathematics.functions import Function, call, without_autocast
 from ..mathematics.orthogonal import COEFFICIENTS, CONVERGENT, reciprocal_or_zero
 from .gram_eigenvalues import by_eigenvalues, eigenvalues_pay, gradient_by_eigenvalues
 
@@ -117,7 +117,7 @@ def _step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.baddbmm(x, z, x, beta=a), gram, z
 
 
-class _Step(torch.autograd.Function):
+class _Step(Function):
     """``_step``, with four products in the backward pass for autograd's six: Gram matrices are symmetric, and only the
     symmetric part of their gradient counts."""
 
@@ -178,7 +178,7 @@ def _symmetric_product(gram: Tensor, steps: int, coefficients: Coefficients) -> 
     return call(_SymmetricProduct, gram, steps, coefficients)[0]
 
 
-class _SymmetricProduct(torch.autograd.Function):
+class _SymmetricProduct(Function):
     """``_product`` of symmetric matrices. All powers, Z and Q are symmetric and commute, and only the symmetric part of
     a gradient counts: six products an iteration in the backward pass, where autograd has eight."""
 
@@ -225,7 +225,7 @@ def _by_eigenvalues(gram: Tensor, steps: int, coefficients: Coefficients) -> Ten
     return call(_ByEigenvalues, gram, steps, coefficients)[0]
 
 
-class _ByEigenvalues(torch.autograd.Function):
+class _ByEigenvalues(Function):
     """``_product`` of symmetric matrices through their eigenvalues."""
 
     generate_vmap_rule = True

@@ -1,8 +1,9 @@
 """One matrix of a memory over one chunk: W_t phi(q_t) for every token t, without forming any W_t.
 
 The gradient of window token i is the outer product delta_i f_i^T, with f_i = phi(x_i) the input of the matrix. A chunk
-has b tokens, and N window tokens: its own and those before it that are in a window of them. W_0 and S_0 are the matrix
-and its momentum before the chunk. With (optimisers.py has the factors a, e, theta and O)
+has b tokens, and N window tokens: its own, those before it that are in a window of them, and a few empty places
+(``tokens_before`` in grid.py). W_0 and S_0 are the matrix and its momentum before the chunk. With (optimisers.py has
+the factors a, e, theta and O)
 
     Gamma[t, i] = gamma_i^(t)  (b x N),   D_x[t, n] = x_{n+1}..x_t for n <= t, else 0  (b x b; x is alpha or theta),
     P = D_theta diag(a) Gamma  (b x N),   cT[t] = theta_1..theta_t,   cA[t] = alpha_1..alpha_t,
@@ -30,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..mathematics.functions import call, without_autocast
+from ..mathematics.functions import Function, call, without_autocast
 from .bands import EVERYTHING
 
 
@@ -55,9 +56,9 @@ class Inertia(NamedTuple):
 
 
 Onward = tuple[tuple[Tensor, Tensor], ...]
-"""What W and, where there is a momentum, S have to do with later tokens, from each of E tokens n on (blocks.py): how
-much of the matrix as it is after n is in W_t, ``[..., b, E]``, and how much of each update of a pair is in the matrix
-after n, R[n] or P[n], ``[..., E, b c]``."""
+"""For W and, where there is a momentum, for S (under Muon for D of step.py alone), what later tokens t meet of it from
+each of E tokens n on (blocks.py): how much of the matrix as it is after n is in W_t (under Muon in D_t),
+``[..., b, E]``; and how much of each update of a pair is in the matrix after n, R[n] or P[n], ``[..., E, b c]``."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ class Tokens:
         inputs: how the matrix sees the window tokens.
         deltas: the updates delta_i, ``[..., N, m]``, or those of pairs (live.py), ``[..., b c, m]``.
         write: the function of W and A ``[..., N, m]`` that gives W + sum_i A_i f_i^T.
-        summed: the function of numbers ``[..., C, N]`` that multiplies the updates by them: ``[..., N, m]``. Of numbers
-            for pairs, ``[..., C, b c]``, and then sums what belongs to one window token.
+        summed: the function of numbers ``[..., C, N]`` that multiplies the updates by them: ``[..., N, m]``. Numbers
+            for pairs are ``[..., C, b c]``; what belongs to one window token is then summed.
     """
 
     inputs: Seen
@@ -224,8 +225,8 @@ def scale(factor: Tensor, matrix: Tensor) -> Tensor:
 
 
 def faded(factor: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:
-    """The matrix ``[batch, heads, m, F]`` of which as much is left as ``factor`` ``[batch, heads, C]`` says: ``home``
-    ``[heads, m, F]``, or where it is None zero, plus ``scale`` of what the matrix differs from that."""
+    """What ``factor`` ``[batch, heads, C]`` leaves of the matrix ``[batch, heads, m, F]``: home + factor (matrix -
+    home), with ``factor`` as in ``scale``. ``home`` is ``[heads, m, F]``, or None for zero."""
     if home is None:
         return scale(factor, matrix)
     if large(matrix):
@@ -233,7 +234,7 @@ def faded(factor: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:
     return torch.lerp(home, matrix, _by_row(factor, matrix))
 
 
-class _Faded(torch.autograd.Function):
+class _Faded(Function):
     """``faded`` with its gradient. PyTorch's own of ``lerp`` makes several tensors as large as the matrices of the
     whole batch, which took a quarter of a training step; here the sums over a matrix are products."""
 

@@ -69,10 +69,11 @@ class Lift:
 
 
 def given(rule: Rule, i: int, u: Tensor) -> Tensor:
-    """What matrix i, which is not lifted, multiplies of its input u ``[..., width]``: u itself. But the last matrix,
-    where its rows have the same sum at all times and a layer norm follows, is given u less its mean. All of its outputs
-    then differ by one number, which the norm takes away, and with it most of the rounding (docs/diary.md). They have it
-    where W does not fade to zero and steps are made of gradients as they come, which is not known of other classes."""
+    """What matrix i, which is not lifted, multiplies of its input u ``[..., width]``: u itself; but u less its mean if
+    it is the last matrix, its rows have the same sum at all times and a layer norm follows. All outputs of a token then
+    differ by one number, which the norm takes away, and with it most of the rounding (docs/diary.md). Rows have the
+    same sum at all times where W does not fade to zero and steps are made of gradients as they come, which is not known
+    of classes without a fast form."""
     retention, last = rule.retention, i + 1 == len(rule.network.lifted)
     if not (retention.fixed_sums and last and rule.network.norm) or rule.optimiser.erases or not has_chunks(rule):
         return u
@@ -101,8 +102,8 @@ def times(f: Tensor, w: Tensor) -> Tensor:
     """W f for each of n tokens, ``[..., n, F], [..., m, F] -> [..., n, m]``; with inputs f_i in place of W, f . f_i. W
     may be one matrix for each head, ``[heads, m, F]``."""
     if w.dim() == f.dim():
-        # The same, with a gradient of W that lies by rows, as W does; but how a product of this kind is rounded depends
-        # on where its first factor lies, and so on the place of a sequence in its batch.
+        # If large, W f^T turned: its gradient of W lies by rows, as W does. But how it is rounded depends on where its
+        # first factor lies in memory, and so on the place of a sequence in its batch.
         return (w @ f.mT).mT if large(w) else f @ w.mT
     return torch.einsum("bhnf,hmf->bhnm", f, w)  # a product would copy W for each sequence
 

@@ -1,7 +1,8 @@
 """Errors that see the chunk's earlier writes (``live``, step.py), and the delta step: one triangular system each.
 
 The update u_p of one matrix is the vector, as long as the matrix has rows, that is written under the input f_p of token
-p. It is linear in what the matrix answers to f_p just before the write at token t, in which are all earlier updates:
+p when token t is read (with windows of one token t is p). It is linear in what the matrix, with all earlier updates in
+it, answers to f_p just before that:
 
     u_p          = base_p + rate_p W_{t-1} f_p
     W_{t-1} f_p  = stood_p - sum over p' of R[t-1, p'] (f_p . f_p') u_p'

@@ -2,8 +2,8 @@
 two spaces that give the same numbers. The other letters are those of fast_weight.py.
 
 * In *output space* no S_n is formed. NS(S_n) = Q_n S_n with Q_n a polynomial in the Gram matrix S_n S_n^T, rows x rows.
-  With E_n = diag(P[n]) Delta the weighted updates, K_kk the kernel among the window tokens and X = phi_k S_0^T, it is
-  S_n S_n^T = E_n^T K_kk E_n + cT_n (X^T E_n + E_n^T X) + cT_n^2 S_0 S_0^T.
+  With E_n = diag(P[n]) Delta the weighted updates, K_kk the kernel among the window tokens, phi_k the rows f_i and
+  X = phi_k S_0^T, the Gram matrix is S_n S_n^T = E_n^T K_kk E_n + cT_n (X^T E_n + E_n^T X) + cT_n^2 S_0 S_0^T.
 * In *feature space* every S_n is formed, rows x columns: cheaper where the features are few.
 """
 
@@ -144,7 +144,7 @@ def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], pla
 
 
 def _groups(part: Part, tokens: Tokens) -> list[StepGroup]:
-    """The groups in which the steps of a chunk are computed; all steps are one where a compiler would unroll them."""
+    """The groups in which the steps of a chunk are computed: one group where a compiler would unroll the loop."""
     taken, window = part.plan.in_sum.shape[-2], tokens.inputs.inputs.shape[-2]
     together = taken if torch.compiler.is_compiling() else part.setting.spaces.at_once(part.held.sums[0])
     return step_groups(taken, window, part.plan.retained.shape[-1], part.plan.every, together)

@@ -1,6 +1,6 @@
 """All chunks of a group at once, where the memory is one matrix and its updates are linear in it, as the delta rule's
 are. What a chunk does to its matrix is then known before the matrix is: with D = W - home, F the inputs f of its b
-tokens as rows and U the updates of live.py, ``[..., b, m]``,
+tokens as rows, Q its queries, U the updates of live.py, ``[..., b, m]``, and in the first line R and cA a row late,
 
     U = U_0 + G D^T,                 where (I + diag(rate) (R * K)) [U_0, G] = [base + rate home f, rate cA f]
     D' = D M - B,                    M = cA_b I - G^T diag(r) F,   B = (diag(r) U_0)^T F,   r the last row of R

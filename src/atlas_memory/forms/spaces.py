@@ -44,8 +44,9 @@ class Spaces:
 
     Attributes:
         space: "features" or "outputs"; None: the one with the fewest multiply-adds.
-        together: steps that are taken at a time. An early step sees few tokens of its chunk, so that fewer at a time is
-            less work; None: ``TOGETHER``, or more where matrices are so few and small that calls take longer than work.
+        together: how many steps are computed at a time. An early step sees few tokens of its chunk, so that fewer at a
+            time is less work. None: ``TOGETHER``, or more where matrices are so few and small that calls take longer
+            than work.
         eigenvalues: whether symmetric matrices go by their eigenvalues; None: where that is faster.
 
     Raises:

@@ -38,8 +38,8 @@ class Work:
         apply: multiply-adds of applying it to a token.
         write: multiply-adds of adding a token to it.
         inner: multiply-adds of one entry of the kernel.
-        back: multiply-adds of back-propagating the errors of one token to it, where sums of errors are
-            (``_summed_first`` in chunk.py); else 0.
+        back: multiply-adds of back-propagating the errors of one token to it, where errors are summed first and the
+            sums back-propagated (``_summed_first`` in chunk.py); else 0.
         solves: whether its updates solve a triangular system (live.py).
         home: multiply-adds of applying what it fades to; 0 if it fades to zero.
     """

@@ -47,8 +47,9 @@ class GateProjection(nn.Module):
         dim: width of x.
         heads: memory heads.
         rule: decides which gates there are, and the largest step.
-        rank: make eta and alpha channel-wise, through a map dim -> rank -> dim each (Miras section 5.4: 32 or 64).
-            None: one a head. An optimiser that mixes the rows of a matrix, such as Muon, takes none.
+        rank: make eta and alpha channel-wise, through one map dim -> rank for both and a map rank -> dim each (Miras
+            section 5.4: 32 or 64). None: one a head. An optimiser that mixes the rows of a matrix, such as Muon, takes
+            none.
 
     Raises:
         ValueError: a rank below 1, or one for such an optimiser.

@@ -28,8 +28,8 @@ START_GATE = 0.3
 """Where the gate at the output starts on average, before SiLU."""
 
 START_VALUE = 3.0**-0.5
-"""About how far a coordinate of a value is from zero in a fresh layer, before SiLU, where those of x are at 1 and the
-memory answers k + ..."""
+"""About how far a coordinate of a value is from zero in a fresh layer, before SiLU, if those of x are about 1 from zero
+and the memory has a residual, so that it answers k + ..."""
 
 LARGEST = 1e6
 """Values are cut to +-``LARGEST``: where a deep memory holds values of 1e8, outer gradients can overflow float32."""
@@ -128,7 +128,7 @@ class NeuralMemory(Stateful):
 
         Keys begin with the projection and the convolution of queries, but ``key_lag`` tokens later: a token that comes
         back asks for what was written when it was there before. The taps are shifted by the lag, and those that the
-        shift pushes out come back at the current token, small and not zero: a document's first token, which has none
+        shift pushes out come back at the latest tokens, small and not zero: a document's first token, which has none
         before it, would otherwise have the key 0, where the gradient of x / |x| has no bound. Without a lag W_k begins
         at (W_q + W_k) / sqrt 2: a query that equals the key of its own token would be answered with that token's value,
         and nothing older would be felt. What the memory answers is projected back as values were projected,

@@ -31,7 +31,7 @@ INCREMENTAL_TOKENS = 2  # from a state, up to so many tokens are cheaper one by 
 
 class OmegaMemory(Stateful):
     """A memory over q, k and v. Its parameters are M_0, the coefficients of the features, gain and shift of a layer
-    norm, and, unless ``gates=False``, a projection that makes the gates of the keys.
+    norm, and, unless ``gates=False``, a projection that makes gates from the keys.
 
     >>> omega = OmegaMemory(dim=16, heads=2, rule="omeganet", window=4)
     >>> q, k, v = torch.randn(3, 1, 2, 50, 16)

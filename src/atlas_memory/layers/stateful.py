@@ -23,7 +23,7 @@ class Stateful(nn.Module):
     first in each. ``initial_state`` is the state after no tokens, so that a layer must read x ``[batch, 0, dim]``."""
 
     dim: int
-    """Width of x; each layer sets it."""
+    """Width of x; each layer sets it. Of ``OmegaMemory``, which reads q, k and v, it is the width of a head."""
     grows = False
     """Whether the state is longer the more has been read."""
 
@@ -50,7 +50,8 @@ class Stateful(nn.Module):
             )
 
     def check_state(self, state: Any, kind: type[State]) -> None:
-        """Raise ValueError unless ``state`` is None or of its kind."""
+        """Raise ValueError unless ``state`` is None or of this ``kind``; and for one that was made under
+        ``torch.inference_mode`` where gradients are on and a parameter is trained."""
         if state is not None and not isinstance(state, kind):
             raise ValueError(
                 f"state must be the {kind.__name__} that an earlier call returned, or None, got {_brief(state)}"

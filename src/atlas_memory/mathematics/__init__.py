@@ -10,6 +10,7 @@
     recurrent.py       the definition, any batch   state.py           what is carried between calls
     start.py           how M_0 begins              norms.py           the layer norm at the end of M
     precision.py       what every form checks, and in which precision it works
+    contracts/         what a choice must give     functions.py, constants.py, sizes.py   small helpers
 
 Letters (ATLAS's): k, v, q keys, values and queries, phi the feature map, M the memory and W a matrix of it, M_0 the
 memory before the first token, M_f the frozen memory, at which gradients are taken, S momentum, c window, b chunk. The

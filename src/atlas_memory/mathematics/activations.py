@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .functions import call
+from .functions import Function, call
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
@@ -22,7 +22,7 @@ def with_slope(activation: str, h: Tensor) -> tuple[Tensor, Tensor]:
     return call(function, h)
 
 
-class _WithSlope(torch.autograd.Function):
+class _WithSlope(Function):
     """sigma and sigma' as one function: autograd would keep and traverse a dozen intermediates of sigma'."""
 
     generate_vmap_rule = True

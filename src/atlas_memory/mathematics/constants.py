@@ -12,11 +12,12 @@ Constant = Callable[[int, int], Tensor]
 
 
 def kept(shape: Callable[[int, int], tuple[int, ...]]) -> Callable[[Constant], Callable[[int, int, Tensor], Tensor]]:
-    """For a function of two numbers that makes a constant of this shape: the same with a cache, in the dtype and on the
-    device of a third argument.
+    """A decorator for a function of two numbers that makes a constant; ``shape`` gives the constant's shape from the
+    same two. What it returns has a cache, and a third argument, in whose dtype and on whose device the constant is.
 
-    A GPU would have to wait for a copy, and a CUDA graph cannot have one, so what it needs is kept there. A compiler
-    for a CPU is led past the cache and makes a constant of its own; for others it calls an operator of PyTorch's."""
+    A GPU would have to wait for a copy, and a CUDA graph cannot have one, so what a GPU needs is kept on it. A compiler
+    for a CPU is led past the cache and makes a constant of its own; for other devices it calls a custom operator, which
+    looks into the cache."""
 
     def decorate(make: Constant) -> Callable[[int, int, Tensor], Tensor]:
         @lru_cache(maxsize=64)

@@ -42,7 +42,7 @@ def definition(
 
     Args:
         k, v: ``[past + time, dim]``: those of the tokens, and before them those of at least c - 1 earlier tokens; on
-            phi* of one for every column that there is. Where the bias reads the gate delta, it is v's last entry.
+            phi* one for every column behind those of M_0. Where the bias reads the gate delta, it is v's last entry.
         gates: ``[time]``, gamma ``[time, c]``, whose entry j weighs token t - j; eta and alpha may be channel-wise,
             ``[time, dim]``.
 
@@ -54,7 +54,7 @@ def definition(
         n = (seen + t) % b  # the place of token t in its chunk
         first, last = n == 0, n + 1 == b
         follows, due = n % rule.every == 0, (n + 1) % rule.every == 0  # a step was taken before t, is due after t
-        # Its place in k and v, how many tokens of its window are older, and its gates:
+        # Where t is in k and v, how many tokens of its window are older, and its gates:
         now, older, gate = k.shape[-2] - q.shape[-2] + t, min(c - 1, seen + t), gates.at(t)
         window, gamma = slice(now - older, now + 1), gate.gamma[..., : older + 1].flip(-1)  # the oldest first
         frozen, after = [m.frozen for m in memory], []
@@ -63,7 +63,7 @@ def definition(
         response = rule.response(at_frozen, v[..., window, :], params)  # r_t of step.py: how fast an error grows
         g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # ATLAS 9, 16
         sizes = rule.sizes(frozen, at_frozen, response, params)
-        full = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # gamma_t must not lengthen steps
+        full = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # gamma_t^(t) lengthens no step
         alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
         for i, m in enumerate(memory):
             size = (full * sizes[i]).sum(-1) if optimiser.bounded else None
@@ -96,8 +96,8 @@ class Model(NamedTuple):
         return self.rule.features.columns(u, self.k, self.params.sqrt_a) if self.rule.network.lifted[i] else u
 
     def write_input(self, i: int, u: Tensor, window: slice) -> Tensor:
-        """The right factor of a write to matrix i: those features, less their mean where the rows of W have fixed sums;
-        on phi* one-hot columns of the window's keys."""
+        """The right factor of a write to matrix i: ``features`` of u, less their mean where the rows of W have fixed
+        sums; on phi* one-hot columns of the window's keys."""
         first, keys = self.params.initial[i].shape[-1], self.k.shape[-2]
         if self.rule.by_key(i):
             return torch.eye(first + keys).to(u)[first:][window]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .constants import kept
-from .functions import call
+from .functions import Function, call
 from .sizes import check_size
 
 FAR = 1e7
@@ -31,7 +31,7 @@ def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
     return call(_Normalise, x, eps)[0]
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalise(Function):
     """``l2_normalise`` and its gradient, (g - y (y . g)) / sqrt(|x|^2 + eps^2), in few passes over memory."""
 
     generate_vmap_rule = True
@@ -81,8 +81,9 @@ class Features:
         raise NotImplementedError(f"{type(self).__name__} has no method expand(x, sqrt_a=None)")
 
     def own(self, dim: int) -> slice:
-        """Which entries of phi(x) are x itself, in a fresh layer; only ones may stand before them. A fresh memory sees
-        these (start.py). None, unless a map says otherwise: then it sees all entries by a random matrix."""
+        """Which entries of phi(x) are x itself, in a fresh layer; entries before them must be the number 1. A fresh
+        memory sees x (start.py). An empty slice, unless a map says otherwise: then a fresh memory sees all entries by a
+        random matrix."""
         return slice(0, 0)
 
     def initial_sqrt_a(self) -> Tensor | None:
@@ -166,7 +167,7 @@ class Polynomial(Features):
         return slice(1, 1 + dim)
 
     def expansion_cost(self, dim: int) -> int:
-        """Those that pick the two factors of the monomials of degree 2."""
+        """Multiply-adds of the two products that pick the factors of the monomials of degree 2."""
         return dim**2 * (dim + 1) if self.degree > 1 else 0
 
     def initial_sqrt_a(self) -> Tensor:

@@ -152,7 +152,8 @@ class Ending:
         raise NotImplementedError
 
     def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
-        """Bounds on |d body / d (W_l f_l)|^2, each ``[..., time]``; 1 for the last matrix."""
+        """Bounds on |d body / d (W_l f_l)|^2, each ``[..., time]``; 1 for the last matrix. The spectral norms in them
+        are estimates from below (norms.py), so that a bound may be a little short."""
         raise NotImplementedError
 
 

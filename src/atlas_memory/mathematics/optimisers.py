@@ -7,7 +7,7 @@ All are instances of one recurrence, per matrix, with g_t the gradient of the wi
     gradient descent   theta = 0, a = 1,   e = s,    O = identity            (ATLAS Eq. 10, 19; DeltaNet)
     momentum           theta,     a = s,   e = 1,    O = identity            (ATLAS Eqs. 12-13; Titans Eqs. 13-14)
     Muon               theta,     a = s,   e = 1,    O = Newton-Schulz of [S, L I]  (ATLAS Eqs. 57-58; see ``Muon``)
-    delta              theta = 0, a = 1,   e = s,    O = identity, and a step of -e_t W_{t-1} f_t f_t^T besides
+    delta              theta = 0, a = 1,   e = s,    O = identity, and e_t W_{t-1} f_t f_t^T is subtracted besides
                                                      (see ``DeltaGradientDescent``)
 
 Each optimiser says with a_t and e_t whether the step size s_t weighs a gradient as it enters the sum S or the step that
@@ -53,10 +53,10 @@ class DeltaGradientDescent(InnerOptimiser):
     What is taken out is taken from the matrix as it is now, not from the frozen one. With the dot-product bias, where
     g_t = -v_t k_t^T, this is therefore the delta rule to the letter at any chunk size. With ``after_decay`` it is taken
     from what alpha has left of the matrix, W_{t-1} alpha_t (I - s_t f_t f_t^T), as in Gated DeltaNet. Only for windows
-    of one token.
+    of one token, whose gate gamma, where one is given, weighs what is taken out as it weighs g_t.
 
-    Where steps are ``bounded``, lambda (step.py) has |f_t|^2 more, for what is taken out. Otherwise s = eta; with unit
-    keys that is stable up to eta = 2, as long as g does not depend on the memory.
+    Where steps are ``bounded``, lambda (step.py) has |f_t|^2 + FLOOR more, for what is taken out. Otherwise s = eta;
+    with unit keys that is stable up to eta = 2, as long as g does not depend on the memory.
     """
 
     bounded: bool = True
@@ -112,7 +112,7 @@ class Muon(InnerOptimiser):
     written smaller than they are.)
 
     ``steps`` are the iterations of Newton-Schulz; ``every`` says how often the memory makes a step. With ``every`` = n,
-    a divisor of the chunk, it makes one only at tokens n - 1, 2n - 1, ... of the sequence. ``every = 1`` is the paper's
+    a divisor of the chunk, it makes one only at tokens n - 1, 2n - 1, ..., counted from 0. ``every = 1`` is the paper's
     Eq. 40, Newton-Schulz after every token. None makes one step a chunk, at its end, as LaCT does. With ``shows`` the
     memory answers meanwhile as if what waits in S had been written without being orthogonalised: it is read with
     W_t - S_t, and just after a step with W_t.
@@ -157,7 +157,7 @@ class Muon(InnerOptimiser):
 
     @property
     def sees(self) -> bool:
-        """Of steps that are not bounded errors see nothing: for them no plain step has a size to go by."""
+        """``live``, but only where steps are bounded: else there is no size s_t for the plain steps that errors see."""
         return self.live and self.bounded
 
     def sums(self, live: bool) -> int:

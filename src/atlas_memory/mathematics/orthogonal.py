@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c of the quintic used by Muon (Jordan et al. 2024): steep at 0, and about 1 from 0.1 on."""
+"""a, b, c of the quintic used by Muon (Jordan et al. 2024). It is steep at 0, and five iterations bring every number
+from 0.005 to 1 to between 0.68 and 1.16."""
 
 CONVERGENT = (15 / 8, -10 / 8, 3 / 8)
 """a, b, c of the quintic that converges to 1, from below: for ``saturate``, where no singular value is small."""

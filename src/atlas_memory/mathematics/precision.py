@@ -38,8 +38,8 @@ def compute(
     """Run ``form`` in the working precision. Returns y in q's dtype, and the state in float32 (float64 if q is).
 
     Raises:
-        ValueError: q, k and v not ``[batch, heads, time, dim]`` of one shape and one floating dtype; a state or initial
-            memory of another rule, head count or width.
+        ValueError: q, k and v not ``[batch, heads, time, dim]`` of one shape and one floating dtype; gates that do not
+            go with them; a state or initial memory of another rule, head count or width.
     """
     check_inputs(rule, params, q, k, v, gates, state)
     up = cast(working_dtype(rule, q))
@@ -73,7 +73,7 @@ class Broken(NamedTuple):
 
     @staticmethod
     def among(rule: Rule, k: Tensor, v: Tensor, gates: Gates) -> Broken:
-        """Those among the real tokens; padding does not count."""
+        """Which of the real tokens are such; padding does not count."""
         features = rule.features
         others = (v, gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta)
         near = at_hand(k) and _is_near(k, features.far or FAR)
@@ -96,11 +96,11 @@ class Broken(NamedTuple):
         if self.token is None or x.shape[:3] != self.token.shape:
             return x
         token = self.token if x.dim() == 3 else self.token[..., None]
-        return x.masked_fill(token, 0.0).clamp(-far, far)  # as x lies in memory, where torch.where decides by the mask
+        return x.masked_fill(token, 0.0).clamp(-far, far)  # laid out as x, not as the mask
 
     def of_gates(self, gates: Gates) -> Gates:
-        """Gates without these tokens, in one layout whether there are any or not: in another, products round otherwise,
-        and a token that is no number would be felt in the last bit of others."""
+        """Gates without these tokens, contiguous whether there are any or not. In another layout products are rounded
+        otherwise, and a token that is no number would change the last bit of others."""
         return gates.map(lambda x: self.taken_out(x).contiguous())
 
     def outputs(self, y: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class LinearRetention(AnyRetention):
         return initial, None
 
     def keep(self, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> Kept:
-        """One matrix after a token: alpha W - step, with ``alpha`` as ``At`` has it."""
+        """One matrix after a token: what alpha leaves of W (``faded``), less the step; ``alpha`` as ``At`` has it."""
         new = faded(alpha, old.weights, old.home) - step
         return Kept(new, new, None)
 
@@ -275,8 +275,8 @@ class ElasticNet(NonLinearRetention):
 @dataclass(frozen=True)
 class FDivergence(NonLinearRetention):
     """W = W_f * max(0, 1 + A - zeta), zeta such that the mean of each row is ``scale``: Pearson's divergence,
-    f(u) = (u - 1)^2 / 2, on the scaled simplex (Miras Eq. 18, g = (f')^-1). A, the sum of the chunk's steps, starts at
-    zero in each chunk. The divergence of Kullback and Leibler, f(u) = u log u, is ``Softmax`` with alpha = 1.
+    f(u) = (u - 1)^2 / 2, on the scaled simplex (Miras Eq. 18, g = (f')^-1). A, minus the sum of the chunk's steps,
+    starts at zero in each chunk. The divergence of Kullback and Leibler, f(u) = u log u, is ``Softmax`` with alpha = 1.
 
     alpha is not read: what fades here, fades by being outweighed.
     """
@@ -311,7 +311,7 @@ class FDivergence(NonLinearRetention):
         return frozen * (a - level.gather(-1, last)).clamp_min(0.0)
 
     def restart(self, a: Tensor, settled: Tensor) -> Tensor:
-        """Zero: A is the sum of one chunk's steps."""
+        """Zero: A is minus the sum of one chunk's steps."""
         return torch.zeros_like(a)
 
 

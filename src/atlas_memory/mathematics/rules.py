@@ -183,7 +183,7 @@ class Rule:
 
     @property
     def live(self) -> bool:
-        """Whether errors are taken at what the last matrix answers now; those of the dot product depend on none."""
+        """Whether errors are taken at what the last matrix answers now; the dot product's depend on no answer."""
         return self.optimiser.sees and not self.bias.is_linear
 
     @property

@@ -35,17 +35,17 @@ def normal(heads: int, rows: int, columns: int) -> Tensor:
 
 def isometry(heads: int, rows: int, columns: int) -> Tensor:
     """A random ``[heads, rows, columns]``, rows no fewer than columns, that keeps all angles: its columns are at right
-    angles, and the entries of W x, for x of unit length, have the mean square 1 / columns. There an activation is
-    nearly linear; wider starts learned recall more slowly (docs/diary.md)."""
+    angles, and the entries of W x, for x of unit length, have the mean square 1 / columns. So near zero an
+    activation is nearly linear; wider starts learned recall more slowly (docs/diary.md)."""
     q, r = torch.linalg.qr(_noise(heads, rows, columns))
     signs = r.diagonal(dim1=-2, dim2=-1).sign()  # or else Q would not be uniformly distributed
     return q * (signs[:, None] * (rows / columns) ** 0.5)
 
 
 def on_keys(matrix: Tensor, phi: Lift) -> Tensor:
-    """The matrix ``[heads, rows, dim]`` for keys x as one ``[heads, rows, phi.size]`` for phi(x): the columns of
-    entries that are not x are zero. Where x is not among the entries, all have random columns, and what comes out is as
-    long."""
+    """A matrix for phi(x), ``[heads, rows, phi.size]``, made of one for keys x, ``[heads, rows, dim]``: the columns of
+    entries of phi(x) that are not x are zero. Where x is not among the entries, all columns are random, of such a size
+    that the product with phi(x) is about as long as that of the given matrix with x."""
     if phi.own.start < phi.own.stop:
         return F.pad(matrix, (phi.own.start, phi.size - phi.own.stop))
     return _noise(*matrix.shape[:2], phi.size) * (matrix.square().mean() / phi.others).sqrt()

@@ -18,8 +18,8 @@ bias.
 
 The steps of Muon are not sums of gradients. Under Muon the errors therefore see what the gradients of the chunk would
 have changed by plain steps, of the size s_t below: -D_{t-1} f_t takes the place of (W_{t-1} - W_f) f_t, with
-D_t = alpha_t D_{t-1} + s_t g_t, which is zero at the chunk's start. Where all tokens have a single key, this is what
-Muon's steps come to, whenever they are taken.
+D_t = alpha_t D_{t-1} + s_t g_t, which is zero at the chunk's start. Where S is small against Muon's limit L, D is what
+its steps add up to, whenever they are taken. Elsewhere it is an estimate, which the next frozen memory corrects.
 
 **Bounded steps** are the default and the library's own, too. Their size s is chosen by what they change. Let f_l be the
 input of matrix l, and J_l the derivative of the body by what matrix l puts out, both at M_f for the key of token t.
@@ -87,7 +87,7 @@ class At(NamedTuple):
 
     Attributes:
         theta, write, apply, plain: as in ``Rates``: theta ``[...]``, the others ``[...]`` or a channel ``[..., dim]``.
-        alpha: the retention gate, shaped as eta.
+        alpha: the retention gate, ``[...]`` or a channel ``[..., dim]``, whatever shape eta has.
         gamma: gamma_t^(t), the window gate of the token itself, ``[...]``.
         under: the function W -> W f_t f_t^T, the part of a matrix W that answers to the token's input f_t.
         orthogonalise, saturate: functions of S and of a number of iterations; see orthogonal.py.
@@ -135,9 +135,9 @@ class InnerOptimiser:
     """Where a step ``erases``: whether it takes that out of what alpha has left of the matrix, and not of the matrix
     before it faded."""
     waits = False
-    """Whether errors see an estimate of what the chunk has changed, since part of it still waits in S for a step. It is
-    true where a class has a ``written`` of its own, and is not set by hand. The fast forms ask for it, and a retention
-    with a lag token, which knows no such estimate, refuses it."""
+    """Whether errors, where they are live, see an estimate of what the chunk has changed, since part of it still waits
+    in S for a step. It is true where a class has a ``written`` of its own, and is not set by hand. The fast forms ask
+    for it, and a retention with a lag token, which knows no such estimate, refuses it."""
     turns = False
     """Whether the sums are changed after the last token of a chunk. True where a class has a ``turn`` of its own."""
     shows = False

@@ -23,7 +23,7 @@ def takes_any_columns(optimiser: InnerOptimiser) -> bool:
     with apart():
         sums, weights, g = make_sums(optimiser), numbers(*MATRIX), numbers(*MATRIX, frequency=0.7)
         basis = numbers(COLUMNS, 6, frequency=0.9)
-        f = basis[0]  # the first key's features, as each row of B is one key's. W = C B is known by its columns C
+        f = basis[0]  # the first key's features: each row of ``basis`` is one key's. W = C basis is known by C
 
         def of_columns(w: Tensor) -> Tensor:
             return torch.nn.functional.pad((w @ (basis @ f))[..., None], (0, COLUMNS - 1))
