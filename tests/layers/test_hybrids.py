@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atlas_memory import NeuralMemory
+from atlas_memory import RULES, NeuralMemory
+from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.layers.context import MemoryAsContext
 from atlas_memory.layers.hybrids import MemoryAsGate, MemoryAsLayer
 from atlas_memory.layers.persistent import WithPersistentTokens
@@ -75,7 +76,9 @@ def mac(layer: MemoryAsContext, x: Tensor) -> Tensor:
         return z.reshape(len(z), HEADS, -1)
 
     for segment in x.split(size):
-        weights = list(layer.memory.memory.params.initial) if state is None else [w[0] for w in state.memory.weights]
+        weights = list(layer.memory.memory.params.initial)
+        if state is not None:
+            weights = [w[0] for w in state.memory.shown(layer.memory.rule)]
         h = torch.stack([ask(layer.memory, weights, token) for token in segment])
         for i in range(len(segment)):
             seen = torch.cat([p, h[: i + 1], segment[: i + 1]])
@@ -108,6 +111,15 @@ def test_equals_the_equations(equations, name, time):
     y, _ = mixer(x)
     for row in range(2):
         torch.testing.assert_close(y[row], equations(mixer, x[row]), rtol=0, atol=1e-8)
+
+
+def test_a_memory_as_context_that_shows_what_waits_for_a_step():
+    torch.manual_seed(0)
+    rule = RULES["atlas"].vary(network={"expansion": 1}, optimiser={"every": None, "shows": True})
+    options = {"attention_window": ATTENTION_WINDOW, "rule": rule, "chunk_size": 8, "eps": 1e-6}
+    mixer = BLOCKS["mac"].make(DIM, HEADS, **options).double()
+    x = torch.randn(1, 17, DIM, dtype=torch.float64)
+    torch.testing.assert_close(mixer(x)[0][0], mac(mixer, x[0]), rtol=0, atol=1e-8)
 
 
 def test_retrieving_writes_nothing_and_is_what_the_layer_reads_without_convolution():

@@ -192,6 +192,15 @@ def test_wrong_arguments_are_named():
     q = torch.zeros(2, 5, 2, 8)
     with pytest.raises(ValueError, match=r"q must be \[batch, heads=2, time, dim=8\], got .*: transpose\(1, 2\)"):
         OmegaMemory(8, 2)(q, q, q)
+    for wrong in (q, q[:, :, :1].transpose(1, 2)):
+        with pytest.raises(ValueError, match=r"q must be \[batch, heads=2, time, dim=8\], got"):
+            OmegaMemory(8, 2).retrieve(wrong)
+    with pytest.raises(ValueError, match="q has batch size 2 but the state has 3; give the same rows"):
+        OmegaMemory(8, 2).retrieve(q.transpose(1, 2), OmegaMemory(8, 2).initial_state(3))
+    with pytest.raises(ValueError, match="gate_rank=4 is of the gates that gates=False leaves out"):
+        OmegaMemory(8, 2, "titans", gates=False, gate_rank=4)
+    with pytest.raises(ValueError, match=r"x must be \[batch, time, 12\], got \[5, 12\]"):
+        layer("atlas").retrieve(torch.zeros(5, DIM), None)
     _, state = layer("atlas")(torch.randn(2, 5, DIM))
     with pytest.raises(ValueError, match="another batch or layer"):
         layer("atlas")(torch.randn(3, 5, DIM), state)

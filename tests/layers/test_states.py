@@ -78,6 +78,10 @@ def test_what_does_not_fit_is_named(tmp_path):
         NeuralMemory(2 * DIM, HEADS, "titans").load_state(path)
     with pytest.raises(ValueError, match=r"lacks .*memory\.matrices\.0\.sums\.0"):
         memory.save_state(NeuralMemory(DIM, HEADS, "deltanet")(torch.randn(1, 5, DIM))[1], path)
+    with pytest.raises(ValueError, match=r"the state has memory\.matrices\.0\.weights"):  # whose states grow
+        NeuralMemory(2 * DIM, 2 * HEADS, "dot").save_state(
+            NeuralMemory(DIM, HEADS, "dot")(torch.randn(1, 5, DIM))[1], path
+        )
     whole = path.read_bytes()
     for part in (b"", whole[:100], whole[:-10]):
         path.write_bytes(part)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atlas_memory import NeuralMemory
-from atlas_memory.memory import KINDS, RULES, Features, Rule, chunkwise, incremental, recurrent
+from atlas_memory.memory import KINDS, RULES, Exponential, Features, Rule, chunkwise, incremental, recurrent
 
 from .problems import everything, random_problem, worst
 
@@ -129,6 +129,14 @@ class RootAtZero(Squares):
 
 
 @dataclass(frozen=True)
+class EndlessAndLonger(Exponential):
+    """Features without end, on a memory that would begin with other columns than its keys have entries."""
+
+    def size(self, dim):
+        return dim + 1
+
+
+@dataclass(frozen=True)
 class NoMethods(Features):
     """Nothing."""
 
@@ -156,6 +164,7 @@ class Scaled(Squares):
         (OwnInName(), r"OwnInName.own\(dim\) must be the slice of phi\(x\) that is x itself.*slice\(0, 0\)"),
         (BehindOthers(), r"BehindOthers: entries of phi\(x\) before x itself must be 1"),
         (Longer(), r"Longer.columns must be a number for each column, here \[2, 3, 5, 9\]"),
+        (EndlessAndLonger(), r"EndlessAndLonger.size\(dim=4\) is 5: on endless features .* let size return dim"),
         (OneWidth(), r"OneWidth.squared_norm failed for keys \[2, 3, 5, 4\], of any width"),
         (RootAtZero(), "RootAtZero: the gradient of .* is not finite; smooth it where x is zero"),
         (NoMethods(), r"NoMethods.size failed .*NoMethods has no method size\(dim\)"),
@@ -167,6 +176,30 @@ class Scaled(Squares):
 def test_one_that_does_not_fit(features, message):
     with pytest.raises(ValueError, match=message):
         Rule(features=features)
+
+
+@dataclass(frozen=True)
+class Differences(Features):
+    """x and the differences of its entries, which are zero where all of these are the same."""
+
+    whole: bool = True
+
+    def size(self, dim):
+        return dim * (1 + self.whole)
+
+    def own(self, dim):
+        return slice(0, dim * self.whole)
+
+    def expand(self, x, sqrt_a=None):
+        others = x - x.roll(1, -1)
+        return torch.cat([x, others], -1) if self.whole else others
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", ["omeganet", "ttt-linear"])
+def test_a_fresh_memory_on_features_that_are_zero_at_equal_entries(name, whole):
+    for m_0 in replace(RULES[name], features=Differences(whole)).initial_weights(2, 16):
+        assert m_0.isfinite().all()
 
 
 def test_the_length_of_what_a_fresh_memory_sees():

@@ -73,6 +73,25 @@ def test_an_optimiser_of_which_only_the_step_is_known(name, part):
     assert error(recurrent(*plain.arguments())[0], oracle["y"]) > 1e-3  # not silently something else
 
 
+@dataclass(frozen=True)
+class SumOfDirections(SignMomentum):
+    """Orthogonalises every gradient on its way into S, also where no step is due."""
+
+    every: int | None = 2
+
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + at.orthogonalise(g, 3)
+        return (s,), rows(at.apply, s)
+
+
+def test_directions_between_steps():
+    problem = random_problem(resized(replace(RULES["titans"], optimiser=SumOfDirections()), 1, 4), 0, time=13)
+    oracle = everything(recurrent, problem)
+    for form in (chunkwise, incremental):
+        gap, where = worst(everything(form, problem), oracle)
+        assert gap < 1e-8, where
+
+
 @pytest.mark.parametrize("recompute", [None, 1])
 def test_a_retention_of_which_only_keep_is_known(recompute):
     rule = resized(replace(RULES["omeganet"], retention=Rounded()), 3, 4)

@@ -339,10 +339,18 @@ def test_wrong_shapes_are_named():
         for length in ([-1, 5], [5, 99]):
             with pytest.raises(ValueError, match=r"gates\.length must be from 0 to time="):
                 form(rule, params, q, k, v, replace(gates, length=torch.tensor(length)))
-        with pytest.raises(ValueError, match=r"gates\.length must be int64 of shape \[2\], got torch\.float32"):
-            form(rule, params, q, k, v, replace(gates, length=torch.ones(2)))
-    with pytest.raises(ValueError, match=r"gate eta must be a tensor of shape \[2, "):
-        chunkwise(rule, params, q, k, v, Gates(0.5))
+        for length, got in ((torch.ones(2), r"torch\.float32 of shape \[2\]"), ([5, 5], r"\[5, 5\]")):
+            with pytest.raises(ValueError, match=rf"gates\.length must be a tensor, int64 of shape \[2\], got {got}"):
+                form(rule, params, q, k, v, replace(gates, length=length))
+        with pytest.raises(ValueError, match="state must be the MemoryState that an earlier call returned, got a list"):
+            form(rule, params, q, k, v, gates, [])
+        with pytest.raises(ValueError, match=r"k must be a tensor .*, got a float"):
+            form(rule, params, q, 1.0, v, gates)
+        for eta, got in ((0.5, "0.5"), (gates.eta > 0, "torch.bool")):
+            with pytest.raises(
+                ValueError, match=rf"gate eta must be a floating-point tensor of shape \[2, .*got {got}"
+            ):
+                form(rule, params, q, k, v, Gates(eta))
     _, state = chunkwise(rule, params, q, k, v, gates)
     with pytest.raises(ValueError, match="state carries 7 window tokens"):
         chunkwise(rule.vary(window={"size": 3}), params, q, k, v, replace(gates, gamma=None), state)

@@ -1,6 +1,6 @@
 """The table of rules, what can be changed in a rule, and what a new one must do."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import pytest
@@ -235,11 +235,24 @@ def test_vary_changes_only_what_it_names():
         ({"features": {"kind": "Identity", "degree": 2}}, "features Identity has no field 'degree'; it has no fields"),
         ({"bias": {"kind": "Lp", "p": 0.5}}, "Lp p must be >= 1"),
         ({"retention": {"kind": "Softmax"}}, "a lag token is for gradient descent and momentum"),
+        ({"network": {"activation": ["gelu"]}}, "MLP activation must be a word such as 'gelu', got"),
+        ({"network": {"norm": "no"}}, "MLP norm must be true or false, got 'no'"),
     ],
 )
 def test_vary_refuses(parts, message):
     with pytest.raises(ValueError, match=message):
         RULES["atlas"].vary(**parts)
+
+
+def test_vary_puts_a_kind_there_whose_fields_have_no_default(monkeypatch):
+    @dataclass(frozen=True)
+    class Weighed(L2):
+        weight: float = field(kw_only=True)
+
+    monkeypatch.setitem(KINDS, "bias", (*KINDS["bias"], Weighed))
+    assert RULES["titans"].vary(bias={"kind": "Weighed", "weight": 2.0, "scale": 0.5}).bias == Weighed(0.5, weight=2.0)
+    with pytest.raises(ValueError, match="bias Weighed has no default for weight: give 'weight' a value"):
+        RULES["titans"].vary(bias={"kind": "Weighed"})
 
 
 def test_resolve():

@@ -177,20 +177,18 @@ class _Added(Function):
         return overlapping(g, ctx.width, ctx.step), None
 
 
-def shift_right(x: Tensor, by: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+def shift_right(x: Tensor, by: Tensor | None, length: int) -> Tensor:
     """Place each row of ``x`` ``[batch, ..., time, dim]`` at its offset ``by`` ``[batch]`` (None: 0) in a grid of
     ``length`` slots.
 
     Returns:
-        the grid ``[batch, ..., length, dim]`` and which slots come from ``x``, bool ``[batch or 1, length]``.
+        the grid ``[batch, ..., length, dim]``. Slots that no token of x has hold anything.
     """
     time = x.shape[-2]
-    slots = torch.arange(length, device=x.device)
     if by is None:  # padding by nothing would copy
-        return x if length == time else F.pad(x, (0, 0, 0, length - time)), (slots < time)[None]
-    source = slots - by[:, None]
-    inside = (source >= 0) & (source < time)
-    return take(x, source.clamp(0, max(time - 1, 0))), inside
+        return x if length == time else F.pad(x, (0, 0, 0, length - time))
+    source = torch.arange(length, device=x.device) - by[:, None]
+    return take(x, source.clamp(0, max(time - 1, 0)))
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..kernels import dispatch
 from ..mathematics.functions import Function, call, without_autocast
 from ..mathematics.orthogonal import COEFFICIENTS, CONVERGENT, reciprocal_or_zero
+from ..mathematics.sizes import check_size
 from .gram_eigenvalues import by_eigenvalues, eigenvalues_pay, gradient_by_eigenvalues
 
 Coefficients = tuple[float, float, float]
@@ -28,7 +29,11 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
     Where one side is more than twice the other, most iterations need no product with the long side: two are made on the
     Gram matrix of X, then X is brought up to date and a new Gram matrix made of it, on which come at most three more,
     and so on.
+
+    Raises:
+        ValueError: ``steps`` below 1.
     """
+    check_size("steps", steps)
     scale = matrix.detach().abs().amax((-2, -1), keepdim=True)
     x = matrix * reciprocal_or_zero(scale)
     # After the scaling |x|_F >= 1 unless the matrix is zero; the clamp only keeps zero at zero.
@@ -70,7 +75,11 @@ def gram_polynomial(
 
     With ``floor`` ``[..., 1, 1]``, f > 0, Q S is (S S^T + f I)^(-1/2) S, which for f = 1 is ``saturate``. The iteration
     then runs on (G + f I) / (tr G + f), with ``CONVERGENT`` coefficients.
+
+    Raises:
+        ValueError: ``steps`` below 1.
     """
+    check_size("steps", steps)
     if kernels is None and gram.requires_grad and gram.shape[-1] > dispatch.GRAM_TRAINED:
         kernels = False
     if dispatch.taken(kernels, dispatch.gram_refusal, gram.device.type, gram.dtype, gram.shape[-1]):

@@ -49,7 +49,7 @@ class Grid:
         """Lay tokens on the grid: from ``[batch, ..., before + time, dim]`` to
         ``[batch, ..., before + count * chunk, dim]``. Slots without a token are undefined. The ``before`` earlier
         tokens come directly before each row's first."""
-        return shift_right(x, self.phase, self.count * self.chunk + before)[0]
+        return shift_right(x, self.phase, self.count * self.chunk + before)
 
     def chunks(self, x: Tensor) -> Tensor:
         """Lay tokens on the grid, by chunks: ``[batch, ..., time, dim]`` -> ``[batch, ..., count, chunk, dim]``."""

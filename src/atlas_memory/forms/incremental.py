@@ -20,6 +20,7 @@ from ..mathematics.retention import Old
 from ..mathematics.rules import Params, Rule
 from ..mathematics.state import Matrix, MemoryState, initial_state
 from ..mathematics.step import At
+from .counterparts import has_chunks
 from .fast_newton_schulz import newton_schulz, saturated
 from .lifting import given
 
@@ -213,7 +214,9 @@ def _written(
 
     if rule.every > 1:
         rates = rates._replace(theta=pick(when.follows, rates.theta, torch.ones_like(rates.theta)))
-    directions = (_no_step, _no_step) if when.due is False else (newton_schulz, saturated)
+    # The library's own optimisers read directions in their steps only; one from outside may do so at any token.
+    idle = when.due is False and has_chunks(rule)
+    directions = (_no_step, _no_step) if idle else (newton_schulz, saturated)
     at = At(*rates, alpha, lesson.gamma[..., -1], under, *directions)
     g = _outer(rule, params, i, lesson.deltas[i], u, old.frozen)
     sums, step = optimiser.step(old.sums, old.weights, g, at)

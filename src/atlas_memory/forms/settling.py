@@ -34,7 +34,8 @@ def linear(part: Part, steps: Steps, row: int) -> Tensor:
 
 def accumulated(part: Part, steps: Steps, row: int) -> Tensor:
     """A after a token of the chunk (0: the first, -1: the last), which all of the chunk's steps have moved."""
-    return steps.weights(row, part.held.start if part.held.dual is None else part.held.dual, part.dual_home)
+    assert part.held.dual is not None
+    return steps.weights(row, part.held.dual, part.dual_home)
 
 
 def jump(part: Part, steps: Steps) -> Tensor:

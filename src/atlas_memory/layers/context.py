@@ -192,7 +192,7 @@ class MemoryAsContext(Stateful):
     def _place(self, new: Tensor, old: Tensor, slot: Tensor, count: Tensor) -> Tensor:
         """`old`, the keys or values of a segment, with the first `count` `[batch]` tokens of `new`
         `[batch, heads, 2, width, head_dim]` in its slots from `slot` `[batch]` on."""
-        grid, _ = shift_right(new, slot, self.segment)
+        grid = shift_right(new, slot, self.segment)
         at = torch.arange(self.segment, device=slot.device) - slot[:, None]
         inside = (at >= 0) & (at < count[:, None])
         return torch.where(inside[:, None, None, :, None], grid, old.to(grid.dtype))

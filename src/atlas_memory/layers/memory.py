@@ -202,8 +202,10 @@ class NeuralMemory(Stateful):
             y ``[batch, time, dim]`` in x's dtype, each token's from that token alone.
 
         Raises:
-            ValueError: another state than that of this layer's memory, such as a whole ``LayerState``.
+            ValueError: another state than that of this layer's memory, such as a whole ``LayerState``; x of another
+                width or dtype.
         """
+        self.check_x(x, self.qkv.weight)
         plain = type(self.qkv) is nn.Linear  # or else an adapter or a quantised layer, whose weight is not all
         q = F.linear(x, self.qkv.weight[: self.dim]) if plain else self.qkv(x)[..., : self.dim]
         q = F.silu(q).to(kept_dtype(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)

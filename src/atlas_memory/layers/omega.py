@@ -77,6 +77,8 @@ class OmegaMemory(Stateful):
         norm = self.rule.network.norm
         self.norm_gain = nn.Parameter(torch.empty(heads, dim)) if norm else None
         self.norm_shift = nn.Parameter(torch.empty(heads, dim)) if norm else None
+        if gate_rank is not None and not gates:
+            raise ValueError(f"gate_rank={gate_rank} is of the gates that gates=False leaves out: drop one of the two")
         self.gates = GateProjection(dim * heads, heads, self.rule, gate_rank) if gates else None
         self.reset_parameters()
         self.recompute: int | None = None
@@ -128,12 +130,7 @@ class OmegaMemory(Stateful):
         """
         self.check_state(state, MemoryState)
         for name, z in (("q", q), ("k", k), ("v", v)):
-            if z.dim() != 4 or z.shape[1] != self.heads or z.shape[3] != self.dim:
-                turned = z.dim() == 4 and z.shape[2] == self.heads and z.shape[3] == self.dim
-                raise ValueError(
-                    f"{name} must be [batch, heads={self.heads}, time, dim={self.dim}], got {list(z.shape)}"
-                    + ("; heads come before time: transpose(1, 2)" if turned else "")
-                )
+            self._check_heads(name, z)
         if gates is None:
             if self.gates is None:
                 raise ValueError(
@@ -148,6 +145,17 @@ class OmegaMemory(Stateful):
         graphs = self.graphs if q.is_cuda and not torch.compiler.is_compiling() else None
         y, after = form(*args) if graphs is None else graphs(form, *args)
         return self.with_every_parameter(y, state), after
+
+    def _check_heads(self, name: str, z: Any) -> None:
+        if not isinstance(z, Tensor) or not z.is_floating_point():
+            got = z.dtype if isinstance(z, Tensor) else f"a {type(z).__name__}"
+            raise ValueError(f"{name} must be a floating-point tensor [batch, heads, time, dim], got {got}")
+        if z.dim() != 4 or z.shape[1] != self.heads or z.shape[3] != self.dim:
+            turned = z.dim() == 4 and z.shape[2] == self.heads and z.shape[3] == self.dim
+            raise ValueError(
+                f"{name} must be [batch, heads={self.heads}, time, dim={self.dim}], got {list(z.shape)}"
+                + ("; heads come before time: transpose(1, 2)" if turned else "")
+            )
 
     def empty(self, batch: int) -> tuple[Any, ...]:
         """See ``Stateful``."""
@@ -179,8 +187,14 @@ class OmegaMemory(Stateful):
         """What the memory answers to q ``[batch, heads, time, dim]`` as it is now, without writing; shaped as q.
 
         A fresh memory where ``state`` is None.
+
+        Raises:
+            ValueError: q of another number of heads, width or dtype, or of another batch than the state's.
         """
         self.check_state(state, MemoryState)
+        self._check_heads("q", q)
+        if state is not None and len(q) != len(state.seen):
+            raise ValueError(f"q has batch size {len(q)} but the state has {len(state.seen)}; give the same rows")
         if state is None:
             kept = q.to(torch.promote_types(q.dtype, torch.float32))
             state = initial_state(self.rule, self.params.initial, kept)

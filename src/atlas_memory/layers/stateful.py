@@ -159,6 +159,15 @@ def _what(layer: nn.Module) -> str:
     return f"{type(layer).__name__}({'; '.join(rules)})"
 
 
+def _fits(got: torch.Size, fresh: torch.Size, grows: bool) -> bool:
+    """Whether a state can have a tensor of this shape where a fresh one has ``fresh``, both without the batch. What
+    grows with what is read is longer in one dimension behind the first, the heads."""
+    if not grows or not fresh:
+        return got == fresh
+    longer = [a - b for a, b in zip(got, fresh, strict=True)]
+    return longer[0] == 0 and min(longer) >= 0 and sum(map(bool, longer)) <= 1
+
+
 def _check(layer: nn.Module, tensors: dict[str, Tensor], like: State, where: str) -> None:
     """Raise ValueError unless names and shapes are those of ``like``, whatever the batch, the precision and, where a
     state grows with what is read, its length."""
@@ -171,7 +180,7 @@ def _check(layer: nn.Module, tensors: dict[str, Tensor], like: State, where: str
     for name, t in expected.items():
         got = tensors[name]
         kind = got.is_floating_point() == t.is_floating_point()
-        same = got.dim() == t.dim() and kind and (grows or got.shape[1:] == t.shape[1:])
+        same = got.dim() == t.dim() and kind and _fits(got.shape[1:], t.shape[1:], grows)
         if not same:
             raise ValueError(
                 f"{where} has {name} {list(got.shape)} of {got.dtype}, and this layer's is [batch, "

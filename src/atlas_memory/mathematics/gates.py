@@ -41,8 +41,9 @@ class Gates:
             gate = getattr(self, name)
             if gate is None and name != "eta":
                 continue
-            if not isinstance(gate, Tensor):
-                raise ValueError(f"gate {name} must be a tensor of shape {shape}, got {gate!r}")
+            if not isinstance(gate, Tensor) or not gate.is_floating_point():
+                got = gate.dtype if isinstance(gate, Tensor) else repr(gate)
+                raise ValueError(f"gate {name} must be a floating-point tensor of shape {shape}, got {got}")
             expected = [*shape, size] if name == "gamma" else shape
             per_channel = [*shape, q.shape[-1]] if name in ("eta", "alpha") else expected
             if list(gate.shape) not in (expected, per_channel):
@@ -56,10 +57,9 @@ class Gates:
 
     @staticmethod
     def _check_length(length: Tensor, shape: list[int]) -> None:
-        if list(length.shape) != shape[:1] or length.dtype != torch.int64:
-            raise ValueError(
-                f"gates.length must be int64 of shape {shape[:1]}, got {length.dtype} of shape {list(length.shape)}"
-            )
+        if not isinstance(length, Tensor) or list(length.shape) != shape[:1] or length.dtype != torch.int64:
+            got = f"{length.dtype} of shape {list(length.shape)}" if isinstance(length, Tensor) else repr(length)
+            raise ValueError(f"gates.length must be a tensor, int64 of shape {shape[:1]}, got {got}")
         if torch.compiler.is_compiling() or length.device.type != "cpu":
             return  # to look at the numbers would make a GPU wait
         if length.numel() and not 0 <= int(length.min()) <= int(length.max()) <= shape[2]:

@@ -165,6 +165,9 @@ def check_inputs(
     for name, given, kind in (("rule", rule, Rule), ("params", params, Params), ("gates", gates, Gates)):
         if not isinstance(given, kind):
             raise ValueError(f"{name} must be {kind.__name__}(...), got a {type(given).__name__}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor [batch, heads, time, dim], got a {type(x).__name__}")
     if q.dim() != 4:
         raise ValueError(f"q must be [batch, heads, time, dim], got shape {list(q.shape)}")
     if not q.is_floating_point():
@@ -194,6 +197,8 @@ def check_inputs(
 
 
 def _check_state(rule: Rule, batch: int, heads: int, dim: int, state: MemoryState) -> None:
+    if not isinstance(state, MemoryState):
+        raise ValueError(f"state must be the MemoryState that an earlier call returned, got a {type(state).__name__}")
     held = state.keys.shape[-2]
     shapes = enumerate(rule.shapes(dim))
     expected = [[batch, heads, rows, columns + rule.by_key(i) * held] for i, (rows, columns) in shapes]

@@ -6,9 +6,8 @@ optimiser, window. To add a model, compose values and add a row to ``RULES``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from .retention import (
     Softmax,
     widened,
 )
+from .sizes import check_like
 from .start import Lift
 from .step import FLOOR
 from .windows import Window
@@ -51,13 +51,12 @@ OURS = dict(KINDS)
 (contracts/)."""
 
 
-def _check_kind_of_value(name: str, value: Any, present: Any) -> None:
-    """Refuse a switch that is not true or false, and a number that is not one; sizes are checked by the parts."""
-    if isinstance(present, bool) and not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if isinstance(present, float) and not number:
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+def _made(name: str, kind: type, options: Mapping[str, Any]) -> Any:
+    """A part of this kind, with its defaults; fields without one are those of ``options``."""
+    needed = [f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
+    if missing := [field for field in needed if field not in options]:
+        raise ValueError(f"{name} {kind.__name__} has no default for {', '.join(missing)}: give {missing[0]!r} a value")
+    return kind(**{field: options[field] for field in needed})
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class Rule:
                         f"{name} has no kind {kind!r}; its kinds are {', '.join(kinds)}. Register a class of your own "
                         f"first: KINDS[{name!r}] += ({kind},)"
                     )
-                part = part if type(part) is kinds[kind] else kinds[kind]()
+                part = part if type(part) is kinds[kind] else _made(name, kinds[kind], options)
             allowed = [f.name for f in fields(part)]
             for option, value in options.items():
                 if option not in allowed:
@@ -172,7 +171,7 @@ class Rule:
                     if type(part) not in OURS[name] and hasattr(part, str(option)):
                         has += f": {type(part).__name__} inherits {option}; declare it in the class, with its type"
                     raise ValueError(f"{name} {type(part).__name__} has no field {option!r}; {has}")
-                _check_kind_of_value(f"{name} {type(part).__name__} {option}", value, getattr(part, option))
+                check_like(f"{name} {type(part).__name__} {option}", value, getattr(part, option))
             changed[name] = replace(part, **options)
         return replace(self, **changed)
 
@@ -226,7 +225,7 @@ class Rule:
         if own.stop < features.size(dim):
             with torch.device("cpu"):  # wherever the weights will lie
                 others = float(features.squared_norm(torch.full((dim,), dim**-0.5)))
-            others -= own.start + 1.0 if own.start < own.stop else 0.0
+            others -= (own.start + 1.0) if own.start < own.stop else 0.0  # the ones before x, and x, whose length is 1
         phi = Lift(features.size(dim), own, others)
         return tuple(map(self.retention.start, self.network.start(heads, dim, phi)))
 

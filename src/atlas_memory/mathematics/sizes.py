@@ -1,5 +1,6 @@
-"""The checks that sizes pass."""
+"""The checks that sizes and other values pass."""
 
+import math
 from typing import Any
 
 
@@ -21,3 +22,15 @@ def check_positive(name: str, value: Any) -> None:
     """Raise ValueError unless ``value``, which the user calls ``name``, is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+
+
+def check_like(name: str, value: Any, present: Any) -> None:
+    """Raise ValueError where a switch, a number or a word (``present``) is to be replaced by what is none; sizes are
+    checked by the parts that have them."""
+    if isinstance(present, bool) and not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(present, float) and not number:
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if isinstance(present, str) and not isinstance(value, str):
+        raise ValueError(f"{name} must be a word such as {present!r}, got {value!r}")

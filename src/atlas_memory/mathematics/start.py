@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LEAST = 1e-6
+"""A squared length of other entries that is no longer than this counts as none."""
+
 
 class Lift(NamedTuple):
     """phi as a fresh memory meets it: its length ``size``; which of its entries are x itself, if any; and the squared
@@ -48,7 +51,7 @@ def on_keys(matrix: Tensor, phi: Lift) -> Tensor:
     that the product with phi(x) is about as long as that of the given matrix with x."""
     if phi.own.start < phi.own.stop:
         return F.pad(matrix, (phi.own.start, phi.size - phi.own.stop))
-    return _noise(*matrix.shape[:2], phi.size) * (matrix.square().mean() / phi.others).sqrt()
+    return _noise(*matrix.shape[:2], phi.size) * (matrix.square().mean() / max(phi.others, LEAST)).sqrt()
 
 
 def lifted(heads: int, rows: int, dim: int, phi: Lift) -> Tensor:
@@ -56,7 +59,7 @@ def lifted(heads: int, rows: int, dim: int, phi: Lift) -> Tensor:
     entries of phi(x) are seen too."""
     own = isometry(heads, rows, dim)
     whole, more = on_keys(own, phi), phi.size - phi.own.stop
-    if not more or rows == dim or phi.own.start == phi.own.stop:
+    if not more or rows == dim or phi.own.start == phi.own.stop or phi.others <= LEAST:
         return whole
     other = _noise(heads, rows, more) * (dim * phi.others) ** -0.5
     other = other - own @ (own.mT @ other) * (dim / rows)  # at right angles to what x gives

@@ -145,7 +145,8 @@ class MemoryState(State):
 
     def answering_with(self, weights: tuple[Tensor, ...]) -> MemoryState:
         """A state for ``retrieve`` alone, which then answers with these matrices."""
-        return replace(self, matrices=tuple(Matrix(w, w) for w in weights))
+        kept = (tuple(map(torch.zeros_like, m.sums)) for m in self.matrices)  # nothing waits for a step
+        return replace(self, matrices=tuple(Matrix(w, w, sums) for w, sums in zip(weights, kept, strict=True)))
 
     def map_lifted(self, rule: Rule, fn: Callable[[Tensor], Tensor], keys: Tensor) -> MemoryState:
         """For phi*: the state with ``fn`` applied to the keys' columns of all matrices that have such, and with

@@ -23,6 +23,11 @@ def try_features(features: Features) -> None:
         x[..., 0, :] = 0.0  # as padding is
         size, sqrt_a = call(features, "size", f"dim={DIM}", DIM), call(features, "initial_sqrt_a", "nothing")
         check_size(f"{type(features).__name__}.size(dim={DIM})", size)
+        if features.endless and size != DIM:
+            raise ValueError(
+                f"{type(features).__name__}.size(dim={DIM}) is {size}: on endless features a matrix has the columns of "
+                "M_0, one for each entry of a key, and then one for every key; let size return dim"
+            )
         of_each = {
             "squared_norm": (call(features, "squared_norm", _given(x), x, sqrt_a), FRONT, "|phi(x)|^2, [...]"),
             "kernel": (call(features, "kernel", _given(x), x, y, sqrt_a), (*FRONT, TIME + 1), "[..., n, m]"),
