@@ -35,16 +35,17 @@ def solve_pairs(
     size, tokens = pairs.size, pairs.block
     by_block = [x.split(tokens * size, dim) for x, dim in ((base, -2), (rate, -1), (stood, -2))]
     solved: list[Tensor] = []
-    for n, (u, r, out, rows) in enumerate(zip(*by_block, mixing.split(tokens, -2), strict=True)):
-        start, block = n * tokens, Pairs(size, rows.shape[-2])
+    for number, (u, r, answered, rows) in enumerate(zip(*by_block, mixing.split(tokens, -2), strict=True)):
+        start, block = number * tokens, Pairs(size, rows.shape[-2])
         among = slice(pairs.spare + start, pairs.spare + start + block.chunk + size - 1)
-        if n:
+        if number:  # take away what earlier blocks wrote, by the rows R[n] and P[n]
             before, written = Pairs(size, start), torch.cat(solved, -2)
             near = kernel[..., among, pairs.spare : pairs.spare + start + size - 1]
-            for factor, row in onward:
-                met = block.of(near @ before.fold(scale_rows(row[..., n - 1, : start * size], written)))
-                kept = block.each(factor[..., start - 1 : start + block.chunk - 1, n - 1], -1)
-                out = out - scale_rows(kept, met)
+            for factor, in_matrix in onward:
+                numbers = in_matrix[..., number - 1, : start * size]
+                met = block.of(near @ before.fold(scale_rows(numbers, written)))
+                kept = block.each(factor[..., start - 1 : start + block.chunk - 1, number - 1], -1)
+                answered = answered - scale_rows(kept, met)
         reach = before_each_token(rows[..., start * size : (start + block.chunk) * size], 0.0, block)
-        solved.append(solve(u, r, out, block.columns(block.of(kernel[..., among, among])), reach))
+        solved.append(solve(u, r, answered, block.columns(block.of(kernel[..., among, among])), reach))
     return torch.cat(solved, -2)

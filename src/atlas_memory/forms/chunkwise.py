@@ -326,6 +326,7 @@ def _chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Gr
     if size > 1:  # tokens before the sequence's first are not in any window
         exists = grid.inside(q.device, reach)
         exists = exists & (first[:, None] + torch.arange(exists.shape[1], device=q.device) >= reach)
+        # The spare places count as still older tokens, of weight 0.
         windows = band(F.pad(gamma, (0, spare)), exists.unfold(-1, chunk + reach, chunk)[:, None])
     k_windows, v_windows = (overlapping(grid.lay(x, reach), chunk + reach, chunk) for x in (past_k, past_v))
     inside = inside.unflatten(-1, (count, chunk))[:, None]

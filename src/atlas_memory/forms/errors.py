@@ -78,8 +78,8 @@ def _by_plain_steps(part: Part, trace: Trace) -> Tensor:
     held, changed = trace.body, part.keys.apply(part.held.sums[1])
     if setting.pairs is not None:
         held, changed = setting.pairs.of(held), setting.pairs.of(changed)
-    kept = before_each_token(part.plan.retained[..., None], 1.0, setting.pairs).squeeze(-1)
-    return held - scale_rows(kept, changed)
+    left = before_each_token(part.plan.retained[..., None], 1.0, setting.pairs).squeeze(-1)
+    return held - scale_rows(left, changed)
 
 
 def _after_lag_token(part: Part, provisional: Tensor) -> Tensor:

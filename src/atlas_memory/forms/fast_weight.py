@@ -90,6 +90,10 @@ class Schedule:
     mix: Tensor | None = None
     onward: Onward = ()
 
+    def started(self) -> Tensor:
+        """How much of S_0 the steps have brought into the matrix after each token, ``[..., b]``."""
+        return (self.decay @ self.moving.at_steps[..., None]).squeeze(-1)
+
     @property
     def moving(self) -> Inertia:
         """``inertia``, where there is a momentum."""
@@ -180,8 +184,8 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
     def read(queries: Seen) -> Tensor:
         out = scale_rows(plan.retained_for_queries(), queries.held(w))
         if s is not None:
-            old = plan.decay @ plan.moving.at_steps[..., None]
-            out = out - scale_rows(plan.for_queries(old).squeeze(-1), queries.apply(s))
+            started = plan.for_queries(plan.started()[..., None]).squeeze(-1)
+            out = out - scale_rows(started, queries.apply(s))
         mask = -plan.for_queries(plan.mixing())
         if mask.shape[-3] == 1:
             return add_product(out, mask.squeeze(-3) * queries.kernel(), tokens.deltas)

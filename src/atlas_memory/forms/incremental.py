@@ -188,8 +188,8 @@ def _lesson(
         if rule.live:
             error = error + response[..., None] * _moved(rule, params, at_frozen, state)
         if rule.optimiser.bounded:
-            full = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
-            sizes = tuple((full * x).sum(-1) for x in rule.sizes(frozen, at_frozen, response, params))
+            counted = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
+            sizes = tuple((counted * x).sum(-1) for x in rule.sizes(frozen, at_frozen, response, params))
     return _Lesson(k, v, at_frozen, network.back(frozen, at_frozen, gamma[..., None] * error), sizes, gamma)
 
 

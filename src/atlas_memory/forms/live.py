@@ -109,8 +109,8 @@ def stood(
     held = held if to_home is None else held - to_home
     out = scale_rows(before_each_token(plan.retained[..., None], 1.0, pairs).squeeze(-1), held)
     if s is not None:
-        old = plan.decay @ plan.moving.at_steps[..., None]
-        out = out - scale_rows(before_each_token(old, 0.0, pairs).squeeze(-1), to_pairs(inputs.apply(s)))
+        started = before_each_token(plan.started()[..., None], 0.0, pairs).squeeze(-1)
+        out = out - scale_rows(started, to_pairs(inputs.apply(s)))
     return out if to_home is None else out + to_home
 
 

@@ -95,6 +95,7 @@ class Part:
     """One matrix of the memory over one chunk.
 
     Attributes:
+        setting: what all matrices have in common.
         held: the matrix before the chunk.
         initial: its M_0, ``[heads, rows, columns]``.
         home, dual_home: what W and its accumulator A fade to, None for zero; on phi* the columns of M_0 only.

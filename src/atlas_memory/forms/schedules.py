@@ -143,7 +143,7 @@ def _schedule(rule: Rule, chunk: Chunk, fading: Fading, size: Tensor | None, pai
     last = in_sum[..., -1, :]
     if _shows(rule):
         shown = _shown(rule, carried, in_sum)
-    if in_sum.shape[-2] > decay.shape[-1]:
+    if in_sum.shape[-2] > decay.shape[-1]:  # P has all rows (``shows``); steps take only those of their tokens
         in_sum = in_sum[..., at, :]
     inertia = Inertia(carried, carried[..., at], last, plain, shown)
     return Schedule(fading.retained, decay, in_sum, rule.every, before, inertia, onward=onward)

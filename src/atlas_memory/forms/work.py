@@ -109,11 +109,8 @@ def _system(work: Work) -> int:
     size, m = work.rule.window.size, work.rows
     if not work.rule.live or size == 1:
         return work.updates**2 * m // 2
-    pairs, paths = (
-        Pairs(size, work.chunk),
-        2 if work.rule.optimiser.has_momentum and not work.rule.optimiser.waits else 1,
-    )
-    total = 0
+    pairs, total = Pairs(size, work.chunk), 0
+    paths = 2 if work.rule.optimiser.has_momentum and not work.rule.optimiser.waits else 1
     for start in range(0, work.chunk, pairs.block):
         tokens = min(pairs.block, work.chunk - start)
         total += (tokens * size) ** 2 * m // 2
@@ -129,9 +126,8 @@ def muon_work(work: Work) -> Count:
         count = count._replace(queries=True, reading=count.reading + work.chunk * (work.updates * m + work.apply))
     if not work.solves:
         return count
-    return count._replace(
-        keys=True, reading=count.reading + _system(work) + n * work.apply
-    )  # D before the chunk (step.py)
+    of_carried = n * work.apply  # what D before the chunk (step.py) answers
+    return count._replace(keys=True, reading=count.reading + _system(work) + of_carried)
 
 
 def _in_outputs(work: Work) -> Count:

@@ -63,10 +63,10 @@ def definition(
         response = rule.response(at_frozen, v[..., window, :], params)  # r_t of step.py: how fast an error grows
         g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # ATLAS 9, 16
         sizes = rule.sizes(frozen, at_frozen, response, params)
-        full = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # gamma_t^(t) lengthens no step
+        counted = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # gamma_t^(t) lengthens no step
         alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
         for i, m in enumerate(memory):
-            size = (full * sizes[i]).sum(-1) if optimiser.bounded else None
+            size = (counted * sizes[i]).sum(-1) if optimiser.bounded else None
             rates = optimiser.rates(gate.theta, gate.eta, size, rule.every, b)
             rates = rates if follows else rates._replace(theta=torch.ones_like(gate.theta))
             at = At(*rates, alpha, gamma[..., -1], model.under(i, at_frozen, now))

@@ -76,8 +76,10 @@ class State:
             start = next(starts)
             if not start.requires_grad:
                 return held
-            grown = (more for a, b in zip(held.shape[:0:-1], start.shape[:0:-1], strict=True) for more in (0, a - b))
-            return held + F.pad(start - start.detach(), tuple(grown))  # what a state grows by is behind
+            # For F.pad, from the last dimension on: nothing in front, and behind by what the state has grown.
+            sizes = zip(held.shape[:0:-1], start.shape[:0:-1], strict=True)
+            padding = [more for now, at_first in sizes for more in (0, now - at_first)]
+            return held + F.pad(start - start.detach(), padding)
 
         return self.map(anchor)
 
