@@ -81,6 +81,23 @@ def test_the_end_is_held_out_where_no_document_is(tmp_path) -> None:
     assert made.corpus().held_out and made.tokens == len(made.load().ids)
 
 
+def test_an_end_that_is_blank(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("abc " * 10 + "\n" * 40)
+    made = prepare(Source(str(tmp_path / "a.txt")), tmp_path / "out", held_out=1e-9)
+    (held,) = made.corpus().held_out
+    assert held.text.strip() and made.tokens == len(made.load().ids) > 2
+
+
+def test_what_is_left_of_a_long_held_out_document_is_said(tmp_path, monkeypatch, caplog) -> None:
+    (tmp_path / "texts").mkdir()
+    for i in range(10):
+        (tmp_path / "texts" / f"{i}.txt").write_text("".join(f"{i}, line {n}\n" for n in range(100)))
+    monkeypatch.setattr("atlas_memory.data.prepared._PART", 100)
+    monkeypatch.setattr("atlas_memory.data.prepared._HELD_OUT_AT_MOST", 500)
+    prepare(Source(str(tmp_path / "texts")), tmp_path / "out", held_out=0.9)
+    assert "characters are neither held out nor trained on" in caplog.text
+
+
 def test_what_was_prepared_is_no_text(tmp_path, monkeypatch) -> None:
     """Preparing a folder into itself, and once more; nothing of the user's goes."""
     write_corpus(tmp_path / "corpus")

@@ -90,6 +90,35 @@ def test_large_files_in_parts(tmp_path) -> None:
     assert [d.text for d in Source(str(tmp_path / "book.txt")).documents()] == [text]
 
 
+def test_long_files_that_begin_alike_are_no_copies(tmp_path) -> None:
+    """Nor is one whose first line is blank; a true copy, and a file with a bad byte late in it, are left out whole."""
+    texts = {name: first + name * 200 for name, first in (("a", "<xml>\n"), ("b", "<xml>\n"), ("c", "\n"))}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "copy").write_text(texts["a"])
+    (tmp_path / "bad").write_bytes(b"bad " * 100 + b"\xff")
+    source, found = Source(str(tmp_path), largest=50), {}
+    for document in source.documents():
+        found[document.name] = found.get(document.name, "") + document.text
+    assert found == texts and source.first_skipped == ["bad", "copy"]
+
+
+def test_files_of_a_pattern_are_named_by_where_they_lie(tmp_path) -> None:
+    for i in range(20):
+        (tmp_path / f"{i}").mkdir()
+        (tmp_path / f"{i}" / "text.txt").write_text(f"text {i}")
+    names = [d.name for d in Source(str(tmp_path / "*" / "text.txt")).documents()]
+    assert sorted(names) == sorted(f"{i}/text.txt" for i in range(20))
+    assert len(Corpus.load(str(tmp_path / "*" / "text.txt")).train) > 10
+
+
+def test_rows_of_csv_are_texts_whatever_they_look_like(tmp_path) -> None:
+    texts = ["NA", "null", "None", *(str(i) for i in range(50)), "1.50", "words"]
+    (tmp_path / "a.csv").write_text("id,text\n" + "".join(f"{i},{text}\n" for i, text in enumerate(texts)))
+    source = Source(str(tmp_path / "a.csv"))
+    assert [d.text for d in source.documents()] == texts and source.skipped == 0
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

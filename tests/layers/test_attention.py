@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from atlas_memory.layers.attention import FullAttention, SlidingWindowAttention
+from atlas_memory.layers.attention import AttentionState, FullAttention, SlidingWindowAttention
 from atlas_memory.layers.padding import pack, unpack
 
 from . import dense
@@ -131,3 +131,13 @@ def test_bad_arguments() -> None:
         layer(x, None, torch.ones(2, 4))
     with pytest.raises(ValueError, match="batch size 1"):
         layer(x[:1], layer(x)[1])
+    for state in (build(6)(x)[1], FullAttention(12, layer.heads).double()(x)[1], _of_heads(layer.heads * 2, x)):
+        with pytest.raises(ValueError, match="of another kind, window, head count or width"):
+            layer(x, state)
+    with pytest.raises(ValueError, match="state must be the FullAttentionState"):
+        FullAttention(12, layer.heads).double()(x, layer(x)[1])
+
+
+def _of_heads(heads: int, x: torch.Tensor) -> AttentionState:
+    empty = x.new_zeros(len(x), heads, 3, 12 // heads)
+    return AttentionState(empty, empty, torch.zeros(len(x), dtype=torch.int64))

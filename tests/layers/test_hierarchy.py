@@ -239,6 +239,21 @@ def test_wrong_arguments_are_named():
     _, state = memory("tnt", Hierarchy(8, (4, 8), 8))(q, k, v)
     with pytest.raises(ValueError, match="state has 3 memories, this hierarchy 2"):
         memory("tnt", h)(q, k, v, state=state)
+    with pytest.raises(ValueError, match="state has 3 memories, this hierarchy 2"):
+        memory("tnt", h).retrieve(q, state)
+    two = [memory("tnt", Hierarchy(8, (4, 8), 8, project=project)) for project in ("shard", "chunk", None)]
+    for one in two:
+        for other in two:
+            if one is not other:
+                with pytest.raises(ValueError, match=r"state has \d projections, this hierarchy \d"):
+                    other(q, k, v, state=one(q, k, v)[1])
+    for wrong, message in (
+        ((q.transpose(1, 2), k, v), "q must be .*: transpose"),
+        ((q, [1], v), "k must be a floating-point tensor"),
+        ((q, k, v, q), r"gates must be Gates\(...\), got a Tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            memory("tnt", h)(*wrong)
     _, state = memory("tnt", h)(q, k, v)
     with pytest.raises(ValueError, match="of another rule, batch or width"):
         memory("tnt", h)(*inputs(2, 3), state=state)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from atlas_memory import NeuralMemory, OmegaMemory
+from atlas_memory import RULES, NeuralMemory, OmegaMemory
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.layers.hierarchy import HierarchicalMemory, Hierarchy
 from atlas_memory.memory import State
@@ -164,6 +164,15 @@ def test_a_call_without_tokens_or_without_writes_reaches_every_parameter(name):
     assert all(p.grad is not None for p in memory.parameters())
     memory = layer(name)
     memory(torch.randn(2, 0, DIM, dtype=torch.float64))[0].sum().backward()
+    assert all(p.grad is not None for p in memory.parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [{"gate_rank": 2}, {"rule": RULES["gated-deltanet"].vary(window={"read": "frozen"})}]
+)
+def test_gates_that_a_call_does_not_use_have_a_gradient(options):
+    memory = NeuralMemory(DIM, HEADS, **({"rule": "gated-deltanet"} | options))
+    memory(torch.randn(2, 5, DIM))[0].sum().backward()
     assert all(p.grad is not None for p in memory.parameters())
 
 

@@ -101,6 +101,7 @@ def test_yaad_of_long_errors_at_any_split():
 
 @pytest.mark.parametrize("name", ["omeganet", "atlas", "tnt"])
 def test_an_empty_batch(name):
+    assert layer(name)(torch.randn(0, 40, 16))[0].shape == (0, 40, 16)
     y, state = layer(name)(torch.randn(0, 5, 16))
     assert y.shape == (0, 5, 16) and state.memory.weights[0].shape[0] == 0
 

@@ -1,5 +1,6 @@
 """Packed rows are marked in the forms of other libraries too; what is not known is refused by name."""
 
+import copy
 import inspect
 
 import pytest
@@ -90,6 +91,50 @@ def test_what_is_not_known_is_refused_by_name(make) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             model(ids, **wrong)
+
+
+def test_a_prompt_of_several_documents(make) -> None:
+    """What marks documents in a prompt is of the prompt, and not of what is written after it."""
+    model, ids = make(), IDS
+    starts = torch.zeros_like(ids)
+    starts[:, 4] = 1
+    documents = starts.cumsum(1)
+    for options in ({}, {"num_beams": 2}):
+        options = {"max_new_tokens": 4, "do_sample": False, **options}
+        expected = model.generate(ids[:, 4:], **options)[:, ids.shape[1] - 4 :]
+        for marks in ({"document_starts": starts}, {"document_ids": documents}):
+            assert torch.equal(model.generate(ids, **marks, **options)[:, ids.shape[1] :], expected)
+    with pytest.raises(ValueError, match=r"use_cache=False reads the prompt again .* document_starts out"):
+        model.generate(ids, document_starts=starts, use_cache=False, max_new_tokens=2)
+
+
+def test_arguments_that_do_not_go_together(make) -> None:
+    model, ids = make(), IDS
+    for wrong, message in (
+        ({"document_ids": ids, "seq_idx": ids}, "two names of one argument"),
+        ({"labels": ids, "logits_to_keep": 1}, "labels need the logits of all tokens"),
+        ({"attention_mask": torch.full(ids.shape, -1e9)}, "attention_mask has negative numbers or NaN"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(ids, **wrong)
+    with pytest.raises(ValueError, match="continuous batching"):
+        model.init_continuous_batching()
+
+
+def test_a_call_that_fails_leaves_the_cache_as_it_was(make, monkeypatch) -> None:
+    model, ids = make(), IDS
+    cache = model(ids[:, :5]).past_key_values
+    expected = model(ids[:, 5:], past_key_values=copy.deepcopy(cache)).logits
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.model.layers[1], "forward", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(ids[:, 5:], past_key_values=cache)
+    assert cache.get_seq_length() == 5
+    assert torch.equal(model(ids[:, 5:], past_key_values=cache).logits, expected)
 
 
 def test_a_trainer_keeps_the_columns_that_mark_documents() -> None:

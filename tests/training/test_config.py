@@ -3,7 +3,7 @@
 import pytest
 
 from atlas_memory.data import byte_tokenizer
-from atlas_memory.training.config import ConfigError, RunConfig, load_config
+from atlas_memory.training.config import ConfigError, RunConfig, load_config, load_saved
 from atlas_memory.training.plan import without_weights
 from atlas_memory.training.runs import model_config
 
@@ -148,3 +148,29 @@ def test_what_comes_after() -> None:
 def test_what_cannot_come_after(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, [override]).check()
+
+
+@pytest.mark.parametrize(
+    "text", ["#notes.txt", "my file #1.txt", "runs/try #2", "&x y", "---", " a ", "it's", "1e5", "{x}"]
+)
+def test_a_text_is_taken_as_it_stands(text: str) -> None:
+    config = load_config(None, [f"data.path={text}", f"output_dir={text}", f"train.prompt={text}"])
+    assert config.data.path == config.output_dir == config.train.prompt == text
+
+
+def test_values_of_the_command_line(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_config(None, ["output_dir=~/runs/a"]).output_dir == str(tmp_path / "runs/a")
+    assert load_config(None, ['train.prompt=" #"', "data.path=[a, b]"]).data.path == ["a", "b"]
+    assert load_config(None, ["then={train: {steps: 3}}"]).then == {"train": {"steps": 3}}
+    assert load_config(None, ["model.rms_norm_eps=1e-5"]).model.overrides == {"rms_norm_eps": 1e-5}
+
+
+def test_a_saved_description_that_was_cut_short(tmp_path) -> None:
+    load_config(None, ["train.learning_rate=0.02"]).save(tmp_path / "run.yaml")
+    assert load_saved(tmp_path).train.learning_rate == 0.02
+    whole = (tmp_path / "run.yaml").read_text()
+    for part, lacks in (("", "model, data, train"), (whole[: whole.index("train:")], "train")):
+        (tmp_path / "run.yaml").write_text(part)
+        with pytest.raises(ConfigError, match=f"was cut short, and has no {lacks}"):
+            load_saved(tmp_path)

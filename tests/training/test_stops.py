@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from atlas_memory.cli import main
 from atlas_memory.training import callbacks, trainer
 from atlas_memory.training.checkpoints import newest_checkpoint
+from atlas_memory.training.config import ConfigError
 from atlas_memory.training.finite import check_finite
 from atlas_memory.training.logs import line, read_log
 from atlas_memory.training.trainer import train
@@ -151,3 +152,34 @@ def test_a_text_that_was_moved_is_the_same_text(tmp_path) -> None:
     (tmp_path / "other" / "1.txt").write_text("another text " * 100)
     with pytest.raises(ValueError, match="the text has changed since the run in"):
         train(settings(tmp_path, *QUIET, f"data.path={tmp_path / 'other'}", "train.steps=8"), resume=True)
+
+
+def test_what_comes_then_is_checked_before_this_run_is_changed(tmp_path) -> None:
+    train(settings(tmp_path, "train.steps=2", "then.train.steps=2"))
+    described = (tmp_path / "run" / "run.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"train.learning_rate is 0\.5"):
+        train(settings(tmp_path, "train.steps=2", "then.train.steps=2", "then.train.learning_rate=0.5"), resume=True)
+    assert (tmp_path / "run" / "run.yaml").read_text() == described
+
+
+def test_minutes_that_a_damaged_log_does_not_know(tmp_path) -> None:
+    """What the last whole line says has been used, and that it is not all is said."""
+    small = ("train.steps=100", "train.max_minutes=10", "train.save_every=1")
+    train(settings(tmp_path, "train.steps=3", "train.save_every=1"))
+    log = tmp_path / "run" / "log.jsonl"
+    lines = [json.loads(line) | {"elapsed": 1200.0} for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]) + '{"step":')
+    outcome = train(settings(tmp_path, *small), resume=True)
+    assert outcome.steps == 3 and outcome.seconds == 1200.0
+
+
+def test_a_signal_at_the_end_of_a_run_keeps_the_next_from_beginning(tmp_path, monkeypatch) -> None:
+    end_step = callbacks.StopOnInterrupt.on_step_end
+
+    def then_told(self, args, state, control, **more):
+        end_step(self, args, state, control, **more)
+        self.interrupted = state.global_step == 2
+
+    monkeypatch.setattr(callbacks.StopOnInterrupt, "on_step_end", then_told)
+    outcome = train(settings(tmp_path, "train.steps=2", "then.train.steps=2"))
+    assert outcome.interrupted and not (tmp_path / "run" / "then").exists()

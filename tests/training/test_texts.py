@@ -87,3 +87,20 @@ def test_a_long_text_is_announced(tmp_path, capsys, monkeypatch) -> None:
     assert said[-1].startswith("tokenising 0.0M characters of ") and said[-1].endswith("once for all runs")
     console = Console(force_terminal=True, width=120, record=True, quiet=False)
     assert len(Text.load(given, console).tokens.ids) == len(text.tokens.ids)
+
+
+def test_a_text_that_has_grown_since_is_said(tmp_path, caplog) -> None:
+    """Its held-out part is another one then, and may have been trained on."""
+    train(settings(tmp_path, "train.steps=1"))
+    text_of(load_run(tmp_path / "run"))
+    assert "has changed since" not in caplog.text
+    for name in "abc":
+        (tmp_path / "corpus" / f"{name}.txt").write_text(f"another {name} " * 50)
+    text_of(load_run(tmp_path / "run"))
+    assert "has changed since it was trained: what is held out of it now may have been trained on" in caplog.text
+
+
+def test_a_run_within_its_text_is_no_part_of_it(tmp_path) -> None:
+    within = [f"output_dir={tmp_path / 'corpus' / 'runs' / 'a'}", "train.steps=1"]
+    train(settings(tmp_path, *within))
+    assert train(settings(tmp_path, *within[:1], "train.steps=2"), resume=True).steps == 2

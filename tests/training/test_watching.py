@@ -91,11 +91,12 @@ def test_an_alarm_is_told_once(tmp_path: Path) -> None:
     assert [len(line["alarms"]) for line in lines] == [0, 2, 2, 2, 2, 2]
 
 
-def test_training_goes_on_where_nobody_listens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9/", "http://[bad", "http://127.0.0.1:9/\u00fc"])
+def test_training_goes_on_where_nobody_listens(tmp_path: Path, address: str) -> None:
     console = quiet()
     with spoilt(SPOILT["eta at 0"]):
-        hook = "train.alarm_webhook=http://127.0.0.1:9/"
-        train(settings(tmp_path, "train.watch_every=2", hook), console=console)
+        hook = f"train.alarm_webhook={address}"
+        train(settings(tmp_path, "train.watch_every=2", "train.steps=4", hook), console=console)
     assert "could not be told" in said(console)
     assert load_run(tmp_path / "run").folder == tmp_path / "run"
 

@@ -68,12 +68,13 @@ def train(
 ) -> None:
     """Train a model on text: your own, or the Python standard library's source."""
     with loading():
-        from atlas_memory.training.config import load_config
+        from atlas_memory.training.config import load_config, load_saved
         from atlas_memory.training.processes import leave, process
         from atlas_memory.training.trainer import train as run
 
     settings = load_config(config, overrides or [])
     if resume and config is None and (saved := Path(settings.output_dir) / "run.yaml").is_file():
+        load_saved(saved.parent)  # is whole
         settings = load_config(saved, overrides or [])
     outcome = run(settings, resume)
     leave()
@@ -147,11 +148,16 @@ def evaluate(
     """Bits per byte of held-out text, overall and by position."""
     with loading():
         from atlas_memory.evaluation.perplexity import bits_per_byte, reading_length
+        from atlas_memory.observation.watching import memories
         from atlas_memory.training.config import RunConfig
         from atlas_memory.training.runs import load_run
         from atlas_memory.training.texts import text_of
 
     loaded = load_run(run)
+    if not memories(loaded.model) and writes is not Writes.on:
+        if writes is Writes.off:
+            raise ValueError("--writes off: the model has no memory whose writes could be off")
+        writes = Writes.on
     _, documents = text_of(loaded, data)
     trained = (loaded.config or RunConfig()).data
     length = reading_length(trained.longest) if length is None else length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from atlas_memory.data.tokens import encode, load_tokenizer, warn_of_loss
 _PART = 2**22  # characters of a text file that are tokenised at once
 _HELD_OUT_AT_MOST = 2**24  # characters
 _DECODED_AT_ONCE, _CONTEXT = 2**18, 8  # tokens
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def prepare(
     end = np.asarray([known.eos_token_id], dtype)
     source.largest = _PART
     starts: list[int] = []
-    written = kept = 0
+    written = kept = left = 0
     with new_folder(folder) as partial:
         with (partial / "tokens.bin").open("wb") as file, (partial / "held_out.jsonl").open("w") as held:
             holding = False
@@ -149,6 +151,8 @@ def prepare(
                 if holding:  # of one longer than that, as much as may be held out; the rest is left out
                     if kept + len(document.text) <= _HELD_OUT_AT_MOST:
                         held.write(json.dumps({"name": document.name, "text": document.text}) + "\n")
+                    else:
+                        left += len(document.text)
                     kept += len(document.text)
                     continue
                 file.write(ids.tobytes())
@@ -157,6 +161,13 @@ def prepare(
             if not starts:
                 raise ValueError(source.without_text())
             file.write(end.tobytes())
+        if left:
+            logger.warning(
+                "%s: the last document held out is longer than is held out in all; its last %s characters are neither "
+                "held out nor trained on. Cut it into several files to train on most of it",
+                source,
+                f"{left:,}",
+            )
         if not kept:
             written = _hold_out_the_end(partial, known, starts, written, held_out, dtype)
         np.save(partial / "starts.npy", np.asarray(starts, np.int64))
@@ -178,7 +189,10 @@ def _hold_out_the_end(
 ) -> int:
     """Where no document was held out, hold out the end of the text: how many tokens are left."""
     ids = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r+")
-    cut = written - min(max(16, int(written * share)), _HELD_OUT_AT_MOST)
+    size = min(max(16, int(written * share)), _HELD_OUT_AT_MOST)
+    while size < written and not any(map(str.strip, _decoded(tokenizer, ids[written - size : written]))):
+        size *= 2  # the end is blank
+    cut = written - size
     if cut < 2:
         raise ValueError("the text is too short to train on and to hold out from")
     edges = [cut, *(s for s in starts if s > cut), written]

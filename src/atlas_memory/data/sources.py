@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import logging
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+from atlas_memory.data.parts import digest_of, parts_of
 
 # Folders of the standard library that hold tests, other people's code or generated tables.
 _LEFT_OUT = frozenset(
@@ -19,7 +21,7 @@ _LEFT_OUT = frozenset(
 )
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 PREPARED = "prepared.json"  # in a folder of `atlas data prepare`, written last: without it the folder is not finished
-_BUILDERS: dict[str, tuple[str, dict[str, str]]] = {
+_BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
     ".ndjson": ("json", {}),
     ".json": ("json", {}),
@@ -161,8 +163,8 @@ class Source:
         elif root.exists():
             raise ValueError(f"data.path={place!r} is neither a file nor a folder: name one that holds the text")
         elif names := sorted(glob.glob(str(root), recursive=True)):
-            folders = [f"{Path(name).name}/" if Path(name).is_dir() else "" for name in names]
-            found = (d for name, folder in zip(names, folders, strict=True) for d in self._place(name, folder))
+            fixed = Path(*takewhile(lambda part: not glob.has_magic(part), root.parts))
+            found = (d for name in names for d in self._place(name, _folder(Path(name), fixed)))
         elif any(c in place for c in "*?["):
             raise ValueError(f"data.path={place!r}: no file fits this pattern")
         elif is_dataset_name(place):
@@ -195,10 +197,15 @@ class Source:
     def _text(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
         """A text in its parts. `alone`: the user named it, so that what is wrong with it is said and not skipped."""
         try:
-            for i, text in enumerate(_parts(path, self.largest)):
+            parts: Iterable[str] = parts_of(path, self.largest)
+            whole: Iterable[str] = parts_of(path, self.largest)
+            if self.largest is None or _size(path) < self.largest:  # a single part, which is read once
+                parts = whole = [*parts]
+            digest = digest_of(whole)  # of all parts, before any of them is read from
+            for i, text in enumerate(parts):
                 self.read += len(text)
                 self._say_if_it_has_tags(path)
-                if i == 0 and not self._is_new(text, name):  # a copy of another file, or of nothing
+                if i == 0 and not self._is_new(digest, name):  # a copy of another file, or of nothing
                     if alone and path == Path(str(self)).expanduser():
                         raise ValueError(f"data.path={str(path)!r} is empty")
                     if alone and self.skipped <= _NAMED:
@@ -229,7 +236,7 @@ class Source:
                 self._skip(f"{name}:{i + 1}")
                 continue
             self.read = min(size, self.read + len(text))
-            if self._is_new(text, f"{name}:{i + 1}"):  # people count from one; the name decides what is held out
+            if self._is_new(digest_of([text]), f"{name}:{i + 1}"):  # people count from one
                 yield Document(f"{name}:{i}", text)
 
     def _dataset(self, place: str, ending: str | None) -> Any:
@@ -246,6 +253,8 @@ class Source:
         try:
             if ending is not None:
                 builder, options = _BUILDERS[ending]
+                if builder == "csv":  # or pandas would make numbers of rows, and nothing of "NA" and "null"
+                    options = {**options, "keep_default_na": False, "converters": {self.column: str}}
                 return datasets.load_dataset(builder, data_files=place, split="train", streaming=True, **options)
             if here:
                 found = datasets.load_from_disk(place)
@@ -276,13 +285,18 @@ class Source:
         if len(self.first_skipped) < _NAMED:
             self.first_skipped.append(name)
 
-    def _is_new(self, text: str, name: str) -> bool:
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
-        if not text.strip() or digest in self._seen:
+    def _is_new(self, digest: bytes | None, name: str) -> bool:
+        if digest is None or digest in self._seen:
             self._skip(name)
             return False
         self._seen.add(digest)
         return True
+
+
+def _folder(path: Path, fixed: Path) -> str:
+    """What the names of documents of a path that fitted a pattern begin with; ``fixed`` is the pattern's beginning."""
+    inside = (path if path.is_dir() else path.parent).relative_to(fixed).as_posix()
+    return "" if inside == "." else f"{inside}/"
 
 
 def _each(rows: Any, place: str) -> Iterator[dict[str, Any]]:
@@ -318,10 +332,11 @@ def _line(error: Exception) -> str:
 
 
 def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
-    """Relative paths of the files under `root`, sorted; without hidden ones, `left_out` and prepared folders."""
+    """Relative paths of the files under `root`, sorted; without hidden ones, `left_out`, prepared folders and runs."""
     for folder, subfolders, files in os.walk(root):
         entered = (n for n in subfolders if not n.startswith((".", "__pycache__")) and n not in left_out)
-        subfolders[:] = sorted(n for n in entered if not (Path(folder) / n / PREPARED).is_file())
+        ours = (PREPARED, "run.yaml")
+        subfolders[:] = sorted(n for n in entered if not any((Path(folder) / n / name).is_file() for name in ours))
         for name in sorted(files):
             if not name.startswith("."):
                 yield (Path(folder) / name).relative_to(root).as_posix()
@@ -329,20 +344,3 @@ def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
 
 def _is_library_source(name: str) -> bool:
     return name.endswith(".py") and not name.rpartition("/")[2].startswith("_sysconfigdata")
-
-
-def _parts(path: Path, largest: int | None) -> Iterator[str]:
-    """The text of a file, whole or in parts that end with lines; UnicodeDecodeError for what is not text."""
-    with path.open(encoding="utf-8", newline="") as file:
-        text = ""
-        while True:
-            more = file.read(-1 if largest is None else largest)
-            if "\0" in more:
-                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
-            text += more
-            if largest is None or len(more) < largest:
-                yield text
-                return
-            cut = text.rfind("\n") + 1 or len(text)
-            yield text[:cut]
-            text = text[cut:]

@@ -61,7 +61,7 @@ class Fading(NamedTuple):
         momentum = fading.momentum or (None, None)
 
         def each(x: Tensor | None) -> Sequence[Tensor | None]:
-            return [None] * n if x is None else x.split(batch)
+            return [None] * n if x is None else x.unflatten(0, (n, batch)).unbind()
 
         parts = zip(*map(each, (fading.retained, fading.to_steps, *momentum, fading.plain)), strict=True)
         return [Fading(c, d, None if t is None else (t, by), plain) for c, d, t, by, plain in parts]

@@ -33,6 +33,11 @@ class AttentionState(State):
     seen: Tensor
 
 
+@dataclass(frozen=True, repr=False)
+class FullAttentionState(AttentionState):
+    """That of full attention, whose keys are rotated."""
+
+
 class _Attention(Stateful):
     """What both attentions share: projections, padding and the check of a state."""
 
@@ -47,20 +52,27 @@ class _Attention(Stateful):
         """`[batch, time, parts * dim]` to `[parts, batch, heads, time, head_dim]`."""
         return qkv.unflatten(-1, (parts, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
 
-    def _start(self, x: Tensor, slots: int, state: AttentionState | None) -> AttentionState:
-        """`state`, or an empty one of so many slots.
+    def _start(self, x: Tensor, slots: int, state: AttentionState | None, kind: type[AttentionState]) -> AttentionState:
+        """`state`, or an empty one of this kind and of so many slots.
 
         Raises:
             ValueError: x or the state is of another kind, or of another batch size.
         """
         self.check_x(x, self.qkv.weight)
-        self.check_state(state, AttentionState)
+        self.check_state(state, kind)
         batch = x.shape[0]
         if state is None:
             empty = x.new_zeros(batch, self.heads, slots, self.head_dim)
-            return AttentionState(empty, empty, torch.zeros(batch, dtype=torch.int64, device=x.device))
+            return kind(empty, empty, torch.zeros(batch, dtype=torch.int64, device=x.device))
         if state.seen.shape[0] != batch:
             raise ValueError(f"x has batch size {batch} but the state has {state.seen.shape[0]}; give the same rows")
+        held = [state.keys.shape[1], state.keys.shape[3]]
+        other = type(state) is not kind or (kind is AttentionState and state.keys.shape[2] != slots)
+        if held != [self.heads, self.head_dim] or other:
+            raise ValueError(
+                f"state has keys {list(state.keys.shape)} in a {type(state).__name__}: it is of an attention of "
+                "another kind, window, head count or width"
+            )
         return state
 
 
@@ -89,7 +101,7 @@ class FullAttention(_Attention):
         """Attend; continue from `state` if there is one. Arguments and results as for `SlidingWindowAttention`."""
         if document_starts is not None:
             return read_documents(self, x, state, mask, document_starts)
-        state = self._start(x, 0, state)
+        state = self._start(x, 0, state, FullAttentionState)
         batch, time, dim = x.shape
         lengths: Tensor | int = time
         if mask is not None:
@@ -117,7 +129,7 @@ class FullAttention(_Attention):
             # Move the real tokens of each row to the right end; the slots that this leaves at the left are empty.
             source = torch.arange(past + time, device=x.device) - (time - lengths)[:, None]  # type: ignore[index]
             k, v = (take(slots, source.clamp(min=0)) for slots in (k, v))
-        return y, AttentionState(k, v, state.seen + lengths)
+        return y, FullAttentionState(k, v, state.seen + lengths)
 
 
 class SlidingWindowAttention(_Attention):
@@ -167,7 +179,7 @@ class SlidingWindowAttention(_Attention):
         """
         if document_starts is not None:
             return read_documents(self, x, state, mask, document_starts, prefix=prefix)
-        state = self._start(x, self.window - 1, state)
+        state = self._start(x, self.window - 1, state, AttentionState)
         batch, time, dim = x.shape
         if mask is None:
             lengths = torch.full((batch,), time, device=x.device)

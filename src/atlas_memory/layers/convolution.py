@@ -59,6 +59,7 @@ class ShortConvolution(nn.Module):
             raise ValueError(
                 f"state must carry past inputs of shape {expected}, got {list(past.shape)}: another batch or layer"
             )
+        past = past.to(x.dtype)
         inputs = torch.cat([past, x], 1)
         if time == 0:
             return x, past

@@ -209,6 +209,10 @@ class HierarchicalMemory(Stateful):
         Raises:
             ValueError: shapes that do not fit, or neither ``gates`` given nor owned.
         """
+        for name, z in (("q", q), ("k", k), ("v", v)):
+            next(iter(self._members())).check_heads(name, z)
+        if gates is not None and not isinstance(gates, Gates):
+            raise ValueError(f"gates must be Gates(...), got a {type(gates).__name__}")
         if gates is None:
             if self.gates is None:
                 raise ValueError(
@@ -220,12 +224,8 @@ class HierarchicalMemory(Stateful):
                 f"gates must have {len(self.members)} * {self.heads} heads, the global memory's first, "
                 f"got eta of shape {list(gates.eta.shape)}"
             )
-        self.check_state(state, HierarchicalState)
+        self._check_hierarchy(state)
         state = None if state is None else state.map(cast_to(kept_dtype(q)))
-        if state is not None and len(state.memories) != len(self.members):
-            raise ValueError(
-                f"state has {len(state.memories)} memories, this hierarchy {len(self.members)}: it is another layer's"
-            )
         of_global, *of_locals = split_heads(gates, len(self.members))
         y, held = self.members[0](q, k, v, of_global, None if state is None else state.memories[0])
         if not q.shape[-2]:
@@ -284,6 +284,22 @@ class HierarchicalMemory(Stateful):
                 results.append(project_since_chunk(wide, keys, carried, shards.lengths, phase, chunk))
         return tuple(y.to(q.dtype) for y, _ in results), tuple(end for _, end in results)
 
+    @property
+    def _projections(self) -> int:
+        """How many sums P of keys a state has."""
+        return {"shard": 1, "chunk": len(self.members) - 1, None: 0}[self.hierarchy.project]
+
+    def _check_hierarchy(self, state: HierarchicalState | None) -> None:
+        self.check_state(state, HierarchicalState)
+        if state is None:
+            return
+        for name, found, ours in (
+            ("memories", state.memories, len(self.members)),
+            ("projections", state.projections, self._projections),
+        ):
+            if len(found) != ours:
+                raise ValueError(f"state has {len(found)} {name}, this hierarchy {ours}: it is another layer's")
+
     def _no_keys(self, q: Tensor) -> Tensor:
         """P before any key, zero, for a batch like that of q."""
         return q.new_zeros(*q.shape[:2], q.shape[-1], q.shape[-1])
@@ -291,9 +307,8 @@ class HierarchicalMemory(Stateful):
     def _fresh(self, q: Tensor) -> HierarchicalState:
         """The state before the first token, for a batch like that of q."""
         q = q.to(torch.promote_types(q.dtype, torch.float32))
-        count = {"shard": 1, "chunk": len(self.members) - 1, None: 0}[self.hierarchy.project]
         memories = (initial_state(member.rule, member.params.initial, q) for member in self._members())
-        return HierarchicalState(tuple(memories), (self._no_keys(q),) * count)
+        return HierarchicalState(tuple(memories), (self._no_keys(q),) * self._projections)
 
     def retrieve(self, q: Tensor, state: HierarchicalState | None = None) -> Tensor:
         """The sum of what all memories of a state answer to q, without writing; q and the result are
@@ -301,7 +316,7 @@ class HierarchicalMemory(Stateful):
 
         No query is projected: P_t has the key of the token that asks in it, and a query alone has no key.
         """
-        self.check_state(state, HierarchicalState)
+        self._check_hierarchy(state)
         held = (None,) * len(self.members) if state is None else state.memories
         answers = [member.retrieve(q, own) for member, own in zip(self._members(), held, strict=True)]
         return torch.stack(answers).sum(0)

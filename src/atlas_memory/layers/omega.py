@@ -130,7 +130,7 @@ class OmegaMemory(Stateful):
         """
         self.check_state(state, MemoryState)
         for name, z in (("q", q), ("k", k), ("v", v)):
-            self._check_heads(name, z)
+            self.check_heads(name, z)
         if gates is None:
             if self.gates is None:
                 raise ValueError(
@@ -146,7 +146,8 @@ class OmegaMemory(Stateful):
         y, after = form(*args) if graphs is None else graphs(form, *args)
         return self.with_every_parameter(y, state), after
 
-    def _check_heads(self, name: str, z: Any) -> None:
+    def check_heads(self, name: str, z: Any) -> None:
+        """Raise ValueError unless ``z``, which the user calls ``name``, is ``[batch, heads, time, dim]``."""
         if not isinstance(z, Tensor) or not z.is_floating_point():
             got = z.dtype if isinstance(z, Tensor) else f"a {type(z).__name__}"
             raise ValueError(f"{name} must be a floating-point tensor [batch, heads, time, dim], got {got}")
@@ -192,7 +193,7 @@ class OmegaMemory(Stateful):
             ValueError: q of another number of heads, width or dtype, or of another batch than the state's.
         """
         self.check_state(state, MemoryState)
-        self._check_heads("q", q)
+        self.check_heads("q", q)
         if state is not None and len(q) != len(state.seen):
             raise ValueError(f"q has batch size {len(q)} but the state has {len(state.seen)}; give the same rows")
         if state is None:

@@ -33,16 +33,21 @@ def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             f"mask has shape {list(mask.shape)} but x has [batch, time] = {list(x.shape[:2])}; "
             "give one mask entry for every token of this call"
         )
-    if mask.is_floating_point() and at_hand(mask) and not bool((mask >= 0).all()):
-        raise ValueError(
-            "mask has negative numbers or NaN; it is not added to anything: give 1 for real tokens, 0 for padding"
-        )
+    check_mask("mask", mask)
     real = mask.bool()
     order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
     lengths = real.sum(1)
     behind = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
     packed = x.gather(1, _like(order, x).expand_as(x)).masked_fill(_like(behind, x), 0)
     return packed, lengths, order
+
+
+def check_mask(name: str, mask: Tensor) -> None:
+    """Raise ValueError for a mask that would be added to scores, or that holds NaN."""
+    if mask.is_floating_point() and at_hand(mask) and not bool((mask >= 0).all()):
+        raise ValueError(
+            f"{name} has negative numbers or NaN; it is not added to anything: give 1 for real tokens, 0 for padding"
+        )
 
 
 def unpack(y: Tensor, order: Tensor, mask: Tensor) -> Tensor:

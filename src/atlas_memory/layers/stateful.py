@@ -81,9 +81,12 @@ class Stateful(nn.Module):
 
     def with_every_parameter(self, y: Tensor, state: Any) -> Tensor:
         """``y`` ``[..., time, dim]``, made to depend on every parameter. A call that goes on from a ``state`` uses
-        neither M_0 nor persistent tokens, one without ``writes`` no gates, and one of no tokens hardly anything;
+        neither M_0 nor persistent tokens, one without ``writes`` no gates, and one of no tokens hardly anything; a
+        memory that is read as it was before a chunk may use no gates, and none uses parameters without entries. Their
         gradients are then zero and not missing, for data-parallel training would wait for them."""
-        all_used = state is None and y.shape[-2] and getattr(self, "writes", True)
+        rule = getattr(self, "rule", None)
+        unread = (rule is not None and rule.window.read == "frozen") or not all(p.numel() for p in self.parameters())
+        all_used = state is None and y.shape[-2] and getattr(self, "writes", True) and not unread
         if all_used or not torch.is_grad_enabled():
             return y
         return y + sum((p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad), start=y.new_zeros(()))
@@ -156,7 +159,8 @@ def _brief(value: Any) -> str:
 def _what(layer: nn.Module) -> str:
     """A layer in words, to tell whose state a file holds: its kind, and the rules of its memories."""
     rules = sorted({repr(m.rule) for m in layer.modules() if hasattr(m, "rule")})
-    return f"{type(layer).__name__}({'; '.join(rules)})"
+    hierarchies = [repr(m.hierarchy) for m in layer.modules() if hasattr(m, "hierarchy")]
+    return f"{type(layer).__name__}({'; '.join(rules + hierarchies)})"
 
 
 def _fits(got: torch.Size, fresh: torch.Size, grows: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The checks of ids and labels, whose own errors deep in PyTorch say little."""
+"""The checks of ids, labels and masks, whose own errors deep in PyTorch say little."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layers.padding import check_mask
 from ..mathematics.precision import at_hand
 
 IGNORED = -100
@@ -37,3 +38,20 @@ def _check_range(name: str, ids: Tensor, lowest: int, vocab_size: int) -> None:
     if low < lowest or high >= vocab_size:
         also = f", or {IGNORED} where a token does not count" if lowest < 0 else ""
         raise ValueError(f"{name} must be from 0 to {vocab_size - 1}{also}; they are from {low} to {high}")
+
+
+def mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, time: int) -> Tensor | None:
+    """The part of an attention mask about this call's tokens, bool `[batch, time]`; None if all are real."""
+    if isinstance(mask, dict):
+        mask = next((m for m in mask.values() if m is not None), None)
+    if mask is None:
+        return None
+    if mask.dim() != 2 or mask.shape[1] < time:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}; give [batch, time] with an entry for each of the "
+            f"{time} tokens of this call (entries for earlier tokens may stand before them)"
+        )
+    check_mask("attention_mask", mask)
+    mask = mask[:, mask.shape[1] - time :].bool()
+    # Most masks mask nothing; layers are faster without one. A compiled graph must not branch on data.
+    return None if not torch.compiler.is_compiling() and mask.all() else mask

@@ -13,7 +13,7 @@ from ..layers.blocks import MemoryBlock
 from ..layers.documents import Documents
 from .cache import AtlasCache, check_cache
 from .configuration import AtlasConfig
-from .ids import check_ids, check_labels
+from .ids import check_ids, check_labels, mask_of_call
 from .packing import refuse_unknown, starts_of_documents
 
 
@@ -152,20 +152,24 @@ class AtlasModel(AtlasPreTrainedModel):
         caches = None if past_key_values is None else check_cache(past_key_values, len(self.layers))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        time, mask = x.shape[1], _mask_of_call(attention_mask, x.shape[1])
+        time, mask = x.shape[1], mask_of_call(attention_mask, x.shape[1])
+        if document_ids is not None and seq_idx is not None:
+            raise ValueError("document_ids and seq_idx are two names of one argument: give one of them")
         forms = (position_ids, document_ids if seq_idx is None else seq_idx, cu_seq_lens_q)
         if any(form is not None for form in forms):
             read_before = _read_before(attention_mask, past_key_values, time)
             document_starts = starts_of_documents(x, mask, read_before, document_starts, *forms)
         documents = Documents.of(document_starts, x, self)  # once for all layers
 
-        hidden_states = [x]
+        hidden_states, states = [x], []
         for i, layer in enumerate(self.layers):
             before = caches[i].state if caches else None
             x, state = layer(x, before, mask, documents, bool(caches and caches[i].anchored))
-            if caches and writes:
-                caches[i].write(state, time)
+            states.append(state)
             hidden_states.append(x)
+        if caches and writes:  # at the end: a call that fails in a layer leaves all of them as they were
+            for cache, state in zip(caches, states, strict=True):
+                cache.write(state, time)
         if past_key_values is not None and writes:
             past_key_values.note(input_ids)
         hidden_states[-1] = self.norm(x)
@@ -226,6 +230,8 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         for name, given in (("labels", labels), ("shift_labels", shift_labels)):
             if given is not None and inputs is not None:
                 check_labels(name, given, inputs, self.config.vocab_size)
+            if given is not None and (not isinstance(logits_to_keep, int) or logits_to_keep):
+                raise ValueError(f"{name} need the logits of all tokens: leave logits_to_keep out")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -272,6 +278,25 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         if not given and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = AtlasCache(self.config.num_hidden_layers)
 
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        for name in (
+            "document_starts",
+            "document_ids",
+            "seq_idx",
+            "cu_seq_lens_q",
+        ):  # the prompt's, which has been read
+            if model_kwargs.get(name) is not None and model_kwargs.get("past_key_values") is None:
+                raise ValueError(
+                    f"use_cache=False reads the prompt again at each token: leave {name} out, or use_cache"
+                )
+            model_kwargs.pop(name, None)
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("continuous batching is for keys and values in pages; call generate, with padding on the left")
+
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -305,22 +330,6 @@ def _read_before(mask: Tensor | dict[str, Tensor | None] | None, cache: AtlasCac
     if cache is None or not cache.get_seq_length():
         return False
     return True if mask is None or mask.shape[1] <= time else mask[:, : mask.shape[1] - time].bool().any(1)
-
-
-def _mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, time: int) -> Tensor | None:
-    """The part of an attention mask about this call's tokens, bool `[batch, time]`; None if all are real."""
-    if isinstance(mask, dict):
-        mask = next((m for m in mask.values() if m is not None), None)
-    if mask is None:
-        return None
-    if mask.dim() != 2 or mask.shape[1] < time:
-        raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}; give [batch, time] with an entry for each of the "
-            f"{time} tokens of this call (entries for earlier tokens may stand before them)"
-        )
-    mask = mask[:, mask.shape[1] - time :].bool()
-    # Most masks mask nothing; layers are faster without one. A compiled graph must not branch on data.
-    return None if not torch.compiler.is_compiling() and mask.all() else mask
 
 
 AutoModel.register(AtlasConfig, AtlasModel)

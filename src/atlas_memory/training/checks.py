@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers.integrations import get_reporting_integration_callbacks
 
 from atlas_memory.models import PRESETS, AtlasConfig
-from atlas_memory.training.config import ConfigError, DataSection, ModelSection, RunConfig, load_config
+from atlas_memory.training.config import ConfigError, DataSection, ModelSection, RunConfig, load_saved
 from atlas_memory.training.examples import ABOUT
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, read_log
 from atlas_memory.training.plan import available, of_model, without_weights
@@ -95,7 +95,7 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
         return
     if not (folder / "run.yaml").is_file():
         raise ConfigError(f"nothing to resume: {str(folder)!r} holds no run.yaml")
-    begun = load_config(folder / "run.yaml")
+    begun = load_saved(folder)
     before, now = begun.resolved().model_dump(), config.resolved().model_dump()
     if _one_model(begun.model, config.model):
         now["model"] = before["model"]

@@ -10,30 +10,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from atlas_memory.data.sources import is_dataset_name
 from atlas_memory.training.names import nearest
-
-CONFIGS = Path(__file__).with_name("configs")
-"""Runs of the larger presets, by their names."""
+from atlas_memory.training.yaml_files import CONFIGS, ConfigError, Loader, place_of, read_yaml
 
 
-class ConfigError(ValueError):
-    """A run description that cannot be used; the message is one line."""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which no key stands twice; PyYAML takes the last."""
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node, seen = super().compose_mapping_node(anchor), set()
-        for key, _ in node.value:
-            if (key.tag, str(key.value)) in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value} stands twice: keep one", problem_mark=key.start_mark)
-            seen.add((key.tag, str(key.value)))
-        return node
+def _at_home(folder: str) -> str:
+    return str(Path(folder).expanduser()) if folder.startswith("~") else folder  # or a folder named ~ would be made
 
 
 class _Section(BaseModel):
@@ -169,7 +164,7 @@ class RunConfig(_Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
-    output_dir: str = Field(default="runs/atlas", min_length=1)
+    output_dir: Annotated[str, AfterValidator(_at_home)] = Field(default="runs/atlas", min_length=1)
     then: dict[str, Any] = {}
 
     def in_turn(self) -> list[RunConfig]:
@@ -258,7 +253,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     tree = {}
     if path is not None:
         ours = CONFIGS / f"{path}.yaml"
-        tree = _read_yaml(ours if ours.is_file() and not Path(path).exists() else Path(path))
+        tree = read_yaml(ours if ours.is_file() and not Path(path).exists() else Path(path))
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals and (text.endswith((".yaml", ".yml")) or (CONFIGS / f"{text}.yaml").is_file()):
@@ -272,6 +267,15 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         raise ConfigError(_explain(error)) from error
 
 
+def load_saved(folder: Path) -> RunConfig:
+    """What the `run.yaml` of a run says, which has every section; ConfigError for one that was cut short."""
+    saved = folder / "run.yaml"
+    lacking = [name for name in ("model", "data", "train", "output_dir") if name not in read_yaml(saved)]
+    if lacking:
+        raise ConfigError(f"{str(saved)!r} was cut short, and has no {', '.join(lacking)}: write them anew")
+    return load_config(saved)
+
+
 def _value(key: str, text: str) -> Any:
     """The value of an override: YAML, but of a key that takes a text, such as a path, the text as it is."""
     section: Any = RunConfig
@@ -281,35 +285,18 @@ def _value(key: str, text: str) -> Any:
     while isinstance(section, type) and issubclass(section, BaseModel):
         part, _, name = name.partition(".")
         section = getattr(section.model_fields.get(part), "annotation", None)
-        takes_text = not name and (section is str or str in typing.get_args(section))
+        mapping = typing.get_origin(section) is dict
+        takes_text = not name and not mapping and (section is str or str in typing.get_args(section))
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    if takes_text and text not in ("", "~", "null") and not text.startswith("[") and not quoted:
+        return text
     try:
-        value = yaml.load(text, _Loader)
+        value = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         if takes_text:
             return text
-        raise ConfigError(f"override {f'{key}={text}'!r}: the value is not YAML{_place(error)}") from error
+        raise ConfigError(f"override {f'{key}={text}'!r}: the value is not YAML{place_of(error)}") from error
     return value if not takes_text or value is None or isinstance(value, str | list) else text
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        ours = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
-        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}; by name there are {ours}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {str(path)!r} is not a YAML file{_place(error)}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"config {str(path)!r} must hold keys and values, not a {type(tree).__name__}")
-    return tree
-
-
-def _place(error: Exception) -> str:
-    """Where in a YAML text something is wrong, and what."""
-    mark = getattr(error, "problem_mark", None)
-    return f" (line {mark.line + 1}: {getattr(error, 'problem', None)})" if mark else ""
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

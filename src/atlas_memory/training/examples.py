@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,12 +137,10 @@ class Text:
 
     def _mark(self) -> dict[str, Any]:
         """How many tokens and documents there are, and digests of all of them, and of the text that is held out."""
-        tokens, held_out = hashlib.blake2b(self.tokens.starts.astype("<i8").tobytes()), hashlib.blake2b()
+        tokens = hashlib.blake2b(self.tokens.starts.astype("<i8").tobytes())
         for first in range(0, len(self.tokens.ids), 2**24):  # of a prepared text, which may be larger than memory
             tokens.update(self.tokens.ids[first : first + 2**24].tobytes())
-        for document in self.held_out:
-            held_out.update(f"{document.name}\0{document.text}\0".encode("utf-8", "surrogatepass"))
-        return self._counts() | {"digest": tokens.hexdigest(), "held_out": held_out.hexdigest()}
+        return self._counts() | {"digest": tokens.hexdigest(), "held_out": digest_of_held_out(self.held_out)}
 
     def _mark_of_samples(self) -> dict[str, Any]:
         """What runs of earlier versions noted: a digest of a million tokens from everywhere, or of all if fewer."""
@@ -156,6 +154,14 @@ class Text:
 
     def _counts(self) -> dict[str, Any]:
         return {"tokens": len(self.tokens.ids), "documents": len(self.tokens.starts)}
+
+
+def digest_of_held_out(documents: Sequence[Document]) -> str:
+    """By which a run knows the text that is held out again, names included."""
+    found = hashlib.blake2b()
+    for document in documents:
+        found.update(f"{document.name}\0{document.text}\0".encode("utf-8", "surrogatepass"))
+    return found.hexdigest()
 
 
 def _read_and_tokenise(

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from atlas_memory.mathematics.sizes import check_size
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.training import sharded
 from atlas_memory.training.checkpoints import DIGESTS, WEIGHTS, broken, newest_checkpoint, newest_step, number, shapes
-from atlas_memory.training.config import ConfigError, RunConfig, load_config
+from atlas_memory.training.config import ConfigError, RunConfig, load_saved
 from atlas_memory.training.finite import finite
 from atlas_memory.training.names import nearest
 
@@ -46,6 +47,7 @@ def model_config(config: RunConfig, tokenizer: Any, first: AtlasConfig | None = 
         saved = first or _first(config.model.init_from)[1]
         fields = _merged({name: getattr(saved, name) for name in AtlasConfig.__annotations__}, config.model.overrides)
         remedy = "take the data.tokenizer that the model in model.init_from was trained with"
+    check_size("model.vocab_size", fields["vocab_size"])
     if fields["vocab_size"] < len(tokenizer):
         raise ConfigError(
             f"model.vocab_size={fields['vocab_size']} is smaller than the tokenizer's {len(tokenizer)}; {remedy}"
@@ -145,7 +147,7 @@ def load_run(folder: str | Path) -> Run:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # the loader raises a dozen different types
         raise ValueError(f"the tokenizer in {str(source)!r} is missing or damaged") from error
-    config = load_config(folder / "run.yaml") if (folder / "run.yaml").is_file() else None
+    config = load_saved(folder) if (folder / "run.yaml").is_file() else None
     return Run(model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, folder, config)
 
 

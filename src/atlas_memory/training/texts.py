@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +11,10 @@ from atlas_memory.data.prepared import Prepared, load_corpus
 from atlas_memory.data.sources import Document, Source, is_dataset_name
 from atlas_memory.data.tokens import warn_of_loss
 from atlas_memory.training.config import RunConfig
+from atlas_memory.training.examples import ABOUT, digest_of_held_out
 from atlas_memory.training.runs import Run
+
+logger = logging.getLogger(__name__)
 
 
 def text_of(run: Run, data: str | Path | None = None) -> tuple[str, Sequence[Document]]:
@@ -21,6 +26,7 @@ def text_of(run: Run, data: str | Path | None = None) -> tuple[str, Sequence[Doc
             raise ValueError(f"{str(run.folder)!r} has no run.yaml to name its held-out text: give --data")
         source = run.config.data.path or "the Python standard library's source"
         held_out = load_corpus(**run.config.data.source).held_out
+        _warn_of_change(run, held_out)
         warn_of_loss(run.tokenizer, (document.text for document in held_out))
         return f"the held-out part of {source}", held_out
     try:
@@ -33,6 +39,19 @@ def text_of(run: Run, data: str | Path | None = None) -> tuple[str, Sequence[Doc
         return str(data), documents
     except ValueError as error:  # the readers name the key of a run
         raise ValueError(str(error).replace("data.path", "--data")) from error
+
+
+def _warn_of_change(run: Run, held_out: Sequence[Document]) -> None:
+    try:
+        then = json.loads((run.folder / ABOUT).read_text(encoding="utf-8")).get("held_out")
+    except (OSError, ValueError, AttributeError):
+        return  # of an earlier version, or copied without it
+    if then not in (None, digest_of_held_out(held_out)):
+        logger.warning(
+            "the text of %s has changed since it was trained: what is held out of it now may have been trained on. "
+            "Restore it, or give another text by --data",
+            run.folder,
+        )
 
 
 def _documents(data: str | Path, config: RunConfig) -> list[Document]:

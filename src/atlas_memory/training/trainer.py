@@ -67,6 +67,8 @@ def train(
     after = config.next()
     # Asked before the first of several processes can have begun it.
     begun = resume and after is not None and (Path(after.output_dir) / "run.yaml").is_file()
+    if begun and after and process() == 0:  # or it would be refused when this one's run.yaml has been changed
+        check_folder(Path(after.output_dir), after, True)
     outcome = _train(config, resume, console, on_alarm)
     return outcome if after is None or outcome.interrupted else train(after, begun, console, on_alarm)
 
@@ -170,7 +172,9 @@ def _run(
     folder = Path(config.output_dir)
     done = 0 if checkpoint is None else number(checkpoint)
     history = {int(entry["step"]): entry for entry in read_log(folder)} if done else {}
-    elapsed = history[done]["elapsed"] if done in history else 0.0
+    elapsed = max((entry["elapsed"] for step, entry in history.items() if step <= done), default=0.0)
+    if done and done not in history and config.train.max_minutes is not None:
+        console.print(f"{folder / LOG} lacks step {done}: {elapsed / 60:.2f} minutes count as used", markup=False)
     clock = Clock(config.train.last_step, config.train.max_minutes, elapsed, config.train.save_minutes)
     last = history.get(done, {})
     if checkpoint is not None and clock.share(done) >= 1:
@@ -228,7 +232,7 @@ def _run(
         bar.close()
     weights = sharded.whole_weights(model) if trainer.fsdp else None
     save_model(folder, model, trainer.state, text, reader.bits, weights)
-    stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
+    stopped = interrupt.interrupted and (bool(config.then) or clock.share(trainer.state.global_step) < 1)
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
 
 

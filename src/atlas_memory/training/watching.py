@@ -81,7 +81,7 @@ class MemoryWatch(AtStepEnd):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         lines = read_log(self.path.parent, MEMORY)
         if lines:
-            self._suspected, self._raised = _keys(lines[-1]["suspected"]), _keys(lines[-1]["alarms"])
+            self._suspected, self._raised = _keys(lines[-1].get("suspected", ())), _keys(lines[-1].get("alarms", ()))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.figures = {}
@@ -127,10 +127,10 @@ class MemoryWatch(AtStepEnd):
 
     def _tell(self, webhook: str, step: int, alarm: dict[str, str]) -> None:
         body = json.dumps({"step": step, "run": str(self.path.parent), **alarm}).encode()
-        request = urllib.request.Request(webhook, body, {"Content-Type": "application/json"})
         try:
+            request = urllib.request.Request(webhook, body, {"Content-Type": "application/json"})
             urllib.request.urlopen(request, timeout=10).close()
-        except (OSError, HTTPException) as error:  # training does not end for want of a listener
+        except (OSError, HTTPException, ValueError) as error:  # training does not end for want of a listener
             self.console.print(f"train.alarm_webhook={webhook!r} could not be told: {error}", markup=False)
 
 

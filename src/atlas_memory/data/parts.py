@@ -1,0 +1,35 @@
+"""Files of text read in parts, none of which need be the whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+
+def parts_of(path: Path, largest: int | None) -> Iterator[str]:
+    """The text of a file, whole or in parts that end with lines; UnicodeDecodeError for what is not text."""
+    with path.open(encoding="utf-8", newline="") as file:
+        text, began = "", False
+        while True:
+            more = file.read(-1 if largest is None else largest)
+            if "\0" in more:
+                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
+            text += more
+            if largest is None or len(more) < largest:
+                if text or not began:
+                    yield text
+                return
+            began = True
+            cut = text.rfind("\n") + 1 or len(text)
+            yield text[:cut]
+            text = text[cut:]
+
+
+def digest_of(parts: Iterable[str]) -> bytes | None:
+    """A hash of a text given in parts; None if it is blank."""
+    found, blank = hashlib.sha256(), True
+    for text in parts:
+        found.update(text.encode("utf-8", "surrogatepass"))
+        blank = blank and not text.strip()
+    return None if blank else found.digest()[:16]
