@@ -20,7 +20,8 @@ from atlas_memory.forms.cost import state_bytes
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
 from atlas_memory.models.presets import PRESETS
-from tests.training.small import overrides
+from atlas_memory.training.trainer import train
+from tests.training.small import overrides, settings
 
 
 @pytest.fixture(scope="module")
@@ -291,3 +292,12 @@ def test_threads_wait_without_spinning_for_long(monkeypatch) -> None:
             monkeypatch.setenv(name, value)
         assert main(["--version"]) == 0
         assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
+def test_a_model_without_memory_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(settings(tmp_path, "model.block=swa", "model.rule=atlas", "model.attention_window=4", "train.steps=1"))
+    run = str(tmp_path / "run")
+    assert main(["evaluate", run, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"memory_on"}
+    assert main(["evaluate", run, "--writes", "off"]) != 0
+    assert "the model has no memory whose writes could be off" in capsys.readouterr().err

@@ -28,6 +28,9 @@ def test_saved_paths_are_read_from_anywhere(tmp_path, monkeypatch) -> None:
         load_config(None, [f"data.path={given}", f"model.init_from={given}"]).save(tmp_path / "run.yaml")
         config = load_config(tmp_path / "run.yaml")
         assert config.data.path == config.model.init_from == str(saved.resolve())
+    (tmp_path / "tokens").mkdir()
+    load_config(None, ["data.tokenizer=tokens"]).save(tmp_path / "run.yaml")
+    assert load_config(tmp_path / "run.yaml").data.tokenizer == str((tmp_path / "tokens").resolve())
     load_config(None, ["then.data.path=text/a.txt"]).save(tmp_path / "run.yaml")
     assert load_config(tmp_path / "run.yaml").then == {"data": {"path": str(tmp_path / "text/a.txt")}}
     load_config(None, ["then.then.data.path=text/a.txt"]).save(tmp_path / "run.yaml")

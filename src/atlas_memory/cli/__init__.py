@@ -100,6 +100,8 @@ def _above_zero(temperature: float) -> float:
 def _prompt(given: str) -> str:
     """What the text begins with, from standard input if that is asked for; ValueError if it is no text."""
     name = "standard input (--prompt -)" if given == "-" else "--prompt"
+    if given == "-" and sys.stdin is None:
+        raise ValueError(f"{name} is closed: give the text itself")
     try:
         prompt = sys.stdin.buffer.read().decode("utf-8") if given == "-" else given
         prompt.encode("utf-8")  # a command line hands bytes that are no text over as if they were

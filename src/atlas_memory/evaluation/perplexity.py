@@ -128,6 +128,15 @@ def bits_per_byte(
                 bucket = np.searchsorted(edges, np.arange(len(nats)), side="right") - 1
                 np.add.at(bits[first + row], bucket, nats / math.log(2))
                 np.add.at(counts[first + row], bucket, rows[row][1])
+    return _with_bytes(Score(edges, bits, counts))
+
+
+def _with_bytes(score: Score) -> Score:
+    """The same with a last bucket that has no bytes, only the ends of characters, taken into the one before."""
+    edges, bits, counts = score.edges, score.bits, score.bytes
+    while bits.shape[1] > 1 and not counts[:, -1].any():
+        edges = (*edges[:-2], edges[-1])
+        bits, counts = (np.concatenate([x[:, :-2], x[:, -2:].sum(1, keepdims=True)], 1) for x in (bits, counts))
     return Score(edges, bits, counts)
 
 

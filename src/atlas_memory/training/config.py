@@ -223,6 +223,8 @@ class RunConfig(_Section):
             path = getattr(section, name)
             if path is not None:
                 setattr(section, name, [_absolute(p) for p in path] if isinstance(path, list) else _absolute(path))
+        if copy.data.tokenizer != "bytes" and Path(copy.data.tokenizer).expanduser().is_dir():
+            copy.data.tokenizer = _absolute(copy.data.tokenizer)
         if (after := self.next()) is not None:
             after = after.resolved()
             if "path" in self.then.get("data", {}):

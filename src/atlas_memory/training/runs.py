@@ -147,6 +147,8 @@ def load_run(folder: str | Path) -> Run:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # the loader raises a dozen different types
         raise ValueError(f"the tokenizer in {str(source)!r} is missing or damaged") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer in {str(source)!r} knows no end of text: its tokenizer_config.json is missing")
     config = load_saved(folder) if (folder / "run.yaml").is_file() else None
     return Run(model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, folder, config)
 
