@@ -183,3 +183,10 @@ def test_a_signal_at_the_end_of_a_run_keeps_the_next_from_beginning(tmp_path, mo
     monkeypatch.setattr(callbacks.StopOnInterrupt, "on_step_end", then_told)
     outcome = train(settings(tmp_path, "train.steps=2", "then.train.steps=2"))
     assert outcome.interrupted and not (tmp_path / "run" / "then").exists()
+
+
+def test_a_run_with_what_came_then_is_moved(tmp_path) -> None:
+    train(settings(tmp_path, "train.steps=2", "then.train.steps=2"))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    moved = settings(tmp_path, "train.steps=2", "then.train.steps=3", f"output_dir={tmp_path / 'moved'}")
+    assert train(moved, resume=True).steps == 3

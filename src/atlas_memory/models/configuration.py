@@ -144,6 +144,8 @@ class AtlasConfig(PreTrainedConfig):
         for name in ("intermediate_size", "window", "chunk_size", "attention_window", "gate_rank"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
+        if type(self.persistent_tokens) is not int or self.persistent_tokens < 0:
+            raise ValueError(f"persistent_tokens must be a whole number from 0 on, got {self.persistent_tokens!r}")
         if self.key_lag is not None and (isinstance(self.key_lag, bool) or not isinstance(self.key_lag, int)):
             raise ValueError(f"key_lag must be a whole number, got {self.key_lag!r}")
         if self.continuum_periods is not None:
@@ -152,6 +154,8 @@ class AtlasConfig(PreTrainedConfig):
             self.continuum_periods = list(self.continuum_periods)
             for period in self.continuum_periods:
                 check_size("each of continuum_periods", period)
+            if self.continuum_periods != sorted(self.continuum_periods):
+                raise ValueError(f"continuum_periods={self.continuum_periods} must go from the fastest on: sort them")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} does not divide into num_attention_heads="

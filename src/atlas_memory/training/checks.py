@@ -99,6 +99,8 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
     before, now = begun.resolved().model_dump(), config.resolved().model_dump()
     if _one_model(begun.model, config.model):
         now["model"] = before["model"]
+    if all(map(_is_second_stage, (begun, config))):  # wherever both lie now
+        before["model"]["init_from"] = now["model"]["init_from"]
     for section in ("model", "data", "train"):
         for key in sorted(before[section].keys() | now[section].keys()):
             old, new = before[section].get(key), now[section].get(key)
@@ -109,6 +111,12 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
                     f"{section}.{key} is {new!r}, but the run to resume has {old!r}: "
                     "set it back, or train into another output_dir"
                 )
+
+
+def _is_second_stage(config: RunConfig) -> bool:
+    """Whether a run is what came `then`, in the folder of the run whose weights it begins with."""
+    folder = Path(config.output_dir)
+    return folder.name == "then" and Path(config.model.init_from or ".").name == folder.parent.name
 
 
 def _one_model(before: ModelSection, now: ModelSection) -> bool:
