@@ -23,7 +23,7 @@ HIERARCHY = {"global_chunk": 8, "local_chunks": [4], "shard": 8}
         ),
         ({"hidden_size": "32"}, "hidden_size must be an integer >= 1, got '32'"),
         ({"vocab_size": 0}, "vocab_size must be an integer >= 1"),
-        ({"persistent_tokens": None}, "persistent_tokens must be a whole number from 0 on, got None"),
+        ({"persistent_tokens": None}, "persistent_tokens must be a whole number, 0 for none; got None"),
         ({"continuum_periods": [4, 1]}, r"continuum_periods=\[4, 1\] must go from the fastest on: sort them"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be an integer >= 1"),
         ({"num_attention_heads": 2.0}, "num_attention_heads must be an integer >= 1"),

@@ -145,7 +145,7 @@ class AtlasConfig(PreTrainedConfig):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
         if type(self.persistent_tokens) is not int or self.persistent_tokens < 0:
-            raise ValueError(f"persistent_tokens must be a whole number from 0 on, got {self.persistent_tokens!r}")
+            raise ValueError(f"persistent_tokens must be a whole number, 0 for none; got {self.persistent_tokens!r}")
         if self.key_lag is not None and (isinstance(self.key_lag, bool) or not isinstance(self.key_lag, int)):
             raise ValueError(f"key_lag must be a whole number, got {self.key_lag!r}")
         if self.continuum_periods is not None:
