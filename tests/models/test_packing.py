@@ -121,10 +121,10 @@ def test_arguments_that_do_not_go_together(make) -> None:
         model.init_continuous_batching()
 
 
-def test_a_call_that_fails_leaves_the_cache_as_it_was(make, monkeypatch) -> None:
+def test_a_cache_that_a_failed_call_has_left_is_refused(make, monkeypatch) -> None:
     model, ids = make(), IDS
     cache = model(ids[:, :5]).past_key_values
-    expected = model(ids[:, 5:], past_key_values=copy.deepcopy(cache)).logits
+    before = copy.deepcopy(cache)
 
     def fail(*args, **kwargs):
         raise RuntimeError("out of memory")
@@ -133,8 +133,11 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(make, monkeypatch) -> None
         patched.setattr(model.model.layers[1], "forward", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             model(ids[:, 5:], past_key_values=cache)
-    assert cache.get_seq_length() == 5
-    assert torch.equal(model(ids[:, 5:], past_key_values=cache).logits, expected)
+    with pytest.raises(ValueError, match=r"failed in the middle: its layers have read \[5, 11\] tokens"):
+        model(ids[:, 5:], past_key_values=cache)
+    cache.reset()
+    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
+    assert model(ids[:, 5:], past_key_values=before).past_key_values.get_seq_length() == 11
 
 
 def test_a_trainer_keeps_the_columns_that_mark_documents() -> None:

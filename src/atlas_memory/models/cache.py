@@ -173,7 +173,7 @@ def check_cache(cache: Any, num_hidden_layers: int) -> list[AtlasCacheLayer]:
     """The layers of a cache given as `past_key_values`.
 
     Raises:
-        ValueError: It is not an Atlas cache of so many blocks.
+        ValueError: It is not an Atlas cache of so many blocks, or some of them have read on in a call that failed.
     """
     layers = getattr(cache, "layers", None)
     if not layers or not all(isinstance(layer, AtlasCacheLayer) for layer in layers):
@@ -185,5 +185,10 @@ def check_cache(cache: Any, num_hidden_layers: int) -> list[AtlasCacheLayer]:
         raise ValueError(
             f"past_key_values has {len(layers)} layers but the model has {num_hidden_layers}; "
             "pass the one that this model returned"
+        )
+    if len(read := {layer.seen for layer in layers}) > 1:
+        raise ValueError(
+            f"past_key_values was left by a call that failed in the middle: its layers have read {sorted(read)} "
+            "tokens; begin with a new one, or with a copy from before that call"
         )
     return layers

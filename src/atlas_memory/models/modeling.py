@@ -161,15 +161,13 @@ class AtlasModel(AtlasPreTrainedModel):
             document_starts = starts_of_documents(x, mask, read_before, document_starts, *forms)
         documents = Documents.of(document_starts, x, self)  # once for all layers
 
-        hidden_states, states = [x], []
+        hidden_states = [x]
         for i, layer in enumerate(self.layers):
             before = caches[i].state if caches else None
             x, state = layer(x, before, mask, documents, bool(caches and caches[i].anchored))
-            states.append(state)
+            if caches and writes:
+                caches[i].write(state, time)
             hidden_states.append(x)
-        if caches and writes:  # at the end: a call that fails in a layer leaves all of them as they were
-            for cache, state in zip(caches, states, strict=True):
-                cache.write(state, time)
         if past_key_values is not None and writes:
             past_key_values.note(input_ids)
         hidden_states[-1] = self.norm(x)
@@ -281,17 +279,10 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        for name in (
-            "document_starts",
-            "document_ids",
-            "seq_idx",
-            "cu_seq_lens_q",
-        ):  # the prompt's, which has been read
-            if model_kwargs.get(name) is not None and model_kwargs.get("past_key_values") is None:
-                raise ValueError(
-                    f"use_cache=False reads the prompt again at each token: leave {name} out, or use_cache"
-                )
-            model_kwargs.pop(name, None)
+        # What marks documents is of the prompt, which has been read.
+        for name in ("document_starts", "document_ids", "seq_idx", "cu_seq_lens_q"):
+            if model_kwargs.pop(name, None) is not None and model_kwargs.get("past_key_values") is None:
+                raise ValueError(f"use_cache=False reads the prompt again at every token: leave it or {name} out")
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
