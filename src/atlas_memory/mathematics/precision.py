@@ -165,18 +165,7 @@ def check_inputs(
     for name, given, kind in (("rule", rule, Rule), ("params", params, Params), ("gates", gates, Gates)):
         if not isinstance(given, kind):
             raise ValueError(f"{name} must be {kind.__name__}(...), got a {type(given).__name__}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a tensor [batch, heads, time, dim], got a {type(x).__name__}")
-    if q.dim() != 4:
-        raise ValueError(f"q must be [batch, heads, time, dim], got shape {list(q.shape)}")
-    if not q.is_floating_point():
-        raise ValueError(f"q, k and v must be floating point, got {q.dtype}")
-    for name, x in (("k", k), ("v", v)):
-        if x.shape != q.shape:
-            raise ValueError(f"{name} must have the shape of q, {list(q.shape)}, got {list(x.shape)}")
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+    _check_tokens(q, k, v)
     batch, heads, _, dim = q.shape
     expected = [[heads, *shape] for shape in rule.shapes(dim)]
     got = [list(m.shape) for m in params.initial]
@@ -194,6 +183,21 @@ def check_inputs(
         )
     if state is not None:
         _check_state(rule, batch, heads, dim, state)
+
+
+def _check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor [batch, heads, time, dim], got a {type(x).__name__}")
+    if q.dim() != 4:
+        raise ValueError(f"q must be [batch, heads, time, dim], got shape {list(q.shape)}")
+    if not q.is_floating_point():
+        raise ValueError(f"q, k and v must be floating point, got {q.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != q.shape:
+            raise ValueError(f"{name} must have the shape of q, {list(q.shape)}, got {list(x.shape)}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
 
 
 def _check_state(rule: Rule, batch: int, heads: int, dim: int, state: MemoryState) -> None:
