@@ -217,9 +217,7 @@ def _cell(column: Callable[[Row], str], row: Row) -> str:
 
 def _made(result: dict[str, Any]) -> str:
     at, versions = result["machine"], result["versions"]
-    threads, cores = (
-        f"{n} {kind}{'s' if n > 1 else ''}" for n, kind in ((result["threads"], "thread"), (at["cores"], "core"))
-    )
+    threads, cores = _count(result["threads"], "thread"), _count(at["cores"], "core")
     flags = ", ".join(at["flags"])
     named = ("triton", "flash-linear-attention") if "gpu" in at else ("titans-pytorch",)
     peers = "".join(f", {name} {versions[name]}" for name in named if versions.get(name))
@@ -229,6 +227,10 @@ def _made(result: dict[str, Any]) -> str:
         f"{gpu}{at['cpu']}, {cores} ({flags}), {threads}, {load}; torch {versions['torch']}{peers}; "
         f"{result['date']}, revision {result['revision']}.{_earlier(result)}"
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"
 
 
 def _earlier(result: dict[str, Any]) -> str:

@@ -68,13 +68,12 @@ def train(
 ) -> None:
     """Train a model on text: your own, or the Python standard library's source."""
     with loading():
-        from atlas_memory.training.config import load_config, load_saved
+        from atlas_memory.training.config import load_config
         from atlas_memory.training.processes import leave, process
         from atlas_memory.training.trainer import train as run
 
     settings = load_config(config, overrides or [])
     if resume and config is None and (saved := Path(settings.output_dir) / "run.yaml").is_file():
-        load_saved(saved.parent)  # is whole
         settings = load_config(saved, overrides or [])
     outcome = run(settings, resume)
     leave()

@@ -237,7 +237,7 @@ class Source:
                 continue
             self.read = min(size, self.read + len(text))
             if self._is_new(digest_of([text]), f"{name}:{i + 1}"):  # people count from one
-                yield Document(f"{name}:{i}", text)
+                yield Document(f"{name}:{i}", text)  # the name decides what is held out
 
     def _dataset(self, place: str, ending: str | None) -> Any:
         """A dataset of Hugging Face: rows of a table file, one at a time; a folder of `save_to_disk`; a hub's."""
@@ -335,11 +335,15 @@ def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
     """Relative paths of the files under `root`, sorted; without hidden ones, `left_out`, prepared folders and runs."""
     for folder, subfolders, files in os.walk(root):
         entered = (n for n in subfolders if not n.startswith((".", "__pycache__")) and n not in left_out)
-        ours = (PREPARED, "run.yaml")
-        subfolders[:] = sorted(n for n in entered if not any((Path(folder) / n / name).is_file() for name in ours))
+        subfolders[:] = sorted(n for n in entered if not _is_ours(Path(folder) / n))
         for name in sorted(files):
             if not name.startswith("."):
                 yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a prepared text, or the folder of a run, whose logs would be read as tables of text."""
+    return (folder / PREPARED).is_file() or all((folder / name).is_file() for name in ("run.yaml", "data.json"))
 
 
 def _is_library_source(name: str) -> bool:

@@ -210,7 +210,7 @@ class HierarchicalMemory(Stateful):
             ValueError: shapes that do not fit, or neither ``gates`` given nor owned.
         """
         for name, z in (("q", q), ("k", k), ("v", v)):
-            next(iter(self._members())).check_heads(name, z)
+            self._members()[0].check_heads(name, z)
         if gates is not None and not isinstance(gates, Gates):
             raise ValueError(f"gates must be Gates(...), got a {type(gates).__name__}")
         if gates is None:

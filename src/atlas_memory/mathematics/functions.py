@@ -17,6 +17,7 @@ class Function(torch.autograd.Function):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        # Where inspect.signature looks first; that a function may have it is not declared.
         cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
 
 

@@ -286,6 +286,7 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: ValueError."""
         raise ValueError("continuous batching is for keys and values in pages; call generate, with padding on the left")
 
     def _prefill(

@@ -279,7 +279,8 @@ def load_saved(folder: Path) -> RunConfig:
 
 
 def _value(key: str, text: str) -> Any:
-    """The value of an override: YAML, but of a key that takes a text, such as a path, the text as it is."""
+    """The value of an override: YAML. Of a key that takes a text, such as a path, the text as it is, unless it is
+    empty, null, a list or wholly in quotes."""
     section: Any = RunConfig
     name, takes_text = key.split("then.")[-1], False
     if name == "data.path" and text.strip(" '\"") == "":
@@ -298,7 +299,7 @@ def _value(key: str, text: str) -> Any:
         if takes_text:
             return text
         raise ConfigError(f"override {f'{key}={text}'!r}: the value is not YAML{place_of(error)}") from error
-    return value if not takes_text or value is None or isinstance(value, str | list) else text
+    return value
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

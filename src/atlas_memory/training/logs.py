@@ -123,6 +123,14 @@ def read_log(folder: Path, name: str = LOG) -> list[dict[str, Any]]:
     return Log(folder / name, USABLE[name]).read()
 
 
+def so_far(folder: Path, step: int) -> tuple[dict[str, Any], float]:
+    """The line of a step in the log of the run in `folder`, empty if it has none; and the seconds that the run had
+    taken by then, or by the last step before it of which there is a line."""
+    lines = [entry for entry in read_log(folder) if entry["step"] <= step]
+    of_step: dict[str, Any] = next((entry for entry in reversed(lines) if entry["step"] == step), {})
+    return of_step, max((entry["elapsed"] for entry in lines), default=0.0)
+
+
 def line(entry: dict[str, Any]) -> str:
     """A line of a log: JSON, which knows no NaN; what is not a finite number is null."""
     return json.dumps(_known(entry), allow_nan=False) + "\n"

@@ -42,6 +42,7 @@ def text_of(run: Run, data: str | Path | None = None) -> tuple[str, Sequence[Doc
 
 
 def _warn_of_change(run: Run, held_out: Sequence[Document]) -> None:
+    """Warn where what is held out is not what was held out in training, as the run has noted it."""
     try:
         then = json.loads((run.folder / ABOUT).read_text(encoding="utf-8")).get("held_out")
     except (OSError, ValueError, AttributeError):

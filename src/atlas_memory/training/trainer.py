@@ -31,7 +31,7 @@ from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.examples import Examples, Text, batches, collate
 from atlas_memory.training.finished import save_again, save_model
 from atlas_memory.training.finite import check_finite, finite, not_finite
-from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, cut_logs, read_log
+from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, cut_logs, so_far
 from atlas_memory.training.muon import MuonAndAdamW, muon_groups
 from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
@@ -171,12 +171,10 @@ def _run(
 ) -> Outcome:
     folder = Path(config.output_dir)
     done = 0 if checkpoint is None else number(checkpoint)
-    history = {int(entry["step"]): entry for entry in read_log(folder)} if done else {}
-    elapsed = max((entry["elapsed"] for step, entry in history.items() if step <= done), default=0.0)
-    if done and done not in history and config.train.max_minutes is not None:
+    last, elapsed = so_far(folder, done)
+    if done and not last and config.train.max_minutes is not None:
         console.print(f"{folder / LOG} lacks step {done}: {elapsed / 60:.2f} minutes count as used", markup=False)
     clock = Clock(config.train.last_step, config.train.max_minutes, elapsed, config.train.save_minutes)
-    last = history.get(done, {})
     if checkpoint is not None and clock.share(done) >= 1:
         saved = save_again(folder, checkpoint, text, last.get("held_out_bits_per_byte"))
         what = f"the model has been saved from {checkpoint.name}" if saved else "nothing to do"
