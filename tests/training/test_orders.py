@@ -22,6 +22,7 @@ from atlas_memory.training import RunConfig, trainer
 from atlas_memory.training.carried import CarriedStates, damage
 from atlas_memory.training.config import ConfigError
 from atlas_memory.training.logs import read_log
+from atlas_memory.training.processes import leave
 from atlas_memory.training.runs import newest_checkpoint
 from atlas_memory.training.trainer import train
 from tests.training.small import overrides, settings
@@ -199,6 +200,23 @@ def test_the_command_leaves_the_other_processes_before_python_ends(tmp_path) -> 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     assert main(["train", *overrides(tmp_path, "train.steps=1")]) == 0
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are named in /proc on Linux only")
+def test_no_thread_of_a_connection_is_left() -> None:
+    """A thread that still holds a tensor when Python ends aborts the process."""
+
+    def threads() -> list[str]:
+        return [name.read_text() for name in Path("/proc/self/task").glob("*/comm")]
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model.trainer = [model]  # as a trainer and its model refer to each other
+    model(torch.ones(1, 2)).sum().backward()
+    assert any("gloo" in name for name in threads())
+    del model
+    leave()
+    assert not any("gloo" in name for name in threads())
 
 
 def test_a_run_killed_again_and_again_ends_the_same(tmp_path) -> None:

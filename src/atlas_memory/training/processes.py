@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
@@ -32,7 +33,13 @@ def leave() -> None:
     """Let go of the other processes, at the end of the work that all share.
 
     A process that ends with its connections open may be aborted: their threads are still running when Python's last
-    objects are deleted.
+    objects are deleted. The threads end when nothing refers to the group any more. A trainer and its wrapped model do,
+    and they refer to each other, so they are collected here (what fsdp leaves in PyTorch's own caches is not). This
+    function's own reference is the last to go: deleting it waits for the threads without keeping Python's lock, which
+    they may need to end.
     """
     if torch.distributed.is_initialized():
+        group = torch.distributed.group.WORLD
         torch.distributed.destroy_process_group()
+        gc.collect()
+        del group
