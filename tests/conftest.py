@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+gc.disable()  # until all is collected
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True
 
@@ -20,8 +21,8 @@ torch.utils.deterministic.fill_uninitialized_memory = True
 def pytest_collection_finish() -> None:
     """What is imported and collected by now stays to the end: the garbage collector need not look at it again (3 % of
     the time), nor as often."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 

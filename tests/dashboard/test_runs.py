@@ -65,6 +65,9 @@ def test_runs_are_found_and_named(tmp_path: Path) -> None:
     (tmp_path / "begun" / "run.yaml").write_text("train: {steps: 7}")
     runs[3].read()
     assert runs[3].goal == 7
+    (tmp_path / "begun" / "run.yaml").write_text("train: {steps: 9}")  # a run that goes on
+    runs[3].read()
+    assert runs[3].goal == 9
     made_run(tmp_path / "c", steps=2)
     assert [run.name for run in places.all()] == ["a/one", "a/two", "b/one", "begun", "c"]
     assert places.all()[0] is runs[0]
@@ -85,6 +88,8 @@ def test_what_a_loss_is_in(tmp_path: Path) -> None:
     assert not in_bytes({"data.tokenizer": "tokenizer"})
     (tmp_path / "prepared.json").write_text("{}")  # which has a tokenizer of its own
     assert not in_bytes({"data.tokenizer": "bytes", "data.path": str(tmp_path)})
+    (tmp_path / "prepared.json").write_text('{"name_of_tokenizer": "bytes"}')
+    assert in_bytes({"data.path": str(tmp_path)})
 
 
 def test_an_alarm_counts_once(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from atlas_memory.data import Source, Tokens, byte_tokenizer
 from atlas_memory.data.bpe import train_tokenizer
+from atlas_memory.data.files import PREPARED
 from atlas_memory.data.folders import new_folder
 from atlas_memory.data.prepared import Prepared, prepare
-from atlas_memory.data.sources import PREPARED, Document
+from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import encode
 from atlas_memory.training.examples import Text
 from atlas_memory.training.trainer import train

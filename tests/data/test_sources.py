@@ -58,6 +58,18 @@ def test_json_that_is_no_table_is_a_text(tables) -> None:
     assert {'{"name": "x", "version": 1}', "[1, 2\n"} < found
 
 
+def test_names_in_capitals_marks_of_windows_and_links_to_folders(tables) -> None:
+    """A table is one whatever the letters of its name; a text begins with its text; a folder may be elsewhere."""
+    corpus = tables / "corpus"
+    corpus.mkdir()
+    (corpus / "A.JSONL").write_text(json.dumps({"text": "in a table"}) + "\n")
+    (corpus / "b.txt").write_bytes(b"\xef\xbb\xbfbehind a mark")
+    (corpus / "linked").symlink_to(tables / "texts")
+    (corpus / "round").symlink_to(corpus)
+    source = Source(str(corpus))
+    assert [d.text for d in source.documents()] == ["in a table", "behind a mark", *TEXTS] and source.skipped == 0
+
+
 def test_splits_and_columns(tables) -> None:
     assert [d.text for d in Source(str(tables / "splits"), split="test").documents()] == [TEXTS[3]]
     (tables / "b.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in TEXTS))

@@ -194,8 +194,12 @@ def test_runs_are_compared(tmp_path: Path) -> None:
             "model.block=swa",
             "model.rule=atlas",
             "model.attention_window=4",
+            "data.held_out=0.3",
         )
     )
+    with pytest.raises(ValueError, match="the folder does not exist"):
+        write_comparison([tmp_path / "with", tmp_path / "nowhere"])
+    assert not (tmp_path / "with" / "report").exists()
     page = write_comparison([tmp_path / "with", tmp_path / "without"], streams=2, sample_tokens=5)
     assert page == tmp_path / "comparison" / "comparison.html"
     text = page.read_text()
@@ -204,9 +208,10 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     rows = [[re.sub("<.*?>", "", cell) for cell in row.split("</td>")] for row in text.split("<tr>")]
     assert ["with", "deltanet"] in [[row[0], row[2]] for row in rows if len(row) > 3]
     assert any(row[0] == "model.block" and row[2] == "swa" for row in rows)
-    assert "share.png" in text and "memory's share" in text
+    assert "share.png" in text and "memory's share" in text and "read on different texts" in text
     (tmp_path / "book.txt").write_text("a text of its own. " * 9)
     other = write_comparison([tmp_path / "with", tmp_path / "without"], tmp_path / "book.txt", sample_tokens=5)
     assert other == tmp_path / "comparison-book" / "comparison.html" and page.read_text() == text
+    assert "read on different texts" not in other.read_text()
     with pytest.raises(ValueError, match="named twice"):
         write_comparison([tmp_path / "with", tmp_path / "without" / ".." / "with"])

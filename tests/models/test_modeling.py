@@ -14,6 +14,7 @@ from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.layers.hybrids import START_ATTENTION, MemoryGate
 from atlas_memory.layers.memory import START_GATE, START_VALUE
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM, AtlasModel
+from atlas_memory.models.cache import AtlasCache
 
 Make = Callable[..., AtlasForCausalLM]
 
@@ -165,6 +166,28 @@ def test_gradient_checkpointing_gives_the_same_gradients(model: AtlasForCausalLM
     hook.remove()
     assert len(calls) == 2, "the block was not computed a second time"
     for a, b in zip(plain, again, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing_enable:FutureWarning")
+def test_a_graph_that_is_kept_is_not_lost_to_checkpointing(model: AtlasForCausalLM) -> None:
+    """PyTorch's older way of recomputing lets no gradient through to a state; the other does."""
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        cache = AtlasCache(2, keep_graph=True)
+        for _ in range(2):
+            logits = model(tokens(), past_key_values=cache).logits
+        logits.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    model(tokens(), past_key_values=AtlasCache(2))
+    with pytest.raises(ValueError, match="use_reentrant"):
+        gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for a, b in zip(plain, gradients(), strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -261,3 +261,34 @@ def test_what_is_not_registered_says_how_it_is():
         AtlasConfig(rule="mine")
     with pytest.raises(ValueError, match=r"optimiser has no kind 'Mine'; .*KINDS\['optimiser'\] \+= \(Mine,\)"):
         AtlasConfig(rule_options={"optimiser": {"kind": "Mine"}})
+
+
+@dataclass(frozen=True, repr=False)
+class Nothing(State):
+    pass
+
+
+class Pointwise(Stateful):
+    """What remembers nothing."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        return x.square() if mask is None else x.square() * mask[..., None], Nothing()
+
+
+def test_one_that_remembers_nothing_works_everywhere(register, tmp_path):
+    register(Mixer(Pointwise, memory=False, window=False))
+    net, ids = model().eval(), torch.randint(256, (2, 9))
+    whole = net(input_ids=ids, use_cache=True)
+    starts = torch.zeros_like(ids[:, 4:])
+    starts[:, 2] = 1
+    cache = net(input_ids=ids[:, :4], use_cache=True).past_key_values
+    after = net(input_ids=ids[:, 4:], past_key_values=cache, document_starts=starts)
+    torch.testing.assert_close(after.logits, whole.logits[:, 4:])
+    assert net.generate(ids, max_new_tokens=2, num_beams=2, do_sample=False).shape == (2, 11)
+    mixer = net.get_submodule("model.layers.0.mixer")
+    mixer.save_state(mixer.initial_state(), tmp_path / "state")
+    assert isinstance(mixer.load_state(tmp_path / "state"), Nothing)

@@ -114,6 +114,8 @@ def test_arguments_that_do_not_go_together(make) -> None:
         ({"document_ids": ids, "seq_idx": ids}, "two names of one argument"),
         ({"labels": ids, "logits_to_keep": 1}, "labels need the logits of all tokens"),
         ({"attention_mask": torch.full(ids.shape, -1e9)}, "attention_mask has negative numbers or NaN"),
+        ({"attention_mask": ids.tolist()}, r"attention_mask must be a tensor \[batch, time\], got a list"),
+        ({"document_starts": ids.tolist()}, r"document_starts must be a tensor \[batch, time\], got a list"),
     ):
         with pytest.raises(ValueError, match=message):
             model(ids, **wrong)

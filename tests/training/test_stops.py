@@ -162,6 +162,24 @@ def test_what_comes_then_is_checked_before_this_run_is_changed(tmp_path) -> None
     assert (tmp_path / "run" / "run.yaml").read_text() == described
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("then.data.path=nowhere.txt",), r"then: data\.path='nowhere\.txt' does not exist"),
+        (("then.train.fsdp=true",), r"then: train\.fsdp=True shards"),
+        (("then.then.train.fsdp=true", "then.train.steps=2"), r"then: then: train\.fsdp=True shards"),
+        (
+            ("then.train.graphed=true", "then.train.gradient_checkpointing=true"),
+            r"then: train\.graphed=true does not go",
+        ),
+    ],
+)
+def test_what_cannot_come_then_is_said_before_this_run_begins(tmp_path, options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(settings(tmp_path, "train.steps=2", *options))
+    assert not (tmp_path / "run").exists()
+
+
 def test_minutes_that_a_damaged_log_does_not_know(tmp_path) -> None:
     """What the last whole line says has been used, and that it is not all is said."""
     small = ("train.steps=100", "train.max_minutes=10", "train.save_every=1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -20,8 +21,9 @@ from typing import Any
 def loading() -> Iterator[None]:
     """Around the imports of a command, which take seconds. Third parties are kept from talking over it, then and later;
     errors and our own warnings stay. Ctrl-C ends the process at once, since nothing has begun: an exception would come
-    up in the midst of others' code, some of which drops it."""
-    with on_interrupt(lambda *_: os._exit(say("interrupted", 130))):
+    up in the midst of others' code, some of which drops it. The garbage collector waits: what is imported stays, and
+    to look through it again and again took a third of the time."""
+    with on_interrupt(lambda *_: os._exit(say("interrupted", 130))), _without_garbage_collection():
         from transformers.utils import logging as transformers_logging
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -31,6 +33,21 @@ def loading() -> Iterator[None]:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|accelerate)\.")
         yield
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Python's garbage collector waits, and leaves alone what is there by then, at the end of the process too. Nothing
+    of this where all has been imported before: what is there may be garbage."""
+    if "transformers" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

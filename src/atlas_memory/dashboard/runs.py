@@ -44,8 +44,7 @@ class Watched:
         with self._lock:
             self.steps, self.looks, self.samples = [log.read() for log in self._logs]
             self.damaged = sum(log.damaged for log in self._logs)
-            if not self.config:
-                self.config = flat_settings(self.folder)
+            self.config = flat_settings(self.folder) or self.config  # a run that goes on may have more steps
             if not self._model:
                 first = self.config.get("model.init_from")
                 self._model = _saved(self.folder) or (_saved(Path(str(first)).expanduser()) if first else {})

@@ -8,8 +8,9 @@ from pathlib import Path
 
 
 def parts_of(path: Path, largest: int | None) -> Iterator[str]:
-    """The text of a file, whole or in parts that end with lines; UnicodeDecodeError for what is not text."""
-    with path.open(encoding="utf-8", newline="") as file:
+    """The text of a file, whole or in parts that end with lines, without the mark that Windows puts before UTF-8;
+    UnicodeDecodeError for what is not text."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
         text, began = "", False
         while True:
             more = file.read(-1 if largest is None else largest)

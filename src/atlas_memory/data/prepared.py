@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from atlas_memory.data.files import PREPARED
 from atlas_memory.data.folders import check_new, new_folder
-from atlas_memory.data.sources import PREPARED, Document, Source
+from atlas_memory.data.sources import Document, Source
 from atlas_memory.data.streams import Tokens
 from atlas_memory.data.text import Corpus, rank
 from atlas_memory.data.tokens import encode, load_tokenizer, warn_of_loss

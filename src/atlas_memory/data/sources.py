@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import logging
-import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,14 +12,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from atlas_memory.data.files import PREPARED, files_under, library_files
 from atlas_memory.data.parts import digest_of, parts_of
 
-# Folders of the standard library that hold tests, other people's code or generated tables.
-_LEFT_OUT = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip", "pydoc_data", "encodings"}
-)
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-PREPARED = "prepared.json"  # in a folder of `atlas data prepare`, written last: without it the folder is not finished
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
     ".ndjson": ("json", {}),
@@ -35,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 def is_dataset_name(place: str) -> bool:
     """Whether it can only be the name of a dataset on a hub: nothing here has it, and it looks like one."""
-    ending = Path(place).suffix in {*_BUILDERS, ".txt", ".md", ".py", ".gz", ".zip"}
+    ending = Path(place).suffix.lower() in {*_BUILDERS, ".txt", ".md", ".py", ".gz", ".zip"}
     return bool(_HUB.fullmatch(place)) and not ending and not Path(place).parent.exists()
 
 
@@ -111,15 +106,15 @@ class Source:
             return None
         if self.path is None:
             root = Path(sysconfig.get_path("stdlib"))
-            return sum(_size(root / name) for name in _walk(root, _LEFT_OUT) if _is_library_source(name))
+            return sum(_size(root / name) for name in library_files(root))
         files: list[Path] = []
         for place in [str(self.path)] if isinstance(self.path, str | Path) else self.path:
             found = [Path(name) for name in glob.glob(str(Path(place).expanduser()), recursive=True)]
             if any(map(_is_saved_dataset, found)) or (not found and is_dataset_name(place)):
                 return None
             for root in found:
-                files += [root / name for name in _walk(root, frozenset())] if root.is_dir() else [root]
-        packed = any(path.suffix == ".parquet" for path in files)  # of which more is read than there is
+                files += [root / name for name in files_under(root)] if root.is_dir() else [root]
+        packed = any(path.suffix.lower() == ".parquet" for path in files)  # of which more is read than there is
         return None if packed else sum(map(_size, files))
 
     def documents(self) -> Iterator[Document]:
@@ -139,7 +134,7 @@ class Source:
         self.skipped, self.first_skipped, self.read, self._seen = 0, [], 0, set()
         if self.path is None:
             root = Path(sysconfig.get_path("stdlib"))
-            yield from self._files(root, [name for name in _walk(root, _LEFT_OUT) if _is_library_source(name)])
+            yield from self._files(root, library_files(root))
             return
         places = [self.path] if isinstance(self.path, str | Path) else list(self.path)
         if not places:
@@ -155,7 +150,7 @@ class Source:
         if (root / "tokens.bin").is_file() and (root / "starts.npy").is_file():
             raise ValueError(f"data.path={place!r} is a prepared folder without its {PREPARED}: prepare it again")
         if root.is_dir() and not _is_saved_dataset(root):
-            found = self._files(root, list(_walk(root, frozenset())))
+            found = self._files(root, files_under(root))
         elif root.is_dir():
             found = self._rows(str(root), root.name)
         elif root.is_file():
@@ -184,13 +179,14 @@ class Source:
         self.read = before + _size(path)
 
     def _documents_of(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
-        if path.suffix in _BUILDERS and _size(path):
+        ending = path.suffix.lower()
+        if ending in _BUILDERS and _size(path):
             try:
-                rows = self._rows(str(path), name, path.suffix)
-                yield from rows if alone or path.suffix != ".json" else list(rows)
+                rows = self._rows(str(path), name, ending)
+                yield from rows if alone or ending != ".json" else list(rows)
                 return
             except ValueError:
-                if alone or path.suffix != ".json":
+                if alone or ending != ".json":
                     raise  # what ends in .json may be anything, such as a list of options: then it is a text
         yield from self._text(path, name, alone)
 
@@ -214,7 +210,7 @@ class Source:
                 yield Document(name, text, i > 0)
         except UnicodeDecodeError as error:
             if alone:
-                packed = path.suffix in (".gz", ".zip", ".bz2", ".xz", ".zst")
+                packed = path.suffix.lower() in (".gz", ".zip", ".bz2", ".xz", ".zst")
                 remedy = "unpack it first" if packed else "convert it first, for example with iconv -t utf-8"
                 raise ValueError(f"data.path={str(path)!r} is not UTF-8 text: {remedy}") from error
             self._skip(name)
@@ -272,7 +268,7 @@ class Source:
             raise ValueError(f"data.path={place!r} {where} ({_line(error)})") from error
 
     def _say_if_it_has_tags(self, path: Path) -> None:
-        if path.suffix in (".html", ".htm") and not self._tags:
+        if path.suffix.lower() in (".html", ".htm") and not self._tags:
             self._tags = True
             logger.warning(
                 "%s is read as it is, with its tags, and so are others like it: take their text out before if that is "
@@ -329,22 +325,3 @@ def _size(path: Path) -> int:
 
 def _line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
-    """Relative paths of the files under `root`, sorted; without hidden ones, `left_out`, prepared folders and runs."""
-    for folder, subfolders, files in os.walk(root):
-        entered = (n for n in subfolders if not n.startswith((".", "__pycache__")) and n not in left_out)
-        subfolders[:] = sorted(n for n in entered if not _is_ours(Path(folder) / n))
-        for name in sorted(files):
-            if not name.startswith("."):
-                yield (Path(folder) / name).relative_to(root).as_posix()
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether it is a prepared text, or the folder of a run, whose logs would be read as tables of text."""
-    return (folder / PREPARED).is_file() or all((folder / name).is_file() for name in ("run.yaml", "data.json"))
-
-
-def _is_library_source(name: str) -> bool:
-    return name.endswith(".py") and not name.rpartition("/")[2].startswith("_sysconfigdata")

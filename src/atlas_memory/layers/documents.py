@@ -55,8 +55,10 @@ class Pieces:
         """
         if state is None or not self.continues.any():
             return None
-        if (held := next(state.tensors()).shape[0]) != x.shape[0]:
-            raise ValueError(f"x has batch size {x.shape[0]} but the state has {held}; give the same rows")
+        if (first := next(state.tensors(), None)) is None:
+            return state  # of nothing
+        if first.shape[0] != x.shape[0]:
+            raise ValueError(f"x has batch size {x.shape[0]} but the state has {first.shape[0]}; give the same rows")
         _, fresh = layer(x[:1, :0])
         source = torch.where(self.continues, self.row, x.shape[0])
         of_fresh = fresh.tensors()
@@ -102,10 +104,12 @@ class Documents:
                 states are then of one length.
 
         Raises:
-            ValueError: starts is not `[batch, time]`.
+            ValueError: starts is no tensor `[batch, time]`.
         """
         if starts is None or isinstance(starts, Documents):
             return starts
+        if not isinstance(starts, Tensor):
+            raise ValueError(f"document_starts must be a tensor [batch, time], got a {type(starts).__name__}")
         if starts.shape != x.shape[:2]:
             raise ValueError(
                 f"document_starts has shape {list(starts.shape)} but the tokens are [batch, time] = "

@@ -129,7 +129,7 @@ class Stateful(nn.Module):
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no state at {path}")
         like = self.initial_state()
-        device = next(like.tensors()).device
+        device = next(like.tensors(), torch.empty(0)).device
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}

@@ -133,7 +133,8 @@ class AtlasCache(Cache):
         """Repeat every row so often, where each of them is the past of `times` of the `rows` that are to be read, as in
         beam search."""
         state = self.blocks[0].state
-        if times > 1 and state is not None and next(state.tensors()).shape[0] * times == rows:
+        first = None if state is None else next(state.tensors(), None)
+        if times > 1 and first is not None and first.shape[0] * times == rows:
             self.batch_repeat_interleave(times)
 
     def reset(self) -> None:

@@ -119,6 +119,7 @@ class AtlasConfig(PreTrainedConfig):
         self._check_unknown(kwargs)
         self._check_sizes()
         self._check_numbers()
+        self._check_tokens()
         check_blocks()
         if not isinstance(self.block, str) or self.block not in BLOCKS:
             raise ValueError(
@@ -139,7 +140,14 @@ class AtlasConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _check_sizes(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "conv_size"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "conv_size",
+            "max_position_embeddings",
+        ):
             check_size(name, getattr(self, name))
         for name in ("intermediate_size", "window", "chunk_size", "attention_window", "gate_rank"):
             if getattr(self, name) is not None:
@@ -168,6 +176,16 @@ class AtlasConfig(PreTrainedConfig):
         for name in ("tie_word_embeddings", "use_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+
+    def _check_tokens(self) -> None:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            for number in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+                if type(number) is not int or not 0 <= number < self.vocab_size:
+                    raise ValueError(
+                        f"{name}={value!r} is no token of a vocabulary of vocab_size={self.vocab_size}, whose ids are "
+                        f"0 to {self.vocab_size - 1}"
+                    )
 
     def _check_block(self) -> None:
         """Refuse options that the block does not read, and set the window of one that has a window."""

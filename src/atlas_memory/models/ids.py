@@ -46,6 +46,8 @@ def mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, time: int) -> T
         mask = next((m for m in mask.values() if m is not None), None)
     if mask is None:
         return None
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"attention_mask must be a tensor [batch, time], got a {type(mask).__name__}")
     if mask.dim() != 2 or mask.shape[1] < time:
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)}; give [batch, time] with an entry for each of the "

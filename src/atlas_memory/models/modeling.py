@@ -150,6 +150,8 @@ class AtlasModel(AtlasPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = AtlasCache(len(self.layers))
         caches = None if past_key_values is None else check_cache(past_key_values, len(self.layers))
+        if caches and caches[0].keep_graph and self.training:
+            _check_recomputing(cast(AtlasBlock, self.layers[0]))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         time, mask = x.shape[1], mask_of_call(attention_mask, x.shape[1])
@@ -313,6 +315,16 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
                 longer = cache.get_seq_length() if generation_config.prefill_chunk_size else 1
                 model_kwargs["attention_mask"] = nn.functional.pad(mask, (longer, 0), value=1)
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc, arg-type]
+
+
+def _check_recomputing(layer: AtlasBlock) -> None:
+    """ValueError where a layer recomputes its activations in PyTorch's older way, which lets gradients through to
+    arguments and results that are tensors, and to no state."""
+    if layer.gradient_checkpointing and cast(Any, layer)._gradient_checkpointing_func.keywords.get("use_reentrant"):
+        raise ValueError(
+            "a cache with keep_graph=True gets no gradient with use_reentrant=True: enable gradient checkpointing with "
+            '{"use_reentrant": False}'
+        )
 
 
 def _read_before(mask: Tensor | dict[str, Tensor | None] | None, cache: AtlasCache | None, time: int) -> Tensor | bool:

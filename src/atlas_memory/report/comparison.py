@@ -21,6 +21,7 @@ from atlas_memory.report.pictures import running_mean
 from atlas_memory.report.report import write_report
 from atlas_memory.report.words import amount
 from atlas_memory.training.logs import MEMORY, read_log
+from atlas_memory.training.runs import load_run
 from atlas_memory.training.settings import flat_settings, in_bytes
 
 
@@ -35,6 +36,8 @@ def write_comparison(
         raise ValueError(f"a run is named twice among {', '.join(map(str, folders))}")
     above = Path(os.path.commonpath([path.parent for path in paths]))
     names = [str(path.relative_to(above)) for path in paths]
+    for path in paths:
+        load_run(path)  # which finds what is wrong with the last before the first is read
     reports = [write_report(path, data, streams, sample_tokens) for path in paths]
     target = folder_for(above, "comparison", data)
     target.mkdir(exist_ok=True)
@@ -135,7 +138,7 @@ def _page(
     keys = list(dict.fromkeys(key for each in settings for key in each))
     differ = [key for key in keys if len({str(each.get(key)) for each in settings}) > 1]
     others = [[key, *(str(each.get(key, "")) for each in settings)] for key in differ]
-    texts = dict.fromkeys(report["text"] for report in reports)
+    texts = {report["text_digest"] for report in reports}
     reads = dict.fromkeys(f"{report['text']}, {report['read']}" for report in reports)
     parts = [
         "<h1>Runs side by side</h1>",

@@ -36,6 +36,7 @@ from atlas_memory.report.pictures import (
 from atlas_memory.report.reading import reading_page
 from atlas_memory.report.words import count, raised, size
 from atlas_memory.training.config import RunConfig
+from atlas_memory.training.examples import digest_of_held_out
 from atlas_memory.training.logs import MEMORY, read_log
 from atlas_memory.training.runs import Run, load_run
 from atlas_memory.training.texts import text_of
@@ -74,6 +75,7 @@ def write_report(
     prompt = run.tokenizer.decode(ids[:PROMPT], skip_special_tokens=True).rstrip("\ufffd")
     log, looks = read_log(run.folder), read_log(run.folder, MEMORY)
     numbers = _run(run, trained, log) | {"text": text, "data": place(data), "read": _read(scores[0], documents)}
+    numbers["text_digest"] = digest_of_held_out(documents)
     numbers |= _scores(*scores, trained)
     numbers |= {
         "alarms": raised(looks),

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers.integrations import get_reporting_integration_callbacks
 
 from atlas_memory.models import PRESETS, AtlasConfig
+from atlas_memory.training import sharded
 from atlas_memory.training.config import ConfigError, DataSection, ModelSection, RunConfig, load_saved
 from atlas_memory.training.examples import ABOUT
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, read_log
@@ -48,7 +49,20 @@ def has_bf16(config: RunConfig) -> bool:
     return config.train.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
-def check_device(config: RunConfig) -> None:
+def check_run(config: RunConfig) -> None:
+    """ConfigError where what a run asks for cannot be had here, or where keys contradict each other. The run that comes
+    `then` is asked too, before hours have gone into this one."""
+    _check_device(config)
+    sharded.check(config)
+    config.check()
+    if (after := config.next()) is not None:
+        try:
+            check_run(after)
+        except ConfigError as error:
+            raise ConfigError(f"then: {error}") from error
+
+
+def _check_device(config: RunConfig) -> None:
     """ConfigError unless the device, bfloat16 and the programs to report to are there, and how to compute on the device
     goes together."""
     if config.train.graphed and config.train.gradient_checkpointing:

@@ -164,6 +164,14 @@ def digest_of_held_out(documents: Sequence[Document]) -> str:
     return found.hexdigest()
 
 
+def check_there(data: DataSection) -> None:
+    """ValueError unless there is text where `data` says; no more of it is read than the first document."""
+    if Prepared.open(data.path) is None:
+        source = Source(**{name: value for name, value in data.source.items() if name != "held_out"})
+        if next(source.documents(), None) is None:
+            raise ValueError(source.without_text())
+
+
 def _read_and_tokenise(
     data: DataSection, tokenizer: Any, console: Console
 ) -> tuple[str, Any, Tokens, tuple[Document, ...]]:

@@ -21,6 +21,7 @@ from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.training import sharded
 from atlas_memory.training.checkpoints import DIGESTS, WEIGHTS, broken, newest_checkpoint, newest_step, number, shapes
 from atlas_memory.training.config import ConfigError, RunConfig, load_saved
+from atlas_memory.training.examples import check_there
 from atlas_memory.training.finite import finite
 from atlas_memory.training.names import nearest
 
@@ -61,11 +62,13 @@ def model_config(config: RunConfig, tokenizer: Any, first: AtlasConfig | None = 
 
 
 def check_next(config: RunConfig, tokenizer: Any, architecture: AtlasConfig) -> None:
-    """ConfigError unless the run after this one can begin with this one's model."""
+    """ConfigError unless the run after this one can begin with this one's model, and has text."""
     after = config.next()
     if after is None:
         return
     try:
+        if after.data.source != config.data.source:
+            check_there(after.data)
         changed = model_config(after, tokenizer, architecture)
         with torch.device("meta"):
             before, behind = AtlasForCausalLM(architecture), AtlasForCausalLM(changed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ def flat_settings(folder: Path) -> dict[str, Any]:
 def in_bytes(settings: dict[str, Any]) -> bool:
     """Whether a token of the run is surely a byte, so that its losses are of bytes: a prepared folder has a tokenizer
     of its own, whatever `data.tokenizer` says."""
-    path = settings.get("data.path")
-    prepared = isinstance(path, str) and (Path(path).expanduser() / "prepared.json").is_file()
-    return settings.get("data.tokenizer", "bytes") == "bytes" and not prepared
+    tokenizer, path = settings.get("data.tokenizer", "bytes"), settings.get("data.path")
+    if isinstance(path, str) and (prepared := Path(path).expanduser() / "prepared.json").is_file():
+        try:
+            tokenizer = json.loads(prepared.read_text(encoding="utf-8"))["name_of_tokenizer"]
+        except (OSError, ValueError, TypeError, KeyError):  # damaged
+            return False
+    return bool(tokenizer == "bytes")
 
 
 def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:

@@ -26,7 +26,7 @@ from atlas_memory.training.arguments import arguments_of
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, Samples, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.checkpoints import SAVING, checkpoint_to_resume, number, publish, writing
-from atlas_memory.training.checks import check_device, check_folder, clear_start, only_run, usable, warn
+from atlas_memory.training.checks import check_folder, check_run, clear_start, only_run, usable, warn
 from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.examples import Examples, Text, batches, collate
 from atlas_memory.training.finished import save_again, save_model
@@ -79,9 +79,7 @@ def _train(config: RunConfig, resume: bool, console: Console | None, on_alarm: O
     folder = Path(config.output_dir)
     if process() == 0:
         check_folder(folder, config, resume)
-    check_device(config)
-    sharded.check(config)
-    config.check()
+    check_run(config)
     with ExitStack() as held:
         if resume:
             held.enter_context(only_run(folder))

@@ -1,0 +1,51 @@
+"""Which files under a folder are text to be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+PREPARED = "prepared.json"  # in a folder of `atlas data prepare`, written last: without it the folder is not finished
+# Folders of the standard library that hold tests, other people's code or generated tables.
+_LEFT_OUT = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip", "pydoc_data", "encodings"}
+)
+
+
+def files_under(root: Path) -> list[str]:
+    """Relative paths of the files under `root`, sorted within each folder; without hidden ones, prepared folders and
+    runs. Links to folders are followed, and each folder is entered once."""
+    return list(_walk(root, frozenset()))
+
+
+def library_files(root: Path) -> list[str]:
+    """Relative paths of the Python standard library's own source, where `root` is its folder."""
+    return [name for name in _walk(root, _LEFT_OUT) if _is_library_source(name)]
+
+
+def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
+    been = {os.path.realpath(root)}
+
+    def enters(path: Path) -> bool:
+        if path.name.startswith((".", "__pycache__")) or path.name in left_out or _is_ours(path):
+            return False
+        real = os.path.realpath(path)
+        new = real not in been
+        been.add(real)
+        return new
+
+    for folder, subfolders, files in os.walk(root, followlinks=True):
+        subfolders[:] = [name for name in sorted(subfolders) if enters(Path(folder) / name)]
+        for name in sorted(files):
+            if not name.startswith("."):
+                yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a prepared text, or the folder of a run, whose logs would be read as tables of text."""
+    return (folder / PREPARED).is_file() or all((folder / name).is_file() for name in ("run.yaml", "data.json"))
+
+
+def _is_library_source(name: str) -> bool:
+    return name.endswith(".py") and not name.rpartition("/")[2].startswith("_sysconfigdata")
