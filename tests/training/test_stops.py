@@ -162,6 +162,15 @@ def test_what_comes_then_is_checked_before_this_run_is_changed(tmp_path) -> None
     assert (tmp_path / "run" / "run.yaml").read_text() == described
 
 
+def test_a_run_that_others_have_gone_on_from_is_not_made_longer(tmp_path) -> None:
+    train(settings(tmp_path, "train.steps=2", "then.train.steps=2"))
+    with pytest.raises(ConfigError, match=r"train.steps is 3 for 2, and what comes then has begun"):
+        train(settings(tmp_path, "train.steps=3", "then.train.steps=2"), resume=True)
+    shutil.rmtree(tmp_path / "run" / "then")
+    assert train(settings(tmp_path, "train.steps=3", "then.train.steps=2"), resume=True).steps == 2
+    assert len(read_log(tmp_path / "run")) == 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

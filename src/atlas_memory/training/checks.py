@@ -39,6 +39,7 @@ _MAY_CHANGE = frozenset(
     | {"sample_tokens", "prompt", "watch_every", "alarm_webhook"}
     | {"batch_size", "gradient_accumulation_steps"}  # whose product must stay: Text.check_same
 )
+_LENGTH = frozenset({"steps", "max_minutes"})
 _OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")  # where a configuration names none
 _OF_A_START = ("run.yaml", ABOUT, LOG, SAMPLES, MEMORY)
 """What a run writes before its first step is finished."""
@@ -115,6 +116,8 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
         now["model"] = before["model"]
     if all(map(_is_second_stage, (begun, config))):  # wherever both lie now
         before["model"]["init_from"] = now["model"]["init_from"]
+    after = config.next()
+    begun_after = after is not None and (Path(after.output_dir) / "run.yaml").is_file()
     for section in ("model", "data", "train"):
         for key in sorted(before[section].keys() | now[section].keys()):
             old, new = before[section].get(key), now[section].get(key)
@@ -124,6 +127,11 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
                 raise ConfigError(
                     f"{section}.{key} is {new!r}, but the run to resume has {old!r}: "
                     "set it back, or train into another output_dir"
+                )
+            if old != new and begun_after and key in _LENGTH:
+                raise ConfigError(
+                    f"{section}.{key} is {new!r} for {old!r}, and what comes then has begun with the model as it was: "
+                    f"set it back, or move {str(folder / 'then')!r} away, which then begins again"
                 )
 
 
