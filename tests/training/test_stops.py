@@ -1,5 +1,6 @@
 """Runs that end before their last step: by what are no numbers, by a signal, by the clock; and those made longer."""
 
+import hashlib
 import json
 import math
 import os
@@ -13,9 +14,11 @@ import torch
 from transformers import TrainerCallback
 
 from atlas_memory.cli import main
+from atlas_memory.data.sources import Document
 from atlas_memory.training import callbacks, trainer
 from atlas_memory.training.checkpoints import newest_checkpoint
 from atlas_memory.training.config import ConfigError
+from atlas_memory.training.examples import is_held_out
 from atlas_memory.training.finite import check_finite
 from atlas_memory.training.logs import line, read_log
 from atlas_memory.training.trainer import train
@@ -169,6 +172,21 @@ def test_a_run_that_others_have_gone_on_from_is_not_made_longer(tmp_path) -> Non
     shutil.rmtree(tmp_path / "run" / "then")
     assert train(settings(tmp_path, "train.steps=3", "then.train.steps=2"), resume=True).steps == 2
     assert len(read_log(tmp_path / "run")) == 3
+
+
+def test_a_text_under_another_name_is_the_same(tmp_path) -> None:
+    text = " ".join(str(n * n) for n in range(2000))
+    (tmp_path / "squares.txt").write_text(text)
+    train(settings(tmp_path, *QUIET, f"data.path={tmp_path / 'squares.txt'}"))
+    (tmp_path / "squares.txt").rename(tmp_path / "numbers.txt")
+    moved = settings(tmp_path, *QUIET, f"data.path={tmp_path / 'numbers.txt'}", "train.steps=8")
+    assert train(moved, resume=True).steps == 8
+    (tmp_path / "numbers.txt").write_text(text[:-1] + "!")  # held out is the end
+    with pytest.raises(ConfigError, match="other held-out text"):
+        train(settings(tmp_path, *QUIET, f"data.path={tmp_path / 'numbers.txt'}", "train.steps=9"), resume=True)
+    documents = (Document("a.txt", "one"),)
+    assert is_held_out(hashlib.blake2b(b"a.txt\0one\0").hexdigest(), documents)  # as earlier versions noted it
+    assert not is_held_out(hashlib.blake2b(b"a.txt\0two\0").hexdigest(), documents)
 
 
 @pytest.mark.parametrize(

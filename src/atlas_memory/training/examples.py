@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,8 @@ class Text:
                 "train.batch_size x train.gradient_accumulation_steps x processes to be as many"
             )
         mark = self._mark() if whole else self._mark_of_samples()
+        if whole and is_held_out(before["held_out"], self.held_out):
+            mark["held_out"] = before["held_out"]
         if before != mark:
             changes = [name for name in ("documents", "digest", "held_out") if before.get(name) != mark.get(name)]
             how = f"it had {had:,} tokens to train on and has {mark['tokens']:,}"
@@ -157,10 +159,20 @@ class Text:
 
 
 def digest_of_held_out(documents: Sequence[Document]) -> str:
-    """By which a run knows the text that is held out again, names included."""
+    """By which a run knows the text that is held out again, whatever its files are called now."""
+    return _digest(document.text for document in documents)
+
+
+def is_held_out(digest: str, documents: Sequence[Document]) -> bool:
+    """Whether a run has noted this digest of the documents; runs of earlier versions noted their names too."""
+    named = (f"{document.name}\0{document.text}" for document in documents)
+    return digest in (digest_of_held_out(documents), _digest(named))
+
+
+def _digest(texts: Iterable[str]) -> str:
     found = hashlib.blake2b()
-    for document in documents:
-        found.update(f"{document.name}\0{document.text}\0".encode("utf-8", "surrogatepass"))
+    for text in texts:
+        found.update(f"{text}\0".encode("utf-8", "surrogatepass"))
     return found.hexdigest()
 
 

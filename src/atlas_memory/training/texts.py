@@ -11,7 +11,7 @@ from atlas_memory.data.prepared import Prepared, load_corpus
 from atlas_memory.data.sources import Document, Source, is_dataset_name
 from atlas_memory.data.tokens import warn_of_loss
 from atlas_memory.training.config import RunConfig
-from atlas_memory.training.examples import ABOUT, digest_of_held_out
+from atlas_memory.training.examples import ABOUT, is_held_out
 from atlas_memory.training.runs import Run
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def _warn_of_change(run: Run, held_out: Sequence[Document]) -> None:
         then = json.loads((run.folder / ABOUT).read_text(encoding="utf-8")).get("held_out")
     except (OSError, ValueError, AttributeError):
         return  # of an earlier version, or copied without it
-    if then not in (None, digest_of_held_out(held_out)):
+    if then is not None and not is_held_out(then, held_out):
         logger.warning(
             "the text of %s has changed since it was trained: what is held out of it now may have been trained on. "
             "Restore it, or give another text by --data",
