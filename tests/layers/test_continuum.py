@@ -51,10 +51,10 @@ def test_a_trained_mlp_becomes_a_level() -> None:
     [
         ((0, 8), "dim must be an integer >= 1, got 0"),
         ((8, -1), "hidden must be an integer >= 1, got -1"),
-        ((8, 8, ()), "periods is empty"),
+        ((8, 8, ()), r"periods must be a list with a number of steps for each level, such as \[1, 4, 16\]; got \(\)"),
         ((8, 8, (1, 0)), "every entry of periods must be an integer >= 1, got 0"),
         ((8, 8, (1, 2.0)), "every entry of periods must be an integer >= 1, got 2.0"),
-        ((8, 8, (1, 16, 4)), r"periods=\(1, 16, 4\) must go from the fastest level to the slowest"),
+        ((8, 8, (1, 16, 4)), r"periods=\[1, 16, 4\] must go from the fastest level to the slowest"),
     ],
 )
 def test_bad_arguments(arguments, message: str) -> None:

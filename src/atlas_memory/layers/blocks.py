@@ -58,7 +58,7 @@ def sliding_window(dim: int, heads: int, *, attention_window: int = 64) -> nn.Mo
 
 
 def _after_persistent(mixer: nn.Module, count: int, dim: int) -> nn.Module:
-    return WithPersistentTokens(mixer, PersistentTokens(count, dim)) if count else mixer
+    return WithPersistentTokens(mixer, PersistentTokens(count, dim)) if count != 0 else mixer
 
 
 @dataclass(frozen=True)

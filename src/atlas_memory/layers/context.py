@@ -91,7 +91,7 @@ class MemoryAsContext(Stateful):
         check_heads(dim, heads)
         check_size("attention_window, the length of a segment,", attention_window)
         self.dim, self.heads, self.segment = dim, heads, attention_window
-        self.persistent = PersistentTokens(persistent_tokens, dim) if persistent_tokens else None
+        self.persistent = PersistentTokens(persistent_tokens, dim) if persistent_tokens != 0 else None
         self.memory = NeuralMemory(dim, heads, eps=eps, **memory)
         if memory.get("hierarchy") is not None:
             raise ValueError(

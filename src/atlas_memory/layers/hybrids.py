@@ -85,7 +85,7 @@ class MemoryAsGate(Stateful):
         super().__init__()
         self.dim = dim
         self.memory: nn.Module = NeuralMemory(dim, heads, eps=eps, **memory)
-        if persistent_tokens:
+        if persistent_tokens != 0:
             self.memory = WithPersistentTokens(self.memory, PersistentTokens(persistent_tokens, dim))
         self.attention = SlidingWindowAttention(dim, heads, attention_window)
         self.gate = MemoryGate(dim, eps)

@@ -13,6 +13,7 @@ C_l = 16 here means every 16th batch, and a trained model that only reads does n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,6 +50,23 @@ class ContinuumLevel(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+def check_periods(name: str, periods: Any) -> tuple[int, ...]:
+    """The periods of a continuum, which the user calls ``name``.
+
+    Raises:
+        ValueError: they are no list of whole numbers >= 1, there is none, or they do not go from the fastest on.
+    """
+    if not isinstance(periods, list | tuple) or not periods:
+        raise ValueError(
+            f"{name} must be a list with a number of steps for each level, such as [1, 4, 16]; got {periods!r}"
+        )
+    for period in periods:
+        check_size(f"every entry of {name}", period)
+    if list(periods) != sorted(periods):
+        raise ValueError(f"{name}={list(periods)} must go from the fastest level to the slowest: sort them")
+    return tuple(periods)
+
+
 class ContinuumMLP(nn.Module):
     """A chain of residual MLPs, from the fastest to the slowest (Nested Learning, Eq. 70).
 
@@ -71,14 +89,10 @@ class ContinuumMLP(nn.Module):
 
     def __init__(self, dim: int, hidden: int, periods: Sequence[int] = (1, 4, 16), eps: float = 1e-6) -> None:
         super().__init__()
-        for name, value in (("dim", dim), ("hidden", hidden), *(("every entry of periods", p) for p in periods)):
+        for name, value in (("dim", dim), ("hidden", hidden)):
             check_size(name, value)
         check_positive("eps", eps)
-        self.periods = tuple(periods)
-        if not self.periods:
-            raise ValueError("periods is empty: give one number of steps for each level, such as (1, 4, 16)")
-        if list(self.periods) != sorted(self.periods):
-            raise ValueError(f"periods={self.periods} must go from the fastest level to the slowest: sort them")
+        self.periods = check_periods("periods", periods)
         self.levels = nn.ModuleList(ContinuumLevel(dim, hidden, eps) for _ in self.periods)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from ..layers.blocks import BLOCKS, check_blocks, made
 from ..layers.hierarchy import Hierarchy
+from ..layers.mlp import check_periods
 from ..layers.stateful import Stateful
 from ..mathematics.sizes import check_positive, check_size
 from ..memory import RULES, Rule
@@ -152,18 +153,8 @@ class AtlasConfig(PreTrainedConfig):
         for name in ("intermediate_size", "window", "chunk_size", "attention_window", "gate_rank"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
-        if type(self.persistent_tokens) is not int or self.persistent_tokens < 0:
-            raise ValueError(f"persistent_tokens must be a whole number, 0 for none; got {self.persistent_tokens!r}")
-        if self.key_lag is not None and (isinstance(self.key_lag, bool) or not isinstance(self.key_lag, int)):
-            raise ValueError(f"key_lag must be a whole number, got {self.key_lag!r}")
         if self.continuum_periods is not None:
-            if not isinstance(self.continuum_periods, list | tuple) or not self.continuum_periods:
-                raise ValueError(f"continuum_periods must be a list of whole numbers, got {self.continuum_periods!r}")
-            self.continuum_periods = list(self.continuum_periods)
-            for period in self.continuum_periods:
-                check_size("each of continuum_periods", period)
-            if self.continuum_periods != sorted(self.continuum_periods):
-                raise ValueError(f"continuum_periods={self.continuum_periods} must go from the fastest on: sort them")
+            self.continuum_periods = list(check_periods("continuum_periods", self.continuum_periods))
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} does not divide into num_attention_heads="
