@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels import dispatch
 from ..kernels.proof import proven
+from ..mathematics.functions import no_autocast
 from ..mathematics.gates import CompleteGates, Gates
 from ..mathematics.precision import Broken, can_look, cast, check_inputs, compute, kept_dtype, working_dtype
 from ..mathematics.rules import Params, Rule
@@ -215,7 +216,7 @@ def read_on(
     """Read the next whole chunks, or the last tokens: y, and what to go on from. ``params`` are those that ``begin``
     returned; q, k, v and gates are of these tokens only."""
     up = cast(working_dtype(rule, q))
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         k, v, gates, broken = Broken.apart(rule, k, v, gates)
         tokens = _tokens(rule, up(q), up(k), up(v), gates.map(up))
         y, reading = _read_group(rule, compiled, DEFAULT, params, tokens, gates.length, reading)

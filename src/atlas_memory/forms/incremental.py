@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..mathematics.functions import no_autocast
 from ..mathematics.gates import CompleteGates, Gates, pick
 from ..mathematics.networks import Apply, Trace
 from ..mathematics.precision import at_hand, compute
@@ -48,7 +49,7 @@ def read_out(rule: Rule, params: Params, q: Tensor, weights: tuple[Tensor, ...],
     """As ``retrieve``, from a memory with these ``weights``; ``keys`` are those of the columns on phi*."""
     work = torch.promote_types(q.dtype, torch.float32)
     params, keys = params.map(lambda t: t.to(work)), (q[..., :0, :] if keys is None else keys).to(work)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         apply = _applier(rule, params, tuple(w.to(work) for w in weights), keys)
         return rule.network.forward(apply, q.to(work), params.norm).to(q.dtype)
 

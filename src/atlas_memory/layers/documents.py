@@ -94,7 +94,9 @@ class Documents:
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, starts: Tensor | Documents | None, x: Tensor, layer: nn.Module) -> Documents | None:
+    def of(
+        cls, starts: Tensor | Documents | None, x: Tensor, layer: nn.Module, mask: Tensor | None = None
+    ) -> Documents | None:
         """The cuts for x `[batch, time, ...]`; None where nothing begins.
 
         Args:
@@ -102,6 +104,8 @@ class Documents:
                 were made of them.
             layer: The layer that is to read x. If its state grows with what it reads, all pieces are one group, whose
                 states are then of one length.
+            mask: `[batch, time]`, nonzero at real tokens; a start that is marked at padding is that of the next real
+                token, and none where no more follows.
 
         Raises:
             ValueError: starts is no tensor `[batch, time]`.
@@ -117,6 +121,8 @@ class Documents:
             )
         batch, time = starts.shape
         starts = starts.to(x.device).bool()
+        if isinstance(mask, Tensor) and mask.shape == starts.shape:
+            starts = at_real_tokens(starts, mask.to(starts.device))
         if not time or not starts.any():
             return None
         begins = starts.clone()
@@ -201,11 +207,25 @@ def _read(layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, options:
     return y, after
 
 
+def before_each(mask: Tensor) -> Tensor:
+    """The place of the real token before each token of `mask` `[batch, time]`, int64 `[batch, time]`; -1: none."""
+    places = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    nearest = torch.where(mask.bool(), places, -1)
+    return torch.nn.functional.pad(nearest[:, :-1], (1, 0), value=-1).cummax(1).values
+
+
+def at_real_tokens(starts: Tensor, mask: Tensor) -> Tensor:
+    """Where documents begin, bool `[batch, time]`, with what is marked at padding moved to the real token behind it."""
+    marks, before = starts.cumsum(1), before_each(mask)
+    earlier = torch.where(before < 0, 0, marks.gather(1, before.clamp(min=0)))
+    return mask.bool() & (marks > earlier)
+
+
 def read_documents(
     layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, starts: Tensor | Documents | None, **options: Any
 ) -> tuple[Tensor, Any]:
     """`layer(x, state, mask, **options)` with every document a sequence of its own; starts as in `Documents.of`."""
-    documents = Documents.of(starts, x, layer)
+    documents = Documents.of(starts, x, layer, mask)
     if documents is None:
         return _read(layer, x, state, mask, options)
     results = [_read(layer, g.split(x), g.begin(layer, x, state), g.mask(mask), options) for g in documents.groups]

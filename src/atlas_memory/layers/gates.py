@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..mathematics.functions import no_autocast
 from ..mathematics.sizes import check_size
 from ..memory import Gates, Rule
 
@@ -123,7 +124,7 @@ class GateProjection(nn.Module):
         last dimension dim / heads, and gamma c."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         found: dict[str, list[Tensor]] = {"eta": [], "alpha": [], "theta": [], "delta": [], "gamma": []}
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x.device):
             weight, flat = self.weight.to(dtype), x.to(dtype).flatten(0, 1)
             logits = torch.addmm(self.bias.to(dtype), flat, weight.T, alpha=self.gain).unflatten(0, x.shape[:2])
             for name, logit in zip(

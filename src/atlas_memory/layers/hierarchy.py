@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..mathematics.functions import no_autocast
 from ..mathematics.precision import cast as cast_to
 from ..mathematics.precision import kept_dtype
 from ..mathematics.sizes import check_size
@@ -272,7 +273,7 @@ class HierarchicalMemory(Stateful):
             return (q,) * len(chunks), ()
         dtype = torch.promote_types(q.dtype, torch.float32)
         wide, keys = q.to(dtype), k.to(dtype)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device):
             if self.hierarchy.project == "shard":
                 carried = self._no_keys(wide) if state is None else state.projections[0]
                 asked, end = project_since_start(wide, keys, carried, shards.lengths)

@@ -31,6 +31,7 @@ from ..forms.counterparts import has_chunks
 from ..forms.grid import Grid
 from ..forms.incremental import read_out
 from ..forms.parts import Chunk, Held
+from ..mathematics.functions import no_autocast
 from ..mathematics.precision import cast, check_inputs, kept_dtype
 from ..mathematics.sizes import check_heads
 from ..memory import (
@@ -183,7 +184,7 @@ class SelfModifyingMemory(Stateful):
 
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
         q, u, past = self._look(x, state.past if state else None, length)
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x.device):
             asked = for_all(q)
             memory = initial_state(self.rule, self.memory.params.initial, asked) if state is None else state.memory
             memory = memory.map(cast(kept_dtype(x)))

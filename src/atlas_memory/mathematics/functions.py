@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -36,14 +37,19 @@ def largest(x: Tensor) -> Tensor:
     return x.max(-1).values
 
 
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context without ``torch.autocast`` on a device of this type; the device "meta", which has none, needs none."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A ``backward`` of a ``torch.autograd.Function`` as it is outside ``torch.autocast``, which is still on where
     ``loss.backward()`` is called within it: products would be in bfloat16, and in-place ones would mix two dtypes."""
 
     @wraps(backward)
     def whole(ctx: Any, *gradients: Any) -> Any:
-        device = next((g.device.type for g in gradients if g is not None), "cpu")
-        with torch.autocast(device, enabled=False):
+        device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
+        with no_autocast(device):
             return backward(ctx, *gradients)
 
     return whole

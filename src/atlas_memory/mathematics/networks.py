@@ -117,7 +117,7 @@ class Ending:
             return torch.ones_like(trace.body[..., 0])
         centred = trace.body - trace.body.mean(-1, keepdim=True)
         inverse = 1.0 / (centred.square().mean(-1) + NORM_EPS).clamp_max(1.0)
-        return inverse if norm is None else inverse * largest(norm[0].square())[..., None]
+        return inverse if norm is None else inverse * norm[0].abs().amax(-1).square()[..., None]
 
     @property
     def shares(self) -> tuple[float, ...]:

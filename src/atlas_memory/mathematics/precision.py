@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .features import Features
+from .functions import no_autocast
 from .gates import Gates
 from .rules import Params, Rule
 from .state import MemoryState
@@ -43,7 +44,7 @@ def compute(
     """
     check_inputs(rule, params, q, k, v, gates, state)
     up = cast(working_dtype(rule, q))
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         state = None if state is None else state.map(up)
         k, v, gates, broken = Broken.apart(rule, k, v, gates)
         y, end = form(rule, params.map(up), up(q), up(k), up(v), gates.map(up), state)
@@ -131,6 +132,8 @@ def can_look(x: Tensor) -> bool:
 
 def _finite(x: Tensor) -> Tensor:
     """Whether all numbers along the last axis are finite, in one pass where ``isfinite`` takes four on a GPU."""
+    if not x.numel():  # of which fake tensors refuse a norm
+        return x.new_ones(x.shape[:-1], dtype=torch.bool)
     return torch.linalg.vector_norm(x.detach(), torch.inf, -1).isfinite()
 
 

@@ -64,7 +64,8 @@ class State:
     def detach(self) -> Self:
         """The state without the graph by which it was made: what training on from it should begin with. What was made
         under ``torch.inference_mode`` is copied, since PyTorch trains on no such tensor."""
-        return self.map(lambda t: t.detach().clone() if t.is_inference() else t.detach())
+        compiling = torch.compiler.is_compiling()  # which asks for no such thing
+        return self.map(lambda t: t.detach().clone() if not compiling and t.is_inference() else t.detach())
 
     def anchored(self, fresh: Self) -> Self:
         """The state, which has no graph, with the gradient of ``fresh``, a layer's ``initial_state``: as if it were

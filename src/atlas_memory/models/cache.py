@@ -1,10 +1,12 @@
 """The state of an Atlas model as a transformers cache."""
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 
 class AtlasCacheLayer(CacheLayerMixin):
@@ -19,6 +21,15 @@ class AtlasCacheLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
     is_sliding = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AtlasCacheLayer":
+        if self.state is not None and not all(tensor.is_leaf for tensor in self.state.tensors()):
+            raise ValueError(
+                "past_key_values keeps the graph of what was read, which cannot be copied: detach() it first"
+            )
+        memo[id(self)] = copied = type(self)()
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def __init__(self, keep_graph: bool = False, anchored: bool = False) -> None:
         super().__init__()
@@ -73,10 +84,22 @@ class AtlasCacheLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
-            self.state = self.state.map(lambda x: x.index_select(0, indices.to(x.device)))
+            self.state = self.state.map(lambda x: x[torch.as_tensor(indices, device=x.device)])
 
     def crop(self, *args: Any) -> None:
         raise ValueError("a memory cannot forget its last tokens: cropping an Atlas cache is impossible")
+
+
+class Ended(StoppingCriteriaList):
+    """The stopping criteria of `generate`, which keep which rows have ended by them: `rows`, bool `[batch]`, or None
+    before the first token."""
+
+    rows: Tensor | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        done = super().__call__(*args, **kwargs)
+        self.rows = done if self.rows is None else self.rows | done
+        return done
 
 
 # How many of the ids that were read a cache keeps, to know them again.
@@ -101,6 +124,8 @@ class AtlasCache(Cache):
     def __init__(self, num_hidden_layers: int, keep_graph: bool = False, anchored: bool = False) -> None:
         super().__init__(layers=[AtlasCacheLayer(keep_graph, anchored) for _ in range(num_hidden_layers)])
         self._last_ids: Tensor | None = None  # [batch, at most _KEPT]; None where they are not known
+        self.ended: Ended | None = None  # while `generate` writes
+        self.of_beams = False  # what was read is of beam search
 
     def note(self, ids: Tensor | None) -> None:
         """Keep the last of the ids that were read, int64 `[batch, time]`; None after embeddings."""
@@ -139,7 +164,7 @@ class AtlasCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self._last_ids = None
+        self._last_ids, self.of_beams = None, False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
@@ -156,7 +181,7 @@ class AtlasCache(Cache):
 
     def _take_rows(self, rows: Tensor) -> None:
         if self._last_ids is not None:
-            self._last_ids = self._last_ids.index_select(0, rows.to(self._last_ids.device))
+            self._last_ids = self._last_ids[torch.as_tensor(rows, device=self._last_ids.device)]
 
     def detach(self) -> None:
         """Keep what was read, and let go of the graph by which it was made."""
@@ -181,6 +206,11 @@ def check_cache(cache: Any, num_hidden_layers: int) -> list[AtlasCacheLayer]:
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}, but an Atlas model keeps "
             "states of its own; pass the past_key_values that it returned, or AtlasCache(config.num_hidden_layers)"
+        )
+    if getattr(cache, "of_beams", False):
+        raise ValueError(
+            "past_key_values was left by beam search, and has read its last beams, which are not the text that was "
+            "returned: begin with a new one, or with a copy from before (copy.deepcopy)"
         )
     if len(layers) != num_hidden_layers:
         raise ValueError(

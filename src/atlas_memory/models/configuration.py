@@ -1,5 +1,6 @@
 """The configuration of an Atlas model."""
 
+import warnings
 from copy import deepcopy
 from dataclasses import asdict, fields
 from importlib import import_module
@@ -172,10 +173,13 @@ class AtlasConfig(PreTrainedConfig):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             for number in value if isinstance(value, list | tuple) else [] if value is None else [value]:
-                if type(number) is not int or not 0 <= number < self.vocab_size:
-                    raise ValueError(
+                if type(number) is not int or number < 0:
+                    raise ValueError(f"{name}={value!r} is no token id: give a whole number from 0 on, or None")
+                if number >= self.vocab_size:  # no error: a model whose vocabulary was cut is loaded again
+                    warnings.warn(
                         f"{name}={value!r} is no token of a vocabulary of vocab_size={self.vocab_size}, whose ids are "
-                        f"0 to {self.vocab_size - 1}"
+                        f"0 to {self.vocab_size - 1}",
+                        stacklevel=4,
                     )
 
     def _check_block(self) -> None:

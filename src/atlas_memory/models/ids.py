@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layers.padding import check_mask
-from ..mathematics.precision import at_hand
+from ..mathematics.precision import at_hand, can_look
 
 IGNORED = -100
 """The label of a token that does not count."""
@@ -40,20 +40,21 @@ def _check_range(name: str, ids: Tensor, lowest: int, vocab_size: int) -> None:
         raise ValueError(f"{name} must be from 0 to {vocab_size - 1}{also}; they are from {low} to {high}")
 
 
-def mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, time: int) -> Tensor | None:
-    """The part of an attention mask about this call's tokens, bool `[batch, time]`; None if all are real."""
+def mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, time: int, goes_on: bool = True) -> Tensor | None:
+    """The part of an attention mask about this call's tokens, bool `[batch, time]`; None if all are real. Entries for
+    earlier tokens may stand before them where the call goes on from a cache."""
     if isinstance(mask, dict):
         mask = next((m for m in mask.values() if m is not None), None)
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor [batch, time], got a {type(mask).__name__}")
-    if mask.dim() != 2 or mask.shape[1] < time:
+    if mask.dim() != 2 or mask.shape[1] < time or (mask.shape[1] > time and not goes_on):
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)}; give [batch, time] with an entry for each of the "
-            f"{time} tokens of this call (entries for earlier tokens may stand before them)"
+            f"{time} tokens of this call (entries for earlier tokens may stand before them, beside past_key_values)"
         )
     check_mask("attention_mask", mask)
     mask = mask[:, mask.shape[1] - time :].bool()
     # Most masks mask nothing; layers are faster without one. A compiled graph must not branch on data.
-    return None if not torch.compiler.is_compiling() and mask.all() else mask
+    return None if can_look(mask) and mask.all() else mask

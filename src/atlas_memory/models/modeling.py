@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -13,6 +13,7 @@ from ..layers.blocks import MemoryBlock
 from ..layers.documents import Documents
 from .cache import AtlasCache, check_cache
 from .configuration import AtlasConfig
+from .generating import AtlasGenerationMixin
 from .ids import check_ids, check_labels, mask_of_call
 from .packing import refuse_unknown, starts_of_documents
 
@@ -23,10 +24,6 @@ class AtlasBlock(GradientCheckpointingLayer, MemoryBlock):
     def __init__(self, config: AtlasConfig) -> None:
         hidden, periods = cast(int, config.intermediate_size), config.continuum_periods
         super().__init__(config.hidden_size, config.mixer(), hidden, config.rms_norm_eps, periods)
-
-
-PREFILL = 8192
-"""Tokens of a prompt that `generate` reads at a time."""
 
 
 class AtlasPreTrainedModel(PreTrainedModel):
@@ -154,14 +151,14 @@ class AtlasModel(AtlasPreTrainedModel):
             _check_recomputing(cast(AtlasBlock, self.layers[0]))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        time, mask = x.shape[1], mask_of_call(attention_mask, x.shape[1])
+        time, mask = x.shape[1], mask_of_call(attention_mask, x.shape[1], past_key_values is not None)
         if document_ids is not None and seq_idx is not None:
             raise ValueError("document_ids and seq_idx are two names of one argument: give one of them")
         forms = (position_ids, document_ids if seq_idx is None else seq_idx, cu_seq_lens_q)
         if any(form is not None for form in forms):
             read_before = _read_before(attention_mask, past_key_values, time)
             document_starts = starts_of_documents(x, mask, read_before, document_starts, *forms)
-        documents = Documents.of(document_starts, x, self)  # once for all layers
+        documents = Documents.of(document_starts, x, self, mask)  # once for all layers
 
         hidden_states = [x]
         for i, layer in enumerate(self.layers):
@@ -181,7 +178,7 @@ class AtlasModel(AtlasPreTrainedModel):
         )
 
 
-class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
+class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
     """The language model: `AtlasModel` and a head over the vocabulary.
 
     Args:
@@ -259,62 +256,6 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
-
-    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """None: `generate` would number the tokens, which says no more than that no document begins."""
-
-    def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """Give `generate` our cache where it would make one for keys and values."""
-        if generation_config.cache_implementation is not None:
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} is for keys and values; "
-                "an Atlas model keeps a memory of fixed size, leave cache_implementation out"
-            )
-        given = model_kwargs.get("past_key_values") is not None
-        if given and generation_config.use_cache is False:
-            raise ValueError("use_cache=False reads everything again at each token, past_key_values too: leave one out")
-        if not given and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = AtlasCache(self.config.num_hidden_layers)
-
-    def _update_model_kwargs_for_generation(
-        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        # What marks documents is of the prompt, which has been read.
-        for name in ("document_starts", "document_ids", "seq_idx", "cu_seq_lens_q"):
-            if model_kwargs.pop(name, None) is not None and model_kwargs.get("past_key_values") is None:
-                raise ValueError(f"use_cache=False reads the prompt again at every token: leave it or {name} out")
-        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: ValueError."""
-        raise ValueError("continuous batching is for keys and values in pages; call generate, with padding on the left")
-
-    def _prefill(
-        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """The first call of `generate`. Of ids whose mask is no longer than they are it leaves out as many as the
-        cache has read, since they begin with those; where they do not, a longer mask says that they are all new. Long
-        ones are read `PREFILL` at a time, so that memory does not grow with them."""
-        cache: Any = model_kwargs.get("past_key_values")
-        embedded = model_kwargs.get("inputs_embeds")
-        if not (input_ids if embedded is None else embedded).shape[1]:
-            raise ValueError("generate was given no token to begin with: give one, such as the end-of-text token")
-        mask = model_kwargs.get("attention_mask")
-        covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-        if cache is not None:
-            check_cache(cache, self.config.num_hidden_layers)
-            cache.repeat_for(len(input_ids), max(generation_config.num_beams, generation_config.num_return_sequences))
-            if input_ids.shape[1] > PREFILL and embedded is None and not generation_config.output_hidden_states:
-                generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or PREFILL
-        of_ids = cache is not None and embedded is None and covered <= input_ids.shape[1]
-        if of_ids and not cache.is_read_in(input_ids):
-            generation_config._mask_length = -1
-            if mask is not None:  # one entry more is enough, unless the mask is cut by where chunks end
-                longer = cache.get_seq_length() if generation_config.prefill_chunk_size else 1
-                model_kwargs["attention_mask"] = nn.functional.pad(mask, (longer, 0), value=1)
-        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc, arg-type]
 
 
 def _check_recomputing(layer: AtlasBlock) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layers.documents import before_each
+
 # What transformers, peft and their like pass to every model; a memory needs none of it, and the loss reads its own.
 _PASSED = {"cache_position", "token_type_ids", "output_attentions", "output_router_logits", "is_causal"}
 _PASSED |= {"num_items_in_batch", "ignore_index"}  # of the loss
@@ -40,7 +42,7 @@ def starts_of_documents(
 
     Args:
         x: `[batch, time, ...]`, what is read.
-        mask: `[batch, time]`, nonzero for real tokens: positions of others say nothing.
+        mask: `[batch, time]`, nonzero for real tokens: positions and ids of others say nothing.
         read_before: `[batch]` or one for all, whether the state that rows go on from has read anything.
         document_starts: `[batch, time]`, nonzero at the first token of every document.
         position_ids: `[batch, time]` or `[1, time]`; a document begins where they do not grow, and, in rows that
@@ -61,8 +63,7 @@ def starts_of_documents(
                 "document_starts, with the first token marked where a document begins"
             )
     if document_ids is not None:
-        ids = _of_the_tokens("document_ids", document_ids, x)
-        found.append(torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True))
+        found.append(_where_ids_change(_of_the_tokens("document_ids", document_ids, x), mask))
     if cu_seq_lens_q is not None:
         found.append(_where_lengths_end(cu_seq_lens_q, x))
     if len(found) < 2:
@@ -85,12 +86,17 @@ def _where_positions_restart(
     """Where the position of a real token is not above that of the real token before it."""
     positions = _of_the_tokens("position_ids", position_ids, x)
     real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.bool()
-    places = torch.arange(positions.shape[1], device=x.device).expand_as(positions)
-    nearest = torch.where(real, places, -1)
-    nearest = torch.nn.functional.pad(nearest[:, :-1], (1, 0), value=-1).cummax(1).values
+    nearest = before_each(real)
     before = positions.gather(1, nearest.clamp(min=0))
     going_on = torch.as_tensor(read_before, device=x.device).expand(len(positions))[:, None]
     return real & torch.where(nearest < 0, going_on & (positions == 0), positions <= before)
+
+
+def _where_ids_change(ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Where the id of a real token is not that of the real token before it."""
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    nearest = before_each(real)
+    return real & ((nearest < 0) | (ids != ids.gather(1, nearest.clamp(min=0))))
 
 
 def _where_lengths_end(cu_seq_lens_q: Tensor, x: Tensor) -> Tensor:

@@ -1,0 +1,124 @@
+"""What `generate` of transformers does with an Atlas model: it begins with our cache, reads on from what a cache holds,
+and reads no padding into it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+
+from .cache import AtlasCache, Ended, check_cache
+
+PREFILL = 8192
+"""Tokens of a prompt that `generate` reads at a time."""
+MARKS = ("document_starts", "document_ids", "seq_idx", "cu_seq_lens_q")
+"""Arguments that mark the documents of a call's tokens."""
+
+
+class AtlasGenerationMixin(GenerationMixin):
+    """`generate` of a model whose state is an `AtlasCache`."""
+
+    config: Any
+
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """None: `generate` would number the tokens, which says no more than that no document begins."""
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Give `generate` our cache where it would make one for keys and values."""
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} is for keys and values; "
+                "an Atlas model keeps a memory of fixed size, leave cache_implementation out"
+            )
+        given = model_kwargs.get("past_key_values") is not None
+        if given and generation_config.use_cache is False:
+            raise ValueError("use_cache=False reads everything again at each token, past_key_values too: leave one out")
+        if not given and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = AtlasCache(self.config.num_hidden_layers)
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        # What marks documents is of the prompt, which has been read.
+        for name in MARKS:
+            if model_kwargs.pop(name, None) is not None and model_kwargs.get("past_key_values") is None:
+                raise ValueError(f"use_cache=False reads the prompt again at every token: leave it or {name} out")
+        updated = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        cache = updated.get("past_key_values")
+        if not isinstance(cache, AtlasCache) or cache.ended is None:
+            return updated
+        rows = cache.ended.rows
+        if rows is not None and bool(rows.any()):  # what comes next in these is padding
+            if updated.get("attention_mask") is None:  # which transformers leaves out where all tokens are real
+                updated["attention_mask"] = rows.new_ones(len(rows), cache.get_seq_length() + 1, dtype=torch.long)
+            updated["attention_mask"][:, -1] *= ~rows
+        return updated
+
+    def _sample(self, input_ids: Any, logits_processor: Any, stopping_criteria: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers has it, but for the padding behind rows that have ended, which the cache does not read."""
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, AtlasCache):
+            return super()._sample(input_ids, logits_processor, stopping_criteria, *args, **kwargs)  # type: ignore[misc]
+        cache.ended = Ended(stopping_criteria)
+        try:
+            return super()._sample(input_ids, logits_processor, cache.ended, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            cache.ended = None
+
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers has it; the cache then holds the beams of the last step, which are not the text returned."""
+        try:
+            return super()._beam_search(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if isinstance(cache := kwargs.get("past_key_values"), AtlasCache):
+                cache.of_beams = True
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: ValueError."""
+        raise ValueError("continuous batching is for keys and values in pages; call generate, with padding on the left")
+
+    def _prefill(
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The first call of `generate`. Of ids whose mask is no longer than they are it leaves out as many as the
+        cache has read, since they begin with those; where they do not, a longer mask says that they are all new. Long
+        ones are read `PREFILL` at a time, so that memory does not grow with them."""
+        cache: Any = model_kwargs.get("past_key_values")
+        embedded = model_kwargs.get("inputs_embeds")
+        time = (input_ids if embedded is None else embedded).shape[1]
+        if not time:
+            raise ValueError("generate was given no token to begin with: give one, such as the end-of-text token")
+        marks = [name for name in MARKS if model_kwargs.get(name) is not None]
+        if marks and generation_config.prefill_chunk_size:
+            raise ValueError(
+                f"prefill_chunk_size={generation_config.prefill_chunk_size} cuts the prompt, and {marks[0]} marks the "
+                "whole: leave one out"
+            )
+        mask = model_kwargs.get("attention_mask")
+        covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+        if cache is not None:
+            check_cache(cache, self.config.num_hidden_layers)
+            cache.repeat_for(len(input_ids), max(generation_config.num_beams, generation_config.num_return_sequences))
+            whole = bool(marks) or embedded is not None or generation_config.output_hidden_states
+            if time > PREFILL and not whole:
+                generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or PREFILL
+            if embedded is not None and cache.get_seq_length():
+                if covered > time:  # all are new, as of ids
+                    model: Any = self
+                    inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
+                    return model(**inputs, return_dict=True)
+                if time <= cache.get_seq_length():
+                    raise ValueError(
+                        f"the {time} embeddings given to generate are no more than the {cache.get_seq_length()} tokens "
+                        "that past_key_values has read: give those of the whole text, or new ones alone with an "
+                        f"attention_mask of {cache.get_seq_length()} + {time} entries"
+                    )
+        of_ids = cache is not None and embedded is None and covered <= input_ids.shape[1]
+        if of_ids and not cache.is_read_in(input_ids):
+            generation_config._mask_length = -1
+            if mask is not None:  # one entry more is enough, unless the mask is cut by where chunks end
+                longer = cache.get_seq_length() if generation_config.prefill_chunk_size else 1
+                model_kwargs["attention_mask"] = nn.functional.pad(mask, (longer, 0), value=1)
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc, arg-type]
