@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels import dispatch
 from ..kernels.proof import proven
-from ..mathematics.functions import no_autocast
+from ..mathematics.functions import can_look, no_autocast
 from ..mathematics.gates import CompleteGates, Gates
-from ..mathematics.precision import Broken, can_look, cast, check_inputs, compute, kept_dtype, working_dtype
+from ..mathematics.precision import Broken, cast, check_inputs, compute, kept_dtype, working_dtype
 from ..mathematics.rules import Params, Rule
 from ..mathematics.sizes import check_size
 from ..mathematics.state import Matrix, MemoryState, initial_state

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..mathematics.functions import no_autocast
+from ..mathematics.functions import at_hand, no_autocast
 from ..mathematics.gates import CompleteGates, Gates, pick
 from ..mathematics.networks import Apply, Trace
-from ..mathematics.precision import at_hand, compute
+from ..mathematics.precision import compute
 from ..mathematics.retention import Old
 from ..mathematics.rules import Params, Rule
 from ..mathematics.state import Matrix, MemoryState, initial_state

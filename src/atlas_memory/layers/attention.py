@@ -114,6 +114,8 @@ class FullAttention(_Attention):
         if past:
             k = torch.cat([state.keys.to(k.dtype), k], dim=2)
             v = torch.cat([state.values.to(v.dtype), v], dim=2)
+        else:
+            v = v.contiguous()  # a part of q, k and v together would keep all three in the state
         if not time:
             y = q
         elif not past:

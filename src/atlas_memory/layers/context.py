@@ -185,7 +185,8 @@ class MemoryAsContext(Stateful):
             memory = replace(memory, memory=replace(memory.memory, seen=memory.memory.seen + count))
         ended = (slot + count == self.segment)[:, None, None, None]
         start = tuple(
-            torch.where(ended, w, s) for w, s in zip(memory.memory.shown(self.memory.rule), state.start, strict=True)
+            torch.where(ended, w, s.to(w.dtype))
+            for w, s in zip(memory.memory.shown(self.memory.rule), state.start, strict=True)
         )
         return self.gate(y, recalled), ContextState(memory, start, keys, values)
 

@@ -188,7 +188,8 @@ class HierarchicalMemory(Stateful):
 
     def empty(self, batch: int) -> tuple[Any, ...]:
         """See ``Stateful``."""
-        q = next(self.parameters()).new_zeros(batch, self.heads, 0, self.dim)
+        like = next(self.parameters())
+        q = torch.zeros(batch, self.heads, 0, self.dim, dtype=like.dtype, device=like.device)
         return q, q, q, Gates(q.new_zeros(batch, len(self.rules) * self.heads, 0))
 
     def _members(self) -> list[OmegaMemory]:

@@ -8,7 +8,7 @@ their order, reads the packed rows, and puts the results back.
 import torch
 from torch import Tensor
 
-from ..mathematics.precision import at_hand
+from ..mathematics.functions import at_hand
 
 
 def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

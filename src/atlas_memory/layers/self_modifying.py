@@ -33,7 +33,7 @@ from ..forms.incremental import read_out
 from ..forms.parts import Chunk, Held
 from ..mathematics.functions import no_autocast
 from ..mathematics.precision import cast, check_inputs, kept_dtype
-from ..mathematics.sizes import check_heads
+from ..mathematics.sizes import check_heads, check_positive
 from ..memory import (
     Gates,
     MemoryState,
@@ -111,6 +111,7 @@ class SelfModifyingMemory(Stateful):
         super().__init__()
         check_heads(dim, heads)
         check_lag(key_lag, conv_size)
+        check_positive("eps", eps)
         self.dim, self.heads, self.key_lag = dim, heads, key_lag
         self.memory = OmegaMemory(dim // heads, len(MEMORIES) * heads, rule, None, chunk_size, gates=False)
         check_rule(self.rule)

@@ -31,7 +31,7 @@ class Stateful(nn.Module):
         """Inputs of no tokens for ``batch`` sequences, in the dtype and on the device of the layer's parameters; in
         the default ones where it has none."""
         like = next(self.parameters(), torch.zeros(()))  # a layer may have none
-        return (like.new_zeros(batch, 0, self.dim),)
+        return (torch.zeros(batch, 0, self.dim, dtype=like.dtype, device=like.device),)
 
     def check_x(self, x: Tensor, weight: Any) -> None:
         """Raise ValueError unless x is ``[batch, time, dim]`` and can be multiplied by ``weight``, a tensor, or what a
@@ -43,10 +43,11 @@ class Stateful(nn.Module):
         if not x.is_floating_point():
             raise ValueError(f"x must be floating point, got {x.dtype}: embed tokens first")
         plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 1
-        if plain and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        casts = torch.float64 not in (x.dtype, getattr(weight, "dtype", None))  # which autocast leaves alone
+        if plain and x.dtype != weight.dtype and not (casts and torch.is_autocast_enabled(x.device.type)):
             raise ValueError(
                 f"x is {x.dtype} and this {type(self).__name__} is {weight.dtype}: bring one to the dtype of the "
-                "other, x.to(...) or layer.to(...), or call it under torch.autocast"
+                f"other, x.to(...) or layer.to(...){', or call it under torch.autocast' if casts else ''}"
             )
 
     def check_state(self, state: Any, kind: type[State]) -> None:
@@ -55,6 +56,12 @@ class Stateful(nn.Module):
         if state is not None and not isinstance(state, kind):
             raise ValueError(
                 f"state must be the {kind.__name__} that an earlier call returned, or None, got {_brief(state)}"
+            )
+        counts = [] if state is None else [(n, t) for n, t in state.named_tensors() if n.rpartition(".")[2] == "seen"]
+        if wrong := [name for name, count in counts if count.is_floating_point()]:
+            raise ValueError(
+                f"the state's {wrong[0]}, which counts tokens, must be of int64: give State.map a function that casts "
+                "floating-point tensors alone, lambda t: t.bfloat16() if t.is_floating_point() else t"
             )
         if state is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return

@@ -37,6 +37,21 @@ def largest(x: Tensor) -> Tensor:
     return x.max(-1).values
 
 
+def at_hand(x: Tensor) -> bool:
+    """Whether a look at the numbers of ``x`` costs nothing. On a GPU one would have to wait for them; a compiler, the
+    transforms of torch.func and fake tensors have none."""
+    return x.device.type == "cpu" and can_look(x)
+
+
+def can_look(x: Tensor) -> bool:
+    """Whether the numbers of ``x`` can be looked at, though a GPU may have to be waited for: not under a compiler, in a
+    transform or of a fake tensor, nor while a CUDA graph is recorded."""
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    there = type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
+    return there and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A context without ``torch.autocast`` on a device of this type; the device "meta", which has none, needs none."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

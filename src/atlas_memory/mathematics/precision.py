@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .features import Features
-from .functions import no_autocast
+from .functions import at_hand, no_autocast
 from .gates import Gates
 from .rules import Params, Rule
 from .state import MemoryState
@@ -113,21 +113,6 @@ class Broken(NamedTuple):
         if self.since is None or not x.is_floating_point() or not self.since.shape[-1]:
             return x
         return torch.where(self.since[..., -1, None, None], torch.nan, x)
-
-
-def at_hand(x: Tensor) -> bool:
-    """Whether a look at the numbers of ``x`` costs nothing. On a GPU one would have to wait for them; a compiler, the
-    transforms of torch.func and fake tensors have none."""
-    return x.device.type == "cpu" and can_look(x)
-
-
-def can_look(x: Tensor) -> bool:
-    """Whether the numbers of ``x`` can be looked at, though a GPU may have to be waited for: not under a compiler, in a
-    transform or of a fake tensor, nor while a CUDA graph is recorded."""
-    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return False
-    there = type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
-    return there and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _finite(x: Tensor) -> Tensor:

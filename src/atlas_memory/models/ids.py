@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layers.padding import check_mask
-from ..mathematics.precision import at_hand, can_look
+from ..mathematics.functions import at_hand, can_look
 
 IGNORED = -100
 """The label of a token that does not count."""

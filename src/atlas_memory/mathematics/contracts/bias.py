@@ -22,12 +22,12 @@ def try_bias(bias: Bias) -> None:
     """Check the shapes a bias gives, that its numbers and their gradients are finite, that its derivative is that of
     its value, and that its curvature is not too small."""
     with apart():
-        for size in SIZES:
-            prediction, v = 2.0 * size * numbers(*SHAPE, DIM), numbers(*SHAPE, DIM + bias.has_delta, frequency=0.7)
-            v[..., :DIM] *= size
-            v[..., DIM:] = v[..., DIM:].abs() + 0.1  # the gate delta, where it is read
+        for size, dim in (*((size, DIM) for size in SIZES), (1.0, DIM + 3)):  # heads are of any width
+            prediction, v = 2.0 * size * numbers(*SHAPE, dim), numbers(*SHAPE, dim + bias.has_delta, frequency=0.7)
+            v[..., :dim] *= size
+            v[..., dim:] = v[..., dim:].abs() + 0.1  # the gate delta, where it is read
             prediction[..., 0, :] = v[..., 0, :] = 0.0  # as padding is
-            v[..., 1, :DIM] = prediction[..., 1, :]
+            v[..., 1, :dim] = prediction[..., 1, :]
             _try(bias, prediction, v, size)
 
 
@@ -40,7 +40,7 @@ def _try(bias: Bias, prediction: Tensor, v: Tensor, size: float) -> None:
             out = call(bias, method, given, prediction, v)
             by_coordinate = method == "derivative"
             words = "one number a coordinate, [..., dim]" if by_coordinate else "one number a token, [...]"
-            check_shape(bias, f"{method}(prediction, v)", out, (*SHAPE, DIM) if by_coordinate else SHAPE, words)
+            check_shape(bias, f"{method}(prediction, v)", out, prediction.shape if by_coordinate else SHAPE, words)
             slope = _slope(out, prediction)
             found[method], slopes[method] = out.detach().reshape(*SHAPE, -1), slope.detach()
             if method == "value":
@@ -55,14 +55,14 @@ def _try(bias: Bias, prediction: Tensor, v: Tensor, size: float) -> None:
         whole &= finite
         if not finite[..., :NOTHING].all():
             raise ValueError(
-                f"{name}.{method} or its gradient is not finite where prediction and v are equal, as they are at "
-                "padding. Smooth |e|, for example as sqrt(e^2 + 1e-6), in value, derivative and curvature alike (as Lp "
-                "does)"
+                f"{name}.{method} or its gradient is not finite where prediction and v are equal, as they are at padding "
+                "(where the gate delta, if v ends in it, is zero too). Smooth |e|, for example as sqrt(e^2 + 1e-6), in "
+                "value, derivative and curvature alike (as Lp does)"
             )
         if size == 1.0 and not finite.all():
             raise ValueError(f"{name}.{method} or its gradient is not finite for errors of length about 2")
     whole &= (found["value"].abs() < 1e100).all(-1)  # what overflows says nothing about the rest
-    error = (prediction - v[..., :DIM]).detach()
+    error = (prediction - v[..., : prediction.shape[-1]]).detach()
     _check_derivative(name, found["derivative"], slopes, bent, error, whole)
     if bias.is_linear:
         other = bias.derivative(prediction.detach() + 1.0, v)

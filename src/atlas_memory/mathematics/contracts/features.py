@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..features import Features
 from ..sizes import check_size
-from .trying import BATCH, DIM, HEADS, TIME, apart, call, check_apart, check_shape, last, numbers
+from .trying import BATCH, DIM, HEADS, TIME, apart, call, check_apart, check_gradients, check_shape, last, numbers
 
 FRONT = (BATCH, HEADS, TIME)
 
@@ -48,6 +48,7 @@ def try_features(features: Features) -> None:
             return
         phi, later = of_each["expand"][0], features.expand(x[..., 1:, :], sqrt_a)
         check_apart(features, "expand", later, phi[..., 1:, :], "make phi of each key alone")
+        check_gradients(features, "expand", lambda x: features.expand(x, sqrt_a), {"x": x})
         _check_own(features, x, phi)
         _check_kernel(features, x, y, sqrt_a)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..sizes import check_size
 from ..step import At, InnerOptimiser, Sums
-from .trying import BATCH, DIM, HEADS, MATRIX, apart, call, check_apart, check_shape, last, numbers
+from .trying import BATCH, DIM, HEADS, MATRIX, apart, call, check_apart, check_gradients, check_shape, last, numbers
 
 MATRIX_WORDS = "a matrix, [..., rows, columns]"
 
@@ -48,6 +48,7 @@ def try_optimiser(optimiser: InnerOptimiser) -> None:
             at = make_at(optimiser, channels, lambda w: w)
             _check_step(optimiser, _step(optimiser, sums, weights, g, at, channels), len(sums))
         _check_first_step(optimiser, weights, g)
+        _check_gradients(optimiser, sums, weights, g)
         _check_step_apart(optimiser, sums, weights, g)
         _check_others(optimiser, sums, weights, g)
         _warn_of_length(optimiser, g)
@@ -111,6 +112,24 @@ def _check_first_step(optimiser: InnerOptimiser, weights: Tensor, g: Tensor) -> 
             f"{name}.step or its gradient is not finite where the gradient and the sums are zero, as they are at "
             "padding: add a small number under every root and to every divisor"
         )
+
+
+def _check_gradients(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tensor) -> None:
+    """Check that gradients get through a step to all that it depends on."""
+    at = make_at(optimiser, False, lambda w: w)
+    gates: dict[str, Any] = {name: x for name, x in zip(at._fields, at, strict=True) if isinstance(x, Tensor)}
+    given = {"g": g, "W": weights} | {f"sum {i}": s for i, s in enumerate(sums)} | gates
+
+    def step(which: int = -1, **changed: Tensor) -> Tensor:
+        """The step, or one of the sums after it."""
+        of = tuple(changed[f"sum {i}"] for i in range(len(sums)))
+        now = at._replace(**{name: cast(Any, changed[name]) for name in gates})
+        after, made = optimiser.step(of, changed["W"], changed["g"], now)
+        return made if which < 0 else after[which]
+
+    check_gradients(optimiser, "step", step, given)
+    for i in range(len(sums)):
+        check_gradients(optimiser, "step: every sum", partial(step, i), given)
 
 
 REPEATS, LONGEST = 60, 1.5

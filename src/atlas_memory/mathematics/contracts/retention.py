@@ -9,7 +9,21 @@ import torch
 from torch import Tensor
 
 from ..retention import AnyRetention, Kept, Old
-from .trying import BATCH, COLUMNS, DIM, HEADS, MATRIX, ROWS, apart, call, check_apart, check_shape, last, numbers
+from .trying import (
+    BATCH,
+    COLUMNS,
+    DIM,
+    HEADS,
+    MATRIX,
+    ROWS,
+    apart,
+    call,
+    check_apart,
+    check_gradients,
+    check_shape,
+    last,
+    numbers,
+)
 
 PLACES = ((False, True), (True, False), (False, False), (torch.tensor([True, False]), torch.tensor([False, True])))
 """Whether a token is the first and the last of its chunk: bools, or one for each sequence."""
@@ -23,6 +37,11 @@ def try_retention(retention: Any) -> None:
         initial = call(retention, "start", f"a matrix {list(shape)}", numbers(*shape))
         begun = call(retention, "begin", f"M_0 {list(shape)}", initial)
         home = call(retention, "home", f"M_0 {list(shape)}", initial)
+        if not isinstance(home, tuple) or len(home) != 2:
+            raise ValueError(
+                f"{type(retention).__name__}.home must return a pair, what W and what A fade to, None for zero, such "
+                f"as (initial, None) where there is no A; got a {type(home).__name__}"
+            )
         weights, dual = torch.stack([begun[0], 1.1 * begun[0]]), None if begun[1] is None else 1.1 * begun[1]
         dual = None if dual is None else torch.stack([dual, 0.9 * dual])
         check_shape(retention, "settle(a, frozen, initial)", weights, MATRIX, "shaped as a, [..., rows, columns]")
@@ -38,6 +57,7 @@ def try_retention(retention: Any) -> None:
                 for part, a, b in zip(kept._fields, alone, kept, strict=True):
                     if b is not None:
                         check_apart(retention, f"keep: {part}", a, last(b))
+        _check_gradients(retention, old, step, 0.5 + 0.4 * numbers(BATCH, HEADS))
         if not retention.settles:
             _check_directions(retention, old, step)
         if retention.fixed_sums:
@@ -63,6 +83,23 @@ def _keep(
         if found is not None:
             check_shape(retention, f"keep: {part}", found, MATRIX, "shaped as W, [..., rows, columns]")
     return kept
+
+
+def _check_gradients(retention: Any, old: Old, step: Tensor, alpha: Tensor) -> None:
+    """Check every part of what is kept, and its gradients; of a memory that is all zero, too, without a step."""
+    for size in (1.0, 0.0):
+        given = {"the step": size * step, "alpha": alpha, "W": size * old.weights}
+        if old.dual is not None:
+            given["A"] = size * old.dual if size or not retention.fixed_sums else old.dual
+        for n, part in enumerate(Kept._fields):
+
+            def kept(n: int = n, **changed: Tensor) -> Tensor:
+                """One part of what is kept of a memory that is ``changed``."""
+                of = old._replace(weights=changed["W"], dual=changed.get("A"))
+                return retention.keep(of, changed["the step"], changed["alpha"], False, True)[n]
+
+            if part != "dual" or retention.settles:
+                check_gradients(retention, f"keep: {part}", kept, given)
 
 
 def _check_sums(retention: Any, begun: Tensor, old: Old, step: Tensor) -> None:

@@ -6,7 +6,7 @@ by chance. All of it is computed in float64 on the CPU, whatever modes the calle
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,6 +86,35 @@ def check_shape(part: object, what: str, found: Any, shape: Sequence[int], words
     if not isinstance(found, Tensor) or list(found.shape) != list(shape):
         got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
         raise ValueError(f"{type(part).__name__}.{what} must be {words}, here {list(shape)}; got {got}")
+    if found.dtype != torch.float64:  # as all that it was given
+        raise ValueError(
+            f"{type(part).__name__}.{what} must keep the dtype of what is given, float64; got {found.dtype}"
+        )
+
+
+def check_gradients(part: object, what: str, function: Callable[..., Tensor], given: dict[str, Tensor]) -> None:
+    """Raise ValueError where a gradient of what a part computes, ``function(**given)``, is not finite, or where nothing
+    of it reaches a tensor with which the result changes."""
+    name = f"{type(part).__name__}.{what}"
+    with torch.enable_grad():
+        leaves = {key: x.detach().clone().requires_grad_() for key, x in given.items()}
+        found = function(**leaves)
+        weighed = (found * numbers(*found.shape, frequency=0.9)).sum()
+        slopes: Sequence[Tensor | None] = [None] * len(leaves)
+        if weighed.requires_grad:
+            slopes = torch.autograd.grad(weighed, list(leaves.values()), allow_unused=True)
+    if not found.isfinite().all():
+        raise ValueError(f"{name} is not finite")
+    for (key, x), slope in zip(given.items(), slopes, strict=True):
+        if slope is not None and not slope.isfinite().all():
+            raise ValueError(f"{name}: the gradient of {key} is not finite; add a small number under every root")
+        if slope is None or not slope.any():
+            moved = function(**(given | {key: x + 1e-6 * numbers(*x.shape, frequency=1.3)}))
+            if not torch.allclose(moved, found.detach(), rtol=1e-11, atol=1e-11):
+                raise ValueError(
+                    f"{name} changes with {key}, and lets no gradient through to it: nothing of it may be detached, "
+                    "since the outer model learns through it"
+                )
 
 
 def last(x: Tensor) -> Tensor:
