@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..kernels import dispatch
 from ..kernels.proof import proven
-from ..mathematics.functions import can_look, no_autocast
+from ..mathematics.functions import can_look, is_transformed, no_autocast
 from ..mathematics.gates import CompleteGates, Gates
 from ..mathematics.precision import Broken, cast, check_inputs, compute, kept_dtype, working_dtype
 from ..mathematics.rules import Params, Rule
@@ -124,7 +124,7 @@ def _chunkwise(
         return _by_kernels(rule, q, k, v, gate, state or initial_state(rule, params.initial, k), recompute)
     tokens, length = _tokens(rule, q, k, v, gates), gates.length
     read_group = partial(_read_group, rule, compiled, spaces)
-    if recompute is not None and torch.is_grad_enabled():
+    if recompute is not None and torch.is_grad_enabled() and not is_transformed(q):
         read_group = partial(checkpoint, read_group, use_reentrant=False, preserve_rng_state=False)
     width = (recompute or GROUP) * rule.window.chunk
     params, reading = begin(rule, params, q[:, :, :0], state, starts)

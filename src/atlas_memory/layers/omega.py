@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..forms.chunkwise import starts_chunk
 from ..forms.graphed import Graphs
+from ..mathematics.functions import is_transformed
 from ..mathematics.precision import Form
 from ..mathematics.sizes import check_size
 from ..memory import (
@@ -178,7 +179,7 @@ class OmegaMemory(Stateful):
         """
         if self.recompute is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
-        return x.device.type == "cpu" and x.shape[1] > self.group
+        return x.device.type == "cpu" and x.shape[1] > self.group and not is_transformed(x)
 
     @property
     def group(self) -> int:

@@ -31,7 +31,7 @@ from ..forms.counterparts import has_chunks
 from ..forms.grid import Grid
 from ..forms.incremental import read_out
 from ..forms.parts import Chunk, Held
-from ..mathematics.functions import no_autocast
+from ..mathematics.functions import is_transformed, no_autocast
 from ..mathematics.precision import cast, check_inputs, kept_dtype
 from ..mathematics.sizes import check_heads, check_positive
 from ..memory import (
@@ -221,7 +221,7 @@ class SelfModifyingMemory(Stateful):
         grid = Grid(chunk, time, phase, length)
         inside = grid.inside(u.device).unflatten(-1, (grid.count, chunk))[:, None]
         read = partial(_read_chunks, rule, self.memory.compiled, params)
-        if self.memory.recompute is not None and torch.is_grad_enabled():
+        if self.memory.recompute is not None and torch.is_grad_enabled() and not is_transformed(u):
             read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
         group, gate = self.memory.recompute or grid.count, self.gates.read_with
         memory, outputs = tuple(Held.of(m, aligned) for m in state.matrices), []

@@ -46,10 +46,16 @@ def at_hand(x: Tensor) -> bool:
 def can_look(x: Tensor) -> bool:
     """Whether the numbers of ``x`` can be looked at, though a GPU may have to be waited for: not under a compiler, in a
     transform or of a fake tensor, nor while a CUDA graph is recorded."""
-    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if torch.compiler.is_compiling() or is_transformed(x):
         return False
     there = type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
     return there and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Whether ``x`` is that of a transform of torch.func, which takes no hooks on what is saved for the backward pass:
+    there nothing can be computed again."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.ticker import FixedLocator
 
 from atlas_memory.report.figures import canvas, stroke, tidy
-from atlas_memory.report.folders import folder_for, place
+from atlas_memory.report.folders import folder_for, place, written
 from atlas_memory.report.names import COLOURS
 from atlas_memory.report.page import document, picture, table
 from atlas_memory.report.pictures import running_mean
@@ -40,22 +40,22 @@ def write_comparison(
         load_run(path)  # which finds what is wrong with the last before the first is read
     reports = [write_report(path, data, streams, sample_tokens) for path in paths]
     target = folder_for(above, "comparison", data)
-    target.mkdir(exist_ok=True)
     logs = [read_log(path) for path in paths]
     looks = {name: read_log(path, MEMORY) for name, path in zip(names, paths, strict=True)}
     settings = [flat_settings(path) for path in paths]
-    has_logs = any(len(log) > 1 for log in logs)
-    if has_logs:
-        _losses(target / "loss.png", names, logs, all(map(in_bytes, settings)))
-    _positions(target / "position.png", names, reports)
-    has_looks = any(len(of_run) > 1 for of_run in looks.values())
-    if has_looks:
-        _shares(target / "share.png", looks)
-    links = [os.path.relpath(Path(report["folder"]) / "report.html", target) for report in reports]
-    page = _page(names, links, reports, list(looks.values()), settings, has_logs, has_looks)
-    found = {"data": place(data), "runs": dict(zip(names, links, strict=True))}
-    (target / "comparison.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    (target / "comparison.html").write_text(page, encoding="utf-8")
+    with written(target) as made:
+        has_logs = any(len(log) > 1 for log in logs)
+        if has_logs:
+            _losses(made / "loss.png", names, logs, all(map(in_bytes, settings)))
+        _positions(made / "position.png", names, reports)
+        has_looks = any(len(of_run) > 1 for of_run in looks.values())
+        if has_looks:
+            _shares(made / "share.png", looks)
+        links = [os.path.relpath(Path(report["folder"]) / "report.html", target) for report in reports]
+        page = _page(names, links, reports, list(looks.values()), settings, has_logs, has_looks)
+        found = {"data": place(data), "runs": dict(zip(names, links, strict=True))}
+        (made / "comparison.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        (made / "comparison.html").write_text(page, encoding="utf-8")
     return target / "comparison.html"
 
 

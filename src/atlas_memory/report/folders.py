@@ -3,8 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def written(target: Path) -> Iterator[Path]:
+    """A folder to write files in, which take their places in `target` when all of them are written: a report that could
+    not be written leaves the one before as it was.
+
+    Raises:
+        OSError: They could not be written, in one line.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        target.mkdir(exist_ok=True)
+        for path in sorted(partial.iterdir()):
+            os.replace(path, target / path.name)
+    except OSError as error:
+        raise OSError(f"{str(target)!r} could not be written: {error.strerror or error}; make room for it") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def folder_for(above: Path, name: str, data: str | Path | None) -> Path:

@@ -21,7 +21,7 @@ from atlas_memory.evaluation.sampling import sample
 from atlas_memory.models import PRESETS
 from atlas_memory.observation import MemoryTrace, trace
 from atlas_memory.observation.watching import memories
-from atlas_memory.report.folders import folder_for, place
+from atlas_memory.report.folders import folder_for, place, written
 from atlas_memory.report.names import GATES
 from atlas_memory.report.page import page
 from atlas_memory.report.pictures import (
@@ -84,24 +84,26 @@ def write_report(
         "sample": sample(run.model, run.tokenizer, prompt, sample_tokens).removeprefix(prompt),
     }
     target = folder_for(run.folder, "report", data)
-    target.mkdir(exist_ok=True)
-    if len(log) > 1:
-        scale, unit = _loss_unit(run.tokenizer)
-        loss_curve(target / "loss.png", [e["step"] for e in log], [scale * e["loss"] for e in log], unit)
-    name = "Held-out text" if data is None else Path(data).name or str(data)
-    bits_by_position(target / "position.png", *scores, trained, f"{name} by position")
-    if seen.memories:
-        gates_over_time(target / "gates.png", seen.memories, document.name)
-        contents_over_time(target / "contents.png", seen.memories, seen.lags, document.name)
-        geometry_over_time(target / "geometry.png", seen.memories, seen.points, document.name)
-    if len(looks) > 1:
-        over_training(target / "training.png", looks)
-    part = "all of it" if len(ids) == len(all_ids) else f"the first {len(ids):,} of its {len(all_ids):,} tokens"
-    about = f"Here is {part}, read by {run.folder}: {size(numbers)}. Made {numbers['date']} on {numbers['machine']}."
-    reading = reading_page(document.name, read(run.model, run.tokenizer, ids, cost, recent=trained), about=about)
-    (target / "reading.html").write_text(reading, encoding="utf-8")
-    (target / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    (target / "report.html").write_text(page(numbers, len(log) > 1, len(looks) > 1), encoding="utf-8")
+    with written(target) as made:
+        if len(log) > 1:
+            scale, unit = _loss_unit(run.tokenizer)
+            loss_curve(made / "loss.png", [e["step"] for e in log], [scale * e["loss"] for e in log], unit)
+        name = "Held-out text" if data is None else Path(data).name or str(data)
+        bits_by_position(made / "position.png", *scores, trained, f"{name} by position")
+        if seen.memories:
+            gates_over_time(made / "gates.png", seen.memories, document.name)
+            contents_over_time(made / "contents.png", seen.memories, seen.lags, document.name)
+            geometry_over_time(made / "geometry.png", seen.memories, seen.points, document.name)
+        if len(looks) > 1:
+            over_training(made / "training.png", looks)
+        part = "all of it" if len(ids) == len(all_ids) else f"the first {len(ids):,} of its {len(all_ids):,} tokens"
+        about = (
+            f"Here is {part}, read by {run.folder}: {size(numbers)}. Made {numbers['date']} on {numbers['machine']}."
+        )
+        reading = reading_page(document.name, read(run.model, run.tokenizer, ids, cost, recent=trained), about=about)
+        (made / "reading.html").write_text(reading, encoding="utf-8")
+        (made / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+        (made / "report.html").write_text(page(numbers, len(log) > 1, len(looks) > 1), encoding="utf-8")
     return numbers | {"folder": str(target)}
 
 

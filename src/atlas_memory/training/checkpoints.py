@@ -45,6 +45,13 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
+def make_readable(folder: Path) -> None:
+    """Give the files of weights the mode that other new files have: safetensors leaves them to their owner alone."""
+    mode = next(folder.glob("*.json")).stat().st_mode & 0o777
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)
+
+
 def publish(folder: Path, step: int, keep: int) -> None:
     """Give the checkpoint in `.saving` its name, with the digests of its files, and let go of all but the newest
     `keep`; all processes must call, when each has written its files."""
@@ -57,6 +64,7 @@ def publish(folder: Path, step: int, keep: int) -> None:
         torch.distributed.all_gather_object(found, found[0])
     if process() > 0:
         return
+    make_readable(written)
     about = {path: digest for part in found for path, digest in part.items()}
     (written / DIGESTS).write_text(json.dumps(about, indent=0, sort_keys=True) + "\n", encoding="utf-8")
     shutil.rmtree(folder / name, ignore_errors=True)  # a damaged one, before which the run has gone on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from transformers.integrations import get_reporting_integration_callbacks
 
+from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import PRESETS, AtlasConfig
 from atlas_memory.training import sharded
 from atlas_memory.training.config import ConfigError, DataSection, ModelSection, RunConfig, load_saved
@@ -85,6 +87,14 @@ def warn(config: RunConfig, architecture: AtlasConfig, console: Console) -> None
     for name in ("lanes", "carry", "pass_states") if config.data.order == "crops" else ():
         if (value := getattr(config.data, name)) != DataSection.model_fields[name].default:
             console.print(f"warning: data.{name}={value} has no effect with data.order=crops", highlight=False)
+    chunk = architecture.memory_rule().window.chunk if BLOCKS[architecture.block].memory else 0
+    if architecture.hierarchy is None and chunk > 2 * config.data.longest:
+        console.print(
+            f"warning: memories read chunks of {chunk} tokens, and compute a whole one for each row of "
+            f"{config.data.longest}: model.chunk_size={config.data.longest} takes a part of the time",
+            highlight=False,
+            soft_wrap=True,
+        )
     if process() > 0 or without_weights(architecture).num_parameters() < LARGE:
         return
     needed, there = of_model(config, architecture, processes()).memory, available(config)
@@ -110,7 +120,7 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
         return
     if not (folder / "run.yaml").is_file():
         raise ConfigError(f"nothing to resume: {str(folder)!r} holds no run.yaml")
-    begun = load_saved(folder)
+    begun = _as_begun(folder)
     before, now = begun.resolved().model_dump(), config.resolved().model_dump()
     if _one_model(begun.model, config.model):
         now["model"] = before["model"]
@@ -133,6 +143,20 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
                     f"{section}.{key} is {new!r} for {old!r}, and what comes then has begun with the model as it was: "
                     f"set it back, or move {str(folder / 'then')!r} away, which then begins again"
                 )
+
+
+def _as_begun(folder: Path) -> RunConfig:
+    """The settings of the run in a folder: of its run.yaml, which somebody may have changed by hand, what may change,
+    and otherwise what was noted when it began."""
+    saved = load_saved(folder)
+    tree = saved.model_dump()
+    try:
+        noted = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["settings"]
+        tree |= {"model": noted["model"], "data": noted["data"]}
+        tree["train"] = noted["train"] | {name: tree["train"][name] for name in _MAY_CHANGE}
+        return RunConfig.model_validate(tree)
+    except (OSError, ValueError, TypeError, KeyError):  # of an earlier version
+        return saved
 
 
 def _is_second_stage(config: RunConfig) -> bool:

@@ -133,7 +133,7 @@ class TrainSection(_Section):
     sample_tokens: int = Field(default=100, ge=0)  # that the model writes whenever it has read held-out text; 0: none
     prompt: str | None = None  # what they follow; None: the beginning of the held-out text
     watch_every: int = Field(default=100, ge=0)  # steps between looks at the memories; 0: none
-    alarm_webhook: str | None = Field(default=None, pattern="^https?://")  # told when a memory is of no use
+    alarm_webhook: str | None = Field(default=None, pattern=r"^https?://[^\s/?#]+\S*$")  # told of bad memories
     save_every: int = Field(default=200, ge=1)  # steps between checkpoints
     save_minutes: float | None = Field(default=10.0, gt=0)  # and at most so long between them; None: by steps alone
     keep_checkpoints: int = Field(default=2, ge=1)
@@ -143,7 +143,7 @@ class TrainSection(_Section):
     fsdp: bool = False  # shard weights and optimiser among the processes of torchrun
     report_to: Annotated[list[str], BeforeValidator(lambda names: [names] if isinstance(names, str) else names)] = []
     seed: int = Field(default=0, ge=0, lt=2**32)
-    threads: int | None = Field(default=None, ge=1)  # None: PyTorch's default
+    threads: int | None = Field(default=None, ge=1, le=1024)  # None: PyTorch's default
     device: Literal["auto", "cpu", "cuda"] = "auto"
     bf16: bool | None = None  # None: on a CUDA device that has it
 
@@ -227,8 +227,9 @@ class RunConfig(_Section):
             copy.data.tokenizer = _absolute(copy.data.tokenizer)
         if (after := self.next()) is not None:
             after = after.resolved()
-            if "path" in self.then.get("data", {}):
-                copy.then["data"]["path"] = after.data.path
+            for name in ("path", "tokenizer"):
+                if name in self.then.get("data", {}):
+                    copy.then["data"][name] = getattr(after.data, name)
             if after.then:
                 copy.then["then"] = after.then
         return copy

@@ -97,10 +97,12 @@ class Text:
         )
 
     def save(self, folder: Path, config: RunConfig) -> None:
-        """Write which text the run in `folder` reads, and with how many rows a step; once."""
+        """Write which text the run in `folder` reads, with how many rows a step, and the settings that it begins with;
+        once."""
         if not (folder / ABOUT).is_file():
             partial = folder / f"{ABOUT}.partial"
-            partial.write_text(json.dumps(self._mark() | {"rows": _rows(config)}) + "\n", encoding="utf-8")
+            about = self._mark() | {"rows": _rows(config), "settings": config.resolved().model_dump()}
+            partial.write_text(json.dumps(about) + "\n", encoding="utf-8")
             partial.replace(folder / ABOUT)
 
     def check_ids(self, vocab_size: int) -> None:
@@ -114,7 +116,7 @@ class Text:
             return
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-            had, whole = before["tokens"], "held_out" in before
+            had, whole, _ = before["tokens"], "held_out" in before, before.pop("settings", None)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{str(path)!r} is damaged: delete it, if the text is still that with which the run began"

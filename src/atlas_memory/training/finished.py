@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerState
 
 from atlas_memory.training.card import write_card
-from atlas_memory.training.checkpoints import DIGESTS, SAVING, WEIGHTS, shapes, writing
+from atlas_memory.training.checkpoints import DIGESTS, SAVING, WEIGHTS, make_readable, shapes, writing
 from atlas_memory.training.examples import Text
 from atlas_memory.training.processes import process, processes
 from atlas_memory.training.runs import read_weights, saved_config, saved_step
@@ -29,6 +29,7 @@ def save_model(
             model.save_pretrained(made, state_dict=weights)
             text.tokenizer.save_pretrained(made)
             state.save_to_json(str(made / STATE))
+            make_readable(made)
             # How old the saved model is, as load_run asks, comes after the model.
             for path in sorted(made.iterdir(), key=lambda path: (path.name == STATE, path.name == WEIGHTS)):
                 if (folder / path.name).is_dir():

@@ -159,7 +159,8 @@ def load_run(folder: str | Path) -> Run:
 def _newest_model(folder: Path) -> Path:
     """The folder itself, or its newest intact checkpoint where that is newer or all there is; ValueError if neither."""
     if not folder.is_dir():
-        raise ValueError(f"no run at {str(folder)!r}: the folder does not exist")
+        why = "it is a file" if folder.is_file() else "the folder does not exist"
+        raise ValueError(f"no run at {str(folder)!r}: {why}")
     if (folder / DIGESTS).is_file() and (reason := broken(folder)):
         raise ValueError(f"the checkpoint {str(folder)!r} is damaged ({reason}): take another one")
     whole = (folder / WEIGHTS).is_file() or sharded.is_in(folder)

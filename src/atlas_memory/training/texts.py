@@ -25,7 +25,10 @@ def text_of(run: Run, data: str | Path | None = None) -> tuple[str, Sequence[Doc
         if run.config is None:
             raise ValueError(f"{str(run.folder)!r} has no run.yaml to name its held-out text: give --data")
         source = run.config.data.path or "the Python standard library's source"
-        held_out = load_corpus(**run.config.data.source).held_out
+        try:
+            held_out = load_corpus(**run.config.data.source).held_out
+        except ValueError as error:
+            raise ValueError(f"the text of {run.folder} cannot be read ({error}): give another by --data") from error
         _warn_of_change(run, held_out)
         warn_of_loss(run.tokenizer, (document.text for document in held_out))
         return f"the held-out part of {source}", held_out

@@ -75,6 +75,7 @@ class MemoryWatch(AtStepEnd):
         self.every = every if longest and memories(model) else 0
         self._suspected: set[tuple[str, str]] = set()  # in the last look
         self._raised: set[tuple[str, str]] = set()
+        self._untold: set[tuple[str, str]] = set()
         self.figures: dict[str, float] = {}
         """Of the step that has just ended, for those who draw curves: of each memory, means over its heads."""
 
@@ -107,6 +108,8 @@ class MemoryWatch(AtStepEnd):
         for alarm in line["alarms"]:
             if _key(alarm) not in self._raised:
                 self._raise(state.global_step, alarm)
+            elif _key(alarm) in self._untold:  # whoever listens did not, the last time
+                self._tell(state.global_step, alarm)
         self._suspected, self._raised = _keys(line["suspected"]), _keys(line["alarms"])
 
     def _look(self, model: Any) -> dict[str, Any]:
@@ -120,18 +123,22 @@ class MemoryWatch(AtStepEnd):
     def _raise(self, step: int, alarm: dict[str, str]) -> None:
         text = f"memory alarm after step {step:,}: {alarm['text']}"
         self.console.print(text, style="bold red", highlight=False, markup=False, soft_wrap=True)
-        if self.webhook is not None:
-            self._tell(self.webhook, step, alarm)
+        self._tell(step, alarm)
         if self.on_alarm is not None:
             self.on_alarm(step, Alarm(alarm["kind"], alarm["memory"], alarm["text"]))
 
-    def _tell(self, webhook: str, step: int, alarm: dict[str, str]) -> None:
+    def _tell(self, step: int, alarm: dict[str, str]) -> None:
+        if self.webhook is None:
+            return
+        self._untold.discard(_key(alarm))
         body = json.dumps({"step": step, "run": str(self.path.parent), **alarm}).encode()
         try:
-            request = urllib.request.Request(webhook, body, {"Content-Type": "application/json"})
+            request = urllib.request.Request(self.webhook, body, {"Content-Type": "application/json"})
             urllib.request.urlopen(request, timeout=10).close()
         except (OSError, HTTPException, ValueError) as error:  # training does not end for want of a listener
-            self.console.print(f"train.alarm_webhook={webhook!r} could not be told: {error}", markup=False)
+            self._untold.add(_key(alarm))
+            text = f"train.alarm_webhook={self.webhook!r} could not be told: {error}; it is told after the next look"
+            self.console.print(text, markup=False)
 
 
 def _figures(line: dict[str, Any]) -> dict[str, float]:

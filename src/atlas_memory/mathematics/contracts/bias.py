@@ -55,9 +55,9 @@ def _try(bias: Bias, prediction: Tensor, v: Tensor, size: float) -> None:
         whole &= finite
         if not finite[..., :NOTHING].all():
             raise ValueError(
-                f"{name}.{method} or its gradient is not finite where prediction and v are equal, as they are at padding "
-                "(where the gate delta, if v ends in it, is zero too). Smooth |e|, for example as sqrt(e^2 + 1e-6), in "
-                "value, derivative and curvature alike (as Lp does)"
+                f"{name}.{method} or its gradient is not finite where prediction and v are equal, as at padding (where "
+                "the gate delta, if v ends in it, is zero too). Smooth |e|, for example as sqrt(e^2 + 1e-6), in value, "
+                "derivative and curvature alike (as Lp does)"
             )
         if size == 1.0 and not finite.all():
             raise ValueError(f"{name}.{method} or its gradient is not finite for errors of length about 2")
