@@ -16,6 +16,7 @@ from atlas_memory.memory import (
     Decay,
     DeltaGradientDescent,
     Exponential,
+    Features,
     GradientDescent,
     InnerOptimiser,
     Keep,
@@ -201,9 +202,23 @@ class Thawed(Bias):
     """Not frozen, so that it has no hash."""
 
 
+class OfFour(Square):
+    """Of heads 4 wide, and no others."""
+
+    def derivative(self, prediction, v):
+        return 2.0 * (prediction - v) * torch.tensor([1.0, 1.0, 1.0, 1.0])
+
+
+class InSingle(Square):
+    def derivative(self, prediction, v):
+        return (2.0 * (prediction - v)).float()
+
+
 @pytest.mark.parametrize(
     "bias,message",
     [
+        (OfFour(), r"OfFour.derivative failed for a prediction \[2, 3, 5, 7\]"),
+        (InSingle(), "InSingle.derivative.* must keep the dtype of what is given, float64; got torch.float32"),
         (OfCoordinates(), r"OfCoordinates.value\(prediction, v\) must be one number a token.*got shape \[2, 3, 5, 4\]"),
         (WithoutFactor(), "WithoutFactor.derivative is not the derivative of WithoutFactor.value"),
         (CurvatureOfCoordinates(), r"CurvatureOfCoordinates.curvature\(prediction, v\) must be one number a token"),
@@ -375,6 +390,24 @@ class Every(Plain):
     every: int | None = None
 
 
+class CutsGradients(Plain):
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + rows(at.write, g.detach())
+        return (s,), rows(at.apply, s)
+
+
+class CutsRates(Plain):
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + rows(at.write, g)
+        return (s,), rows(at.apply.detach(), s)
+
+
+class CutsSums(Plain):
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + rows(at.write, g)
+        return (s.detach(),), rows(at.apply, s)
+
+
 @dataclass(frozen=True)
 class NoStep(InnerOptimiser):
     """No method at all."""
@@ -383,6 +416,9 @@ class NoStep(InnerOptimiser):
 @pytest.mark.parametrize(
     "optimiser,message",
     [
+        (CutsGradients(), "CutsGradients.step changes with g, and lets no gradient through to it"),
+        (CutsRates(), "CutsRates.step changes with apply, and lets no gradient through to it"),
+        (CutsSums(), "CutsSums.step: every sum changes with .*, and lets no gradient through to it"),
         (
             OneSum(),
             r"OneSum.step must return \(sums, step\) with a tuple of sums, such as \(\(s,\), s\), got a Tensor and",
@@ -505,9 +541,45 @@ class WorksInPlace(Linearly):
         return kept(old.weights.mul_(0.9).sub_(step))
 
 
+class NotANumber(Linearly):
+    def keep(self, old, step, alpha, first, last):
+        return kept(rows(alpha, old.weights) * float("nan") - step)
+
+
+class RootAtZero(NoSettle):
+    def settle(self, a, frozen, initial):
+        return a.abs().sqrt()
+
+
+class CutsSteps(Linearly):
+    def keep(self, old, step, alpha, first, last):
+        return kept(rows(alpha, old.weights) - step.detach())
+
+
+class CutsTheOld(Linearly):
+    def keep(self, old, step, alpha, first, last):
+        return kept(rows(alpha, old.weights.detach()) - step)
+
+
+class CutsA(NoSettle):
+    def settle(self, a, frozen, initial):
+        return a.detach() / 2.0
+
+
+class OneHome(Linearly):
+    def home(self, initial):
+        return initial
+
+
 @pytest.mark.parametrize(
     "retention,message",
     [
+        (NotANumber(), "NotANumber.keep: weights is not finite"),
+        (RootAtZero(), "RootAtZero.keep: .* not finite; add a small number under every root"),
+        (CutsSteps(), "CutsSteps.keep: weights changes with the step, and lets no gradient through.*detached"),
+        (CutsTheOld(), "CutsTheOld.keep: weights changes with W, and lets no gradient through"),
+        (CutsA(), "CutsA.keep: .* lets no gradient through"),
+        (OneHome(), r"OneHome.home must return a pair.*\(initial, None\)"),
         (Adds(), "Adds.keep does not go down along the step"),
         (Drops(), "Drops.keep does not go down along the step"),
         (OfTitans(), "OfTitans.keep keeps less where alpha is larger.*Titans' letter"),
@@ -576,3 +648,17 @@ def test_what_waits_is_known_without_being_said():
             return -sums[-1]
 
     assert Estimated.waits and Muon.waits and not Plain.waits and not Momentum.waits
+
+
+@dataclass(frozen=True)
+class CutsKeys(Features):
+    def size(self, dim):
+        return dim
+
+    def expand(self, x, sqrt_a=None):
+        return 1.0 * x.detach()
+
+
+def test_features_that_cut_gradients():
+    with pytest.raises(ValueError, match=r"CutsKeys\.expand changes with x, and lets no gradient through to it"):
+        check_part("features", CutsKeys())

@@ -134,6 +134,55 @@ def test_a_conversation_continues_from_its_cache(model: AtlasForCausalLM) -> Non
     assert torch.equal(continued, expected)
 
 
+@pytest.mark.parametrize("block", ["lmm", "mac", "attention"])
+def test_rows_that_have_ended_read_no_padding(make: Make, block: str) -> None:
+    model = make(block)
+    n = model.config.num_hidden_layers
+    ids, cache = prompt(), AtlasCache(n)
+    end = int(model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1])
+    text = model.generate(
+        ids, past_key_values=cache, max_new_tokens=6, do_sample=False, eos_token_id=end, pad_token_id=0
+    )
+    assert text.shape[1] > ids.shape[1] + 2, "both rows ended at once"
+    mask = torch.ones_like(text)
+    mask[0, ids.shape[1] + 1 :] = 0  # behind its end
+    more = torch.cat([text, prompt(2, 3)], 1)
+    mask = torch.nn.functional.pad(mask, (0, 3), value=1)
+    new = more[:, cache.get_seq_length() :]
+    after = model(new, attention_mask=mask, past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(after, model(more, attention_mask=mask).logits[:, -1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", ["lmm", "mac", "attention"])
+def test_a_cache_of_beams_is_refused(make: Make, block: str) -> None:
+    model = make(block)
+    cache = AtlasCache(model.config.num_hidden_layers)
+    text = model.generate(prompt(1), past_key_values=cache, max_new_tokens=3, num_beams=2, do_sample=False)
+    for use in (
+        lambda: model.generate(torch.cat([text, prompt(1)], 1), past_key_values=cache, max_new_tokens=1),
+        lambda: model(prompt(1), past_key_values=cache),
+    ):
+        with pytest.raises(ValueError, match="left by beam search"):
+            use()
+    cache.reset()
+    model(prompt(1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("block", ["lmm", "mac", "attention"])
+def test_embeddings_beside_a_cache(make: Make, block: str) -> None:
+    model = make(block)
+    new, n = prompt(1, 3) + 1, 7
+    embedded = model.get_input_embeddings()(new)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(torch.cat([prompt(1), new], 1), **options)[:, n + 3 :]
+    cache = model(prompt(1), use_cache=True).past_key_values
+    given = {"past_key_values": cache, "attention_mask": torch.ones(1, n + 3)}
+    assert torch.equal(model.generate(inputs_embeds=embedded, **given, **options), expected)
+    cache = model(prompt(1), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=rf"the 3 embeddings given to generate are no more than the {n}"):
+        model.generate(inputs_embeds=embedded, past_key_values=cache, **options)
+
+
 def test_ids_that_do_not_say_what_is_new_are_refused(model: AtlasForCausalLM) -> None:
     """Longer ids that begin with something else, and ids that were all read; with a longer mask they are new."""
     read, other = prompt(2, 7), prompt(2, 11)

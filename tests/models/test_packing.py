@@ -108,6 +108,37 @@ def test_a_prompt_of_several_documents(make) -> None:
         model.generate(ids, document_starts=starts, use_cache=False, max_new_tokens=2)
 
 
+def test_marks_at_padding_are_those_of_the_next_token(make) -> None:
+    """Padding has no document: an id, a mark or a piece of its own begins none, and cuts none in two."""
+    model, ids = make().double(), IDS[:1]
+    real = torch.tensor([[1] * 8 + [0] * 3])
+    expected = model(IDS[:1, :3], past_key_values=model(ids[:, :8], use_cache=True).past_key_values).logits
+    for marks in (
+        {"document_ids": torch.where(real == 1, 0, -1)},
+        {"document_starts": torch.tensor([[1] + [0] * 8 + [1, 0]])},
+        {"cu_seq_lens_q": torch.tensor([0, 8, 11])},
+    ):
+        cache = model(ids, attention_mask=real, use_cache=True, **marks).past_key_values
+        assert_near(model(IDS[:1, :3], past_key_values=cache).logits, expected)
+    real = torch.tensor([[1] * 4 + [0] * 4 + [1] * 3])
+    alone = model(torch.cat([ids[:, :4], ids[:, 8:]], 1)).logits[:, 4:]
+    assert_near(model(ids, attention_mask=real, document_ids=real).logits[:, 8:], alone)
+    begins = model(ids[:, 8:]).logits
+    starts = torch.tensor([[0] * 5 + [1] + [0] * 5])  # at padding: the next token begins a document
+    assert_near(model(ids, attention_mask=real, document_starts=starts).logits[:, 8:], begins)
+
+
+def test_a_prompt_that_is_marked_is_read_whole(make, monkeypatch) -> None:
+    model, ids = make(), IDS[:1]
+    marks = torch.zeros_like(ids)
+    marks[:, 5:] = 1
+    expected = model.generate(ids, document_ids=marks, max_new_tokens=2, do_sample=False)
+    monkeypatch.setattr("atlas_memory.models.generating.PREFILL", 6)
+    assert torch.equal(model.generate(ids, document_ids=marks, max_new_tokens=2, do_sample=False), expected)
+    with pytest.raises(ValueError, match="prefill_chunk_size=7 cuts the prompt, and document_ids marks the whole"):
+        model.generate(ids, document_ids=marks, max_new_tokens=2, prefill_chunk_size=7)
+
+
 def test_arguments_that_do_not_go_together(make) -> None:
     model, ids = make(), IDS
     for wrong, message in (
