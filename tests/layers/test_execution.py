@@ -11,6 +11,7 @@ from atlas_memory import NeuralMemory, OmegaMemory, compile_options, set_executi
 from atlas_memory.forms.chunkwise import begin, end, read_on
 from atlas_memory.forms.compiling import compiled_for_rule
 from atlas_memory.layers.attention import FullAttention
+from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.layers.hierarchy import Hierarchy
 from atlas_memory.layers.self_modifying import SelfModifyingMemory
 from atlas_memory.memory import RULES, Gates, chunkwise
@@ -243,3 +244,10 @@ def test_wrong_settings_are_refused():
         set_execution(layer("omeganet"), recompute=0)
     with pytest.raises(ValueError, match="FullAttention has no memory"):
         set_execution(FullAttention(16, 2), compiled=True)
+
+
+def test_a_memory_as_context_is_compiled():
+    """It reads no tokens once, to begin with, which a compiler looks at too."""
+    torch.compiler.reset()
+    mixer, x = BLOCKS["mac"].make(16, 2, rule="titans", attention_window=4), torch.randn(1, 6, 16)
+    torch.testing.assert_close(torch.compile(mixer, backend="eager")(x)[0], mixer(x)[0])

@@ -124,6 +124,39 @@ def test_bfloat16_inputs_keep_a_float32_memory(rule):
     assert all(w.dtype == torch.float32 for w in state.memory.weights) and y.isfinite().all()
 
 
+def test_autocast_is_no_remedy_for_float64():
+    memory = layer("titans").float()
+    x = torch.randn(1, 5, DIM, dtype=torch.float64)
+    for autocast in (False, True):
+        with torch.autocast("cpu", enabled=autocast), pytest.raises(ValueError, match=r"or layer.to\(...\)$"):
+            memory(x)
+    with pytest.raises(ValueError, match=r"or call it under torch\.autocast"):
+        memory(x.bfloat16())
+
+
+@pytest.mark.parametrize("rule", ["tnt", "ttt-mlp", "memora", "yaad"])
+def test_alike_gains_of_a_layer_norm_share_the_gradient_of_the_largest(rule):
+    """All begin at 1, and the largest bounds the step. Along its own direction the gradient is the mean of what it is
+    to either side."""
+    torch.manual_seed(0)
+    memory = NeuralMemory(16, 1, rule=rule).double()
+    x = torch.randn(2, 48, 16, dtype=torch.float64)
+    gain = memory.memory.norm_gain
+
+    def loss() -> torch.Tensor:
+        return memory(x)[0].square().sum()
+
+    (gradient,) = torch.autograd.grad(loss(), gain)
+    along, size = gradient / gradient.norm(), 1e-6
+    with torch.no_grad():
+        gain.add_(size * along)
+        more = loss()
+        gain.sub_(2.0 * size * along)
+        difference = (more - loss()) / (2.0 * size)
+    assert float(gradient.norm()) == pytest.approx(float(difference), rel=0.06)
+    assert float(gradient[:, 0].abs()) < 0.6 * float(gradient.norm())
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_within_autocast(rule):
     memory, x, found = layer(rule), torch.randn(2, 9, DIM), []

@@ -206,6 +206,11 @@ def test_300_steps_on_random_tokens_stay_finite_and_learn_nothing(retention):
     assert all(p.isfinite().all() for p in net.parameters())
 
 
+def test_eps_is_above_zero():
+    with pytest.raises(ValueError, match="eps must be a finite number above 0, got 0"):
+        SelfModifyingMemory(8, 2, eps=0)
+
+
 @pytest.mark.parametrize("kind", ["random", "constant", "periodic", "huge"])
 def test_memories_that_hardly_forget_stay_bounded_over_8192_tokens(kind):
     layer = SelfModifyingMemory(16, 2, HOPE.vary(retention={"to_start": True}, window={"chunk": 16}))

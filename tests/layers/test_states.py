@@ -5,11 +5,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from atlas_memory import RULES, NeuralMemory, OmegaMemory
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.layers.hierarchy import HierarchicalMemory, Hierarchy
+from atlas_memory.layers.omega import set_execution
 from atlas_memory.memory import State
+from atlas_memory.training.processes import leave
 
 DIM, HEADS = 16, 2
 OPTIONS = {"rule": "titans", "chunk_size": 4}
@@ -193,3 +197,51 @@ def test_what_a_state_cannot_hold_is_named() -> None:
 
     with pytest.raises(TypeError, match="a state holds tensors, other states, None and tuples of these, got 3 in it"):
         Counts(3).map(torch.clone)
+
+
+@pytest.mark.parametrize("name", ["lmm", "attention", "hope"])
+def test_counts_that_were_cast_are_refused(name) -> None:
+    layer, x = BLOCKS[name].make(8, 2), torch.randn(2, 6, 8)
+    state = layer(x)[1]
+    with pytest.raises(ValueError, match=r"seen, which counts tokens, must be of int64: .* t.is_floating_point"):
+        layer(x, state.map(lambda t: t.double()))
+    layer(x, state.map(lambda t: t.double() if t.is_floating_point() else t))
+
+
+def test_a_context_read_on_in_another_precision_keeps_no_longer_numbers() -> None:
+    layer = BLOCKS["mac"].make(8, 2, attention_window=4, rule="titans")
+    x = torch.randn(1, 9, 8)
+    state = layer.double()(x.double())[1]
+    after = layer.float()(x, state)[1]
+    assert {t.dtype for t in after.tensors() if t.is_floating_point()} == {torch.float32}
+
+
+def test_attention_keeps_keys_and_values_alone() -> None:
+    state = BLOCKS["attention"].make(8, 2)(torch.randn(1, 50, 8))[1]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in state.tensors())
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_of_masks_and_beside_recomputation() -> None:
+    x, mask = torch.randn(2, 40, 8), torch.arange(40) < torch.tensor([[40], [11]])
+    memory = NeuralMemory(8, 2, rule="titans")
+    each = torch.func.vmap(lambda x, mask: memory(x[None], mask=mask[None])[0][0])(x, mask)
+    torch.testing.assert_close(each, memory(x, mask=mask)[0])
+    for layer in (memory, BLOCKS["hope"].make(8, 2)):
+        gradient = torch.func.grad(lambda x, layer=layer: layer(x)[0].sum())
+        expected = gradient(x)
+        set_execution(layer, recompute=1)
+        torch.testing.assert_close(gradient(x), expected)
+
+
+def test_of_sharded_weights() -> None:
+    """A state before the first token is made from plain tensors, whatever the weights are between calls."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layer, x = NeuralMemory(8, 2, rule="titans"), torch.randn(1, 6, 8)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        layer(x)[0].sum().backward()
+        y, _ = layer(x, layer.initial_state())
+        torch.testing.assert_close(y, layer(x)[0])
+    finally:
+        leave()

@@ -80,6 +80,13 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
         AtlasConfig(**arguments)
 
 
+def test_a_vocabulary_that_was_cut_is_loaded_again(tmp_path) -> None:
+    with pytest.warns(UserWarning, match="eos_token_id=300 is no token of a vocabulary of vocab_size=258"):
+        AtlasConfig(eos_token_id=300, vocab_size=258).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="is no token of a vocabulary"):
+        assert AtlasConfig.from_pretrained(tmp_path).eos_token_id == 300
+
+
 def test_rule_options_change_the_rule() -> None:
     config = AtlasConfig(rule="atlas", rule_options={"optimiser": {"every": 4}})
     assert config.memory_rule().optimiser.every == 4

@@ -1,5 +1,6 @@
 """The models as transformers sees them: saving, masks, gradients, dtypes."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,31 @@ def test_training_keeps_no_cache_and_caches_no_gradients(model: AtlasForCausalLM
     assert model(tokens()).past_key_values is None
     cache = model(tokens(), use_cache=True).past_key_values
     cache.layers[0].state.map(lambda x: _check(not x.requires_grad, x))
+
+
+def test_shapes_without_numbers() -> None:
+    with torch.device("meta"):
+        net = AtlasForCausalLM(AtlasConfig.preset("nano", rule="titans")).eval()
+        ids = torch.zeros(2, 20, dtype=torch.int64)
+        assert net(ids, attention_mask=torch.ones_like(ids)).logits.shape == (2, 20, 258)
+
+
+def test_a_mask_for_more_than_is_read_needs_a_cache(model: AtlasForCausalLM) -> None:
+    with pytest.raises(ValueError, match="entries for earlier tokens may stand before them, beside past_key_values"):
+        model(tokens(), attention_mask=torch.ones(len(tokens()), tokens().shape[1] + 3))
+
+
+def test_copies_of_caches(model: AtlasForCausalLM) -> None:
+    cache = AtlasCache(2, keep_graph=True)
+    model.train()(tokens(), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"cannot be copied: detach\(\) it first"):
+        copy.deepcopy(cache)
+    cache.detach()
+    copied = copy.deepcopy(cache)
+    assert torch.equal(model(tokens(), past_key_values=copied).logits, model(tokens(), past_key_values=cache).logits)
+    copied.batch_select_indices(torch.tensor([True] + [False] * (len(tokens()) - 1)))
+    copied.batch_select_indices([-1])
+    assert next(copied.blocks[0].state.tensors()).shape[0] == 1
 
 
 def _check(fine: bool, x: torch.Tensor) -> torch.Tensor:

@@ -141,6 +141,7 @@ class AtlasModel(AtlasPreTrainedModel):
         if input_ids is not None:
             check_ids("input_ids", input_ids, self.config.vocab_size)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        time, mask = x.shape[1], mask_of_call(attention_mask, x.shape[1], past_key_values is not None)
         writes = use_cache is not False
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -151,7 +152,6 @@ class AtlasModel(AtlasPreTrainedModel):
             _check_recomputing(cast(AtlasBlock, self.layers[0]))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        time, mask = x.shape[1], mask_of_call(attention_mask, x.shape[1], past_key_values is not None)
         if document_ids is not None and seq_idx is not None:
             raise ValueError("document_ids and seq_idx are two names of one argument: give one of them")
         forms = (position_ids, document_ids if seq_idx is None else seq_idx, cu_seq_lens_q)
