@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,11 @@ def test_texts_that_cannot_be_read_are_refused_by_the_option(tmp_path: Path) -> 
         with pytest.raises(ValueError, match=f"--data='.*{name}'.*{says}") as error:
             write_report(tmp_path / "run", tmp_path / name)
         assert "data.path" not in str(error.value)
+    shutil.rmtree(tmp_path / "corpus")
+    with pytest.raises(
+        ValueError, match=r"the text of .*run cannot be read \(.*does not exist.*\): give another by --data"
+    ):
+        write_report(tmp_path / "run")
 
 
 def test_what_one_stream_alone_reaches_has_no_standard_error(tmp_path: Path) -> None:

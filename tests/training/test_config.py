@@ -52,6 +52,8 @@ def test_the_demo_is_valid() -> None:
         ("train.steps=many", "train.steps='many': input should be a valid integer"),
         ("train.steps=true", "train.steps=True: input should not be true"),
         ("train.gate_rate=true", "train.gate_rate=True: input should not be true"),
+        ("train.threads=100000", "train.threads=100000: input should be less than or equal to 1024"),
+        ("train.alarm_webhook=http://", "train.alarm_webhook='http://'"),
         ("train.seed=4294967296", "train.seed=4294967296: input should be less than 4294967296"),
         ("trian.steps=3", r"unknown section trian; did you mean train\?"),
         (

@@ -61,3 +61,20 @@ def test_an_older_checkpoint_is_kept(tmp_path, capsys, monkeypatch) -> None:
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
     monkeypatch.undo()
     assert main(["train", "--resume", f"output_dir={tmp_path / 'run'}"]) == 0
+
+
+def test_a_report_that_does_not_fit_leaves_the_one_before(tmp_path, capsys, monkeypatch) -> None:
+    assert main(["train", *overrides(tmp_path, "train.evaluate_every=0")]) == 0
+    assert main(["report", str(tmp_path / "run")]) == 0
+    report = tmp_path / "run" / "report"
+    before = {path.name: path.read_bytes() for path in report.iterdir()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("atlas_memory.report.report.reading_page", full)
+    assert main(["report", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"atlas: {str(report)!r} could not be written: No space left on device; make room for it"
+    assert {path.name: path.read_bytes() for path in report.iterdir()} == before
+    assert not list((tmp_path / "run").glob(".report*"))

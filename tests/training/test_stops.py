@@ -1,6 +1,7 @@
 """Runs that end before their last step: by what are no numbers, by a signal, by the clock; and those made longer."""
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import TrainerCallback
 
 from atlas_memory.cli import main
@@ -187,6 +189,40 @@ def test_a_text_under_another_name_is_the_same(tmp_path) -> None:
     documents = (Document("a.txt", "one"),)
     assert is_held_out(hashlib.blake2b(b"a.txt\0one\0").hexdigest(), documents)  # as earlier versions noted it
     assert not is_held_out(hashlib.blake2b(b"a.txt\0two\0").hexdigest(), documents)
+
+
+def test_a_run_yaml_that_was_changed_by_hand_is_refused(tmp_path, capsys) -> None:
+    train(settings(tmp_path, *QUIET, "data.order=packed"))
+    saved, folder = tmp_path / "run" / "run.yaml", tmp_path / "run"
+    whole = saved.read_text()
+    for old, new, message in (
+        ("optimizer: adamw", "optimizer: muon", "train.optimizer is 'muon', but the run to resume has 'adamw'"),
+        ("seed: 0", "seed: 7", "train.seed is 7, but the run to resume has 0"),
+        ("order: packed", "order: crops", "data.order is 'crops', but the run to resume has 'packed'"),
+        ("rule: deltanet", "rule: titans", "model.rule is 'titans', but the run to resume has 'deltanet'"),
+    ):
+        assert old in whole
+        saved.write_text(whole.replace(old, new))
+        assert main(["train", "--resume", f"output_dir={folder}", "train.steps=8"]) == 2
+        assert message in capsys.readouterr().err
+    saved.write_text(whole.replace("steps: 6", "steps: 7"))  # as may be
+    assert main(["train", "--resume", f"output_dir={folder}"]) == 0
+    assert len(read_log(folder)) == 7
+
+
+def test_weights_can_be_read_by_whoever_reads_the_run(tmp_path) -> None:
+    train(settings(tmp_path, *QUIET))
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-6"):
+        modes = {(folder / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+        assert len(modes) == 1
+
+
+def test_chunks_longer_than_what_is_read_are_warned_of(tmp_path) -> None:
+    said = Console(file=io.StringIO(), width=200)
+    train(settings(tmp_path, *QUIET, "train.steps=1", "model.chunk_size=64"), console=said)
+    assert (
+        "warning: memories read chunks of 64 tokens, and compute a whole one for each row of 16" in said.file.getvalue()
+    )
 
 
 @pytest.mark.parametrize(

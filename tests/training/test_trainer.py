@@ -276,6 +276,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path) -> None:
 def test_loading_what_is_not_a_run(copy, tmp_path) -> None:
     with pytest.raises(ValueError, match="the folder does not exist"):
         load_run(tmp_path / "nowhere")
+    (tmp_path / "file.txt").write_text("a text")
+    with pytest.raises(ValueError, match=r"no run at '.*file.txt': it is a file"):
+        load_run(tmp_path / "file.txt")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"holds neither model.safetensors nor an intact checkpoint"):
         load_run(tmp_path / "empty")

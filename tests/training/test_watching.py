@@ -63,7 +63,7 @@ def test_an_alarm_is_told_once(tmp_path: Path) -> None:
     class Listener(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
+            self.send_response(500 if len(told) == 1 else 200)  # who does not hear is told again after the next look
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
@@ -82,11 +82,13 @@ def test_an_alarm_is_told_once(tmp_path: Path) -> None:
     server.shutdown()
     assert said(console).count("memory alarm after step 2") == 2  # of two layers, after the second look
     assert said(console).count("memory alarm") == 2 and "writes nothing" in said(console)
+    assert said(console).count("could not be told: HTTP Error 500") == 1
     assert [(t["step"], t["kind"], t["memory"]) for t in told] == [
         (2, "writes nothing", "model.layers.0.mixer"),
         (2, "writes nothing", "model.layers.1.mixer"),
+        (3, "writes nothing", "model.layers.0.mixer"),
     ]
-    assert [(step, alarm.name, alarm.text) for step, alarm in called] == [(2, t["memory"], t["text"]) for t in told]
+    assert [(step, alarm.name, alarm.text) for step, alarm in called] == [(2, t["memory"], t["text"]) for t in told[:2]]
     lines = read_log(tmp_path / "run", "memory.jsonl")
     assert [len(line["alarms"]) for line in lines] == [0, 2, 2, 2, 2, 2]
 
