@@ -33,6 +33,8 @@ def test_saved_paths_are_read_from_anywhere(tmp_path, monkeypatch) -> None:
     assert load_config(tmp_path / "run.yaml").data.tokenizer == str((tmp_path / "tokens").resolve())
     load_config(None, ["then.data.path=text/a.txt"]).save(tmp_path / "run.yaml")
     assert load_config(tmp_path / "run.yaml").then == {"data": {"path": str(tmp_path / "text/a.txt")}}
+    load_config(None, ["then.data.tokenizer=tokens"]).save(tmp_path / "run.yaml")
+    assert load_config(tmp_path / "run.yaml").then == {"data": {"tokenizer": str((tmp_path / "tokens").resolve())}}
     load_config(None, ["then.then.data.path=text/a.txt"]).save(tmp_path / "run.yaml")
     assert load_config(tmp_path / "run.yaml").then == {"then": {"data": {"path": str(tmp_path / "text/a.txt")}}}
 
