@@ -113,6 +113,10 @@ def test_wrong_starts_are_refused():
     mixer, x, starts = problem("lmm-titans")
     with pytest.raises(ValueError, match=r"document_starts has shape \[2, 22\] but the tokens are .* \[2, 23\]"):
         mixer(x, document_starts=starts[:, 1:])
+    with pytest.raises(ValueError, match="document_starts has negative numbers or NaN"):
+        mixer(x, document_starts=torch.full_like(x[..., 0], torch.nan))
+    with pytest.raises(ValueError, match=r"mask must be bool or numbers, got torch\.complex64"):
+        mixer(x, mask=torch.ones(x.shape[:2], dtype=torch.complex64))
     state = mixer(x[:1])[1]
     with pytest.raises(ValueError, match="x has batch size 2 but the state has 1"):
         mixer(x, state, document_starts=starts)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import dispatch_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from atlas_memory import NeuralMemory
@@ -205,6 +206,20 @@ def test_shapes_without_numbers() -> None:
         net = AtlasForCausalLM(AtlasConfig.preset("nano", rule="titans")).eval()
         ids = torch.zeros(2, 20, dtype=torch.int64)
         assert net(ids, attention_mask=torch.ones_like(ids)).logits.shape == (2, 20, 258)
+
+
+def test_weights_on_a_disk(tmp_path: Path) -> None:
+    """They are there while their block is called; brought in module by module they are not, of which it is told."""
+    net, ids = AtlasForCausalLM(AtlasConfig.preset("nano", rule="titans")).eval(), torch.randint(256, (1, 20))
+    expected = net(ids).logits
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
+    places |= {"model.norm": "cpu", "lm_head": "cpu"}
+    options = {"main_device": "cpu", "offload_dir": str(tmp_path)}
+    blocks = dispatch_model(copy.deepcopy(net), places, preload_module_classes=["AtlasBlock"], **options)
+    assert torch.equal(blocks(ids).logits, expected)
+    modules = dispatch_model(net, places, **options)
+    with pytest.raises(ValueError, match="preload_module_classes"):
+        modules(ids)
 
 
 def test_a_mask_for_more_than_is_read_needs_a_cache(model: AtlasForCausalLM) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mathematics.state import State
+from .padding import check_mask
 from .stateful import Stateful
 
 
@@ -119,6 +120,7 @@ class Documents:
                 f"document_starts has shape {list(starts.shape)} but the tokens are [batch, time] = "
                 f"{list(x.shape[:2])}; mark the first token of every document in this call"
             )
+        check_mask("document_starts", starts)
         batch, time = starts.shape
         starts = starts.to(x.device).bool()
         if isinstance(mask, Tensor) and mask.shape == starts.shape:

@@ -107,13 +107,15 @@ class Stateful(nn.Module):
         """Write a state to a safetensors file, whole or not at all, with the layer's kind and rules beside it.
 
         Raises:
-            ValueError: no state, or one of another layer.
+            ValueError: no state, or one of another layer; ``path`` is a folder.
             FileNotFoundError: the folder of ``path`` does not exist.
         """
         if not isinstance(state, State):
             raise ValueError(f"state must be what a call of this layer returned beside y, got {_brief(state)}")
         if not Path(path).absolute().parent.is_dir():
             raise FileNotFoundError(f"there is no folder {Path(path).absolute().parent}; make it first")
+        if Path(path).is_dir():
+            raise ValueError(f"{path} is a folder: name a file in it, such as {Path(path) / 'state.safetensors'}")
         like = self.initial_state()
         _check(self, dict(state.named_tensors()), like, "the state")
         tensors = {name: t.detach().clone().contiguous() for name, t in state.named_tensors()}

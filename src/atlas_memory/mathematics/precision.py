@@ -162,6 +162,11 @@ def check_inputs(
             f"params.initial must have shapes {expected} for this rule and q of {list(q.shape)} "
             f"({heads} heads of {dim}), got {got}"
         )
+    if not q.is_meta and any(m.is_meta for m in params.initial):
+        raise ValueError(
+            "M_0 has no numbers, it is on the device meta. Where weights are offloaded, let whole blocks be brought in: "
+            "dispatch_model(model, device_map, ..., preload_module_classes=['AtlasBlock'])"
+        )
     gates.check(q, rule.window.size)
     channels = gates.eta.dim() == 4 or (gates.alpha is not None and gates.alpha.dim() == 4)
     if channels and rule.optimiser.mixes_rows:

@@ -50,7 +50,7 @@ class AtlasGenerationMixin(GenerationMixin):
         if not isinstance(cache, AtlasCache) or cache.ended is None:
             return updated
         rows = cache.ended.rows
-        if rows is not None and bool(rows.any()):  # what comes next in these is padding
+        if rows is not None and len(rows) > 1 and bool(rows.any()):  # what comes next in these is padding
             if updated.get("attention_mask") is None:  # which transformers leaves out where all tokens are real
                 updated["attention_mask"] = rows.new_ones(len(rows), cache.get_seq_length() + 1, dtype=torch.long)
             updated["attention_mask"][:, -1] *= ~rows
