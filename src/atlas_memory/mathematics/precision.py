@@ -164,7 +164,7 @@ def check_inputs(
         )
     if not q.is_meta and any(m.is_meta for m in params.initial):
         raise ValueError(
-            "M_0 has no numbers, it is on the device meta. Where weights are offloaded, let whole blocks be brought in: "
+            "M_0 has no numbers, it is on the device meta. Where weights are offloaded, let whole blocks be read: "
             "dispatch_model(model, device_map, ..., preload_module_classes=['AtlasBlock'])"
         )
     gates.check(q, rule.window.size)
