@@ -48,9 +48,9 @@ def try_features(features: Features) -> None:
             return
         phi, later = of_each["expand"][0], features.expand(x[..., 1:, :], sqrt_a)
         check_apart(features, "expand", later, phi[..., 1:, :], "make phi of each key alone")
-        check_gradients(features, "expand", lambda x: features.expand(x, sqrt_a), {"x": x})
         _check_own(features, x, phi)
         _check_kernel(features, x, y, sqrt_a)
+        check_gradients(features, "expand", lambda x: features.expand(x, sqrt_a), {"x": x})
 
 
 def _given(x: Tensor) -> str:
