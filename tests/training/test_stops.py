@@ -205,6 +205,9 @@ def test_a_run_yaml_that_was_changed_by_hand_is_refused(tmp_path, capsys) -> Non
         saved.write_text(whole.replace(old, new))
         assert main(["train", "--resume", f"output_dir={folder}", "train.steps=8"]) == 2
         assert message in capsys.readouterr().err
+    saved.write_text(whole)
+    assert main(["train", "--resume", f"output_dir={folder}", "train.steps=4"]) == 0  # nothing to do
+    assert saved.read_text() == whole
     saved.write_text(whole.replace("steps: 6", "steps: 7"))  # as may be
     assert main(["train", "--resume", f"output_dir={folder}"]) == 0
     assert len(read_log(folder)) == 7

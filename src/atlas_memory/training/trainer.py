@@ -137,7 +137,8 @@ def _locked(
             clear_start(folder)
     if process() == 0:
         with usable(folder):
-            config.save(folder / "run.yaml")
+            if checkpoint is None or number(checkpoint) < config.train.last_step:  # else nothing is done
+                config.save(folder / "run.yaml")
             text.save(folder, config)
         shutil.rmtree(folder / SAVING, ignore_errors=True)  # of a process that was killed
     return _run(config, arguments, model, text, examples, resume, checkpoint, console, on_alarm)
