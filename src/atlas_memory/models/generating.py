@@ -90,31 +90,20 @@ class AtlasGenerationMixin(GenerationMixin):
         time = (input_ids if embedded is None else embedded).shape[1]
         if not time:
             raise ValueError("generate was given no token to begin with: give one, such as the end-of-text token")
-        marks = [name for name in MARKS if model_kwargs.get(name) is not None]
-        if marks and generation_config.prefill_chunk_size:
-            raise ValueError(
-                f"prefill_chunk_size={generation_config.prefill_chunk_size} cuts the prompt, and {marks[0]} marks the "
-                "whole: leave one out"
-            )
+        marked = _is_marked(model_kwargs, generation_config)
         mask = model_kwargs.get("attention_mask")
         covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
         if cache is not None:
             check_cache(cache, self.config.num_hidden_layers)
             cache.repeat_for(len(input_ids), max(generation_config.num_beams, generation_config.num_return_sequences))
-            whole = bool(marks) or embedded is not None or generation_config.output_hidden_states
-            if time > PREFILL and not whole:
-                generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or PREFILL
+            if not marked and embedded is None:
+                _cut(generation_config, time)
             if embedded is not None and cache.get_seq_length():
                 if covered > time:  # all are new, as of ids
                     model: Any = self
                     inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
                     return model(**inputs, return_dict=True)
-                if time <= cache.get_seq_length():
-                    raise ValueError(
-                        f"the {time} embeddings given to generate are no more than the {cache.get_seq_length()} tokens "
-                        "that past_key_values has read: give those of the whole text, or new ones alone with an "
-                        f"attention_mask of {cache.get_seq_length()} + {time} entries"
-                    )
+                _check_longer(time, cache.get_seq_length())
         of_ids = cache is not None and embedded is None and covered <= input_ids.shape[1]
         if of_ids and not cache.is_read_in(input_ids):
             generation_config._mask_length = -1
@@ -122,3 +111,30 @@ class AtlasGenerationMixin(GenerationMixin):
                 longer = cache.get_seq_length() if generation_config.prefill_chunk_size else 1
                 model_kwargs["attention_mask"] = nn.functional.pad(mask, (longer, 0), value=1)
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc, arg-type]
+
+
+def _is_marked(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+    """Whether the documents of a prompt are marked; ValueError if it is to be read in pieces, which the marks do not
+    know."""
+    marks = [name for name in MARKS if model_kwargs.get(name) is not None]
+    if marks and generation_config.prefill_chunk_size:
+        raise ValueError(
+            f"prefill_chunk_size={generation_config.prefill_chunk_size} cuts the prompt, and {marks[0]} marks the "
+            "whole: leave one out"
+        )
+    return bool(marks)
+
+
+def _cut(generation_config: Any, time: int) -> None:
+    """Have a long prompt read in pieces, unless hidden states of all its tokens are asked for."""
+    if time > PREFILL and not generation_config.output_hidden_states:
+        generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or PREFILL
+
+
+def _check_longer(time: int, seen: int) -> None:
+    """ValueError unless so many embeddings can be those of a text of which `seen` tokens have been read."""
+    if time <= seen:
+        raise ValueError(
+            f"the {time} embeddings given to generate are no more than the {seen} tokens that past_key_values has "
+            f"read: give those of the whole text, or new ones alone with an attention_mask of {seen} + {time} entries"
+        )

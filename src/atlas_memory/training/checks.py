@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,9 @@ from transformers.integrations import get_reporting_integration_callbacks
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import PRESETS, AtlasConfig
 from atlas_memory.training import sharded
+from atlas_memory.training.checkpoints import SAVING, number
 from atlas_memory.training.config import ConfigError, DataSection, ModelSection, RunConfig, load_saved
-from atlas_memory.training.examples import ABOUT
+from atlas_memory.training.examples import ABOUT, Text
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, read_log
 from atlas_memory.training.plan import available, of_model, without_weights
 from atlas_memory.training.processes import process, processes
@@ -120,7 +122,11 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
         return
     if not (folder / "run.yaml").is_file():
         raise ConfigError(f"nothing to resume: {str(folder)!r} holds no run.yaml")
-    begun = _as_begun(folder)
+    _compare(_as_begun(folder), config, folder)
+
+
+def _compare(begun: RunConfig, config: RunConfig, folder: Path) -> None:
+    """ConfigError unless a run that began with the settings `begun` can go on with those of `config`."""
     before, now = begun.resolved().model_dump(), config.resolved().model_dump()
     if _one_model(begun.model, config.model):
         now["model"] = before["model"]
@@ -205,6 +211,16 @@ def clear_start(folder: Path) -> None:
     refuse_what_is_there(folder)
     for name in _OF_A_START:
         (folder / name).unlink(missing_ok=True)
+
+
+def describe(config: RunConfig, folder: Path, text: Text, checkpoint: Path | None) -> None:
+    """Leave the settings of a run in its folder, unless nothing is left to do, and its text; and away with what a
+    process has left that was killed."""
+    with usable(folder):
+        if checkpoint is None or number(checkpoint) < config.train.last_step:
+            config.save(folder / "run.yaml")
+        text.save(folder, config)
+    shutil.rmtree(folder / SAVING, ignore_errors=True)
 
 
 @contextmanager

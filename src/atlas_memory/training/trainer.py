@@ -26,7 +26,7 @@ from atlas_memory.training.arguments import arguments_of
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, Samples, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.checkpoints import SAVING, checkpoint_to_resume, number, publish, writing
-from atlas_memory.training.checks import check_folder, check_run, clear_start, only_run, usable, warn
+from atlas_memory.training.checks import check_folder, check_run, clear_start, describe, only_run, usable, warn
 from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.examples import Examples, Text, batches, collate
 from atlas_memory.training.finished import save_again, save_model
@@ -136,11 +136,7 @@ def _locked(
         if process() == 0:
             clear_start(folder)
     if process() == 0:
-        with usable(folder):
-            if checkpoint is None or number(checkpoint) < config.train.last_step:  # else nothing is done
-                config.save(folder / "run.yaml")
-            text.save(folder, config)
-        shutil.rmtree(folder / SAVING, ignore_errors=True)  # of a process that was killed
+        describe(config, folder, text, checkpoint)
     return _run(config, arguments, model, text, examples, resume, checkpoint, console, on_alarm)
 
 
