@@ -203,7 +203,7 @@ def test_what_a_state_cannot_hold_is_named() -> None:
 def test_counts_that_were_cast_are_refused(name) -> None:
     layer, x = BLOCKS[name].make(8, 2), torch.randn(2, 6, 8)
     state = layer(x)[1]
-    with pytest.raises(ValueError, match=r"seen, which counts tokens, must be of int64: .* t.is_floating_point"):
+    with pytest.raises(ValueError, match=r"seen, which counts tokens, must be of int64, .* t.is_floating_point"):
         layer(x, state.map(lambda t: t.double()))
     layer(x, state.map(lambda t: t.double() if t.is_floating_point() else t))
 

@@ -75,6 +75,6 @@ def test_a_report_that_does_not_fit_leaves_the_one_before(tmp_path, capsys, monk
     monkeypatch.setattr("atlas_memory.report.report.reading_page", full)
     assert main(["report", str(tmp_path / "run")]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said == f"atlas: {str(report)!r} could not be written: No space left on device; make room for it"
+    assert said == f"atlas: {str(report)!r} could not be written: No space left on device; the one before is as it was"
     assert {path.name: path.read_bytes() for path in report.iterdir()} == before
     assert not list((tmp_path / "run").glob(".report*"))

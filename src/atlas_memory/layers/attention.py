@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..forms.bands import overlapping, take
 from ..mathematics.sizes import check_size
-from ..mathematics.state import State
+from ..mathematics.state import State, check_count
 from .documents import read_documents
 from .padding import pack, unpack
 from .rotary import check_heads, rotary, rotate
@@ -64,6 +64,7 @@ class _Attention(Stateful):
         if state is None:
             empty = x.new_zeros(batch, self.heads, slots, self.head_dim)
             return kind(empty, empty, torch.zeros(batch, dtype=torch.int64, device=x.device))
+        check_count(state.seen)
         if state.seen.shape[0] != batch:
             raise ValueError(f"x has batch size {batch} but the state has {state.seen.shape[0]}; give the same rows")
         held = [state.keys.shape[1], state.keys.shape[3]]

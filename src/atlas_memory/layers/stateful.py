@@ -57,12 +57,6 @@ class Stateful(nn.Module):
             raise ValueError(
                 f"state must be the {kind.__name__} that an earlier call returned, or None, got {_brief(state)}"
             )
-        counts = [] if state is None else [(n, t) for n, t in state.named_tensors() if n.rpartition(".")[2] == "seen"]
-        if wrong := [name for name, count in counts if count.is_floating_point()]:
-            raise ValueError(
-                f"the state's {wrong[0]}, which counts tokens, must be of int64: give State.map a function that casts "
-                "floating-point tensors alone, lambda t: t.bfloat16() if t.is_floating_point() else t"
-            )
         if state is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if any(t.is_inference() for t in state.tensors()) and any(p.requires_grad for p in self.parameters()):

@@ -12,7 +12,7 @@ from .features import Features
 from .functions import at_hand, no_autocast
 from .gates import Gates
 from .rules import Params, Rule
-from .state import MemoryState
+from .state import MemoryState, check_count
 
 Form = Callable[..., tuple[Tensor, MemoryState]]
 
@@ -196,6 +196,7 @@ def _check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_state(rule: Rule, batch: int, heads: int, dim: int, state: MemoryState) -> None:
     if not isinstance(state, MemoryState):
         raise ValueError(f"state must be the MemoryState that an earlier call returned, got a {type(state).__name__}")
+    check_count(state.seen)
     held = state.keys.shape[-2]
     shapes = enumerate(rule.shapes(dim))
     expected = [[batch, heads, rows, columns + rule.by_key(i) * held] for i, (rows, columns) in shapes]

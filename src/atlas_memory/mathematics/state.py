@@ -159,6 +159,15 @@ class MemoryState(State):
         return replace(self, matrices=matrices, keys=keys)
 
 
+def check_count(seen: Tensor) -> None:
+    """Raise ValueError unless ``seen``, a state's count of tokens ``[batch]``, has been left the whole number it is."""
+    if seen.is_floating_point():
+        raise ValueError(
+            f"the state's seen, which counts tokens, must be of int64, got {seen.dtype}: let State.map have one that "
+            "casts floating-point tensors alone, lambda t: t.bfloat16() if t.is_floating_point() else t"
+        )
+
+
 def map_columns(fn: Callable[[Tensor], Tensor], first: int, w: Tensor) -> Tensor:
     """The matrix ``w`` with ``fn`` applied to all of its columns except the ``first`` few."""
     return torch.cat([w[..., :first], fn(w[..., first:])], -1)

@@ -58,19 +58,21 @@ class AtlasGenerationMixin(GenerationMixin):
 
     def _sample(self, input_ids: Any, logits_processor: Any, stopping_criteria: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers has it, but for the padding behind rows that have ended, which the cache does not read."""
+        parent: Any = super()
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, AtlasCache):
-            return super()._sample(input_ids, logits_processor, stopping_criteria, *args, **kwargs)  # type: ignore[misc]
+            return parent._sample(input_ids, logits_processor, stopping_criteria, *args, **kwargs)
         cache.ended = Ended(stopping_criteria)
         try:
-            return super()._sample(input_ids, logits_processor, cache.ended, *args, **kwargs)  # type: ignore[misc]
+            return parent._sample(input_ids, logits_processor, cache.ended, *args, **kwargs)
         finally:
             cache.ended = None
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers has it; the cache then holds the beams of the last step, which are not the text returned."""
+        parent: Any = super()
         try:
-            return super()._beam_search(*args, **kwargs)  # type: ignore[misc]
+            return parent._beam_search(*args, **kwargs)
         finally:
             if isinstance(cache := kwargs.get("past_key_values"), AtlasCache):
                 cache.of_beams = True
@@ -110,7 +112,8 @@ class AtlasGenerationMixin(GenerationMixin):
             if mask is not None:  # one entry more is enough, unless the mask is cut by where chunks end
                 longer = cache.get_seq_length() if generation_config.prefill_chunk_size else 1
                 model_kwargs["attention_mask"] = nn.functional.pad(mask, (longer, 0), value=1)
-        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc, arg-type]
+        parent: Any = super()
+        return parent._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
 def _is_marked(model_kwargs: dict[str, Any], generation_config: Any) -> bool:

@@ -28,7 +28,9 @@ def written(target: Path) -> Iterator[Path]:
         for path in sorted(partial.iterdir()):
             os.replace(path, target / path.name)
     except OSError as error:
-        raise OSError(f"{str(target)!r} could not be written: {error.strerror or error}; make room for it") from error
+        raise OSError(
+            f"{str(target)!r} could not be written: {error.strerror or error}; the one before is as it was"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

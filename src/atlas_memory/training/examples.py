@@ -116,7 +116,8 @@ class Text:
             return
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-            had, whole, _ = before["tokens"], "held_out" in before, before.pop("settings", None)
+            had, whole = before["tokens"], "held_out" in before
+            before.pop("settings", None)  # which check_folder compares
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{str(path)!r} is damaged: delete it, if the text is still that with which the run began"

@@ -90,7 +90,7 @@ def _check_gradients(retention: Any, old: Old, step: Tensor, alpha: Tensor) -> N
     for size in (1.0, 0.0):
         given = {"the step": size * step, "alpha": alpha, "W": size * old.weights}
         if old.dual is not None:
-            given["A"] = size * old.dual if size or not retention.fixed_sums else old.dual
+            given["A"] = old.dual if retention.fixed_sums else size * old.dual  # rows of one sum are never all zero
         for n, part in enumerate(Kept._fields):
 
             def kept(n: int = n, **changed: Tensor) -> Tensor:
