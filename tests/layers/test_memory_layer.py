@@ -10,7 +10,7 @@ from atlas_memory.layers.attention import FullAttention
 from atlas_memory.layers.blocks import MemoryBlock
 from atlas_memory.layers.gates import GateProjection
 from atlas_memory.layers.mlp import ContinuumMLP
-from atlas_memory.memory import Exponential, Gates, l2_normalise
+from atlas_memory.memory import L2, DotProduct, Exponential, Gates, l2_normalise
 
 DIM, HEADS, WINDOW, CHUNK = 12, 2, 3, 4
 
@@ -314,3 +314,22 @@ def test_where_eta_begins(rule, eta):
     """Lower where what is written does not depend on what is answered, unless it is taken out again."""
     gates = GateProjection(16, 2, RULES[rule])
     assert torch.allclose(gates(torch.zeros(1, 1, 16)).eta, torch.tensor(eta))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_first_write_takes_half_of_the_loss(name):
+    """What one write at the gates' starting values leaves of the loss at its key, heads of 32: of the rule's own loss,
+    and of the squared error where the rule has none that ends. docs/starting.md says why two rules leave more."""
+    torch.manual_seed(0)
+    changes = {"network": {"expansion": 1}} if hasattr(RULES[name].network, "expansion") else {}
+    rule = RULES[name].vary(window={"size": min(4, RULES[name].window.size), "chunk": 1}, **changes)
+    memory, gates = OmegaMemory(32, 2, rule, gates=False).eval(), GateProjection(64, 2, rule)
+    k, v = l2_normalise(torch.randn(64, 2, 1, 32)), torch.randn(64, 2, 1, 32)
+    loss = L2() if isinstance(rule.bias, DotProduct) else rule.bias
+    with torch.no_grad():
+        gates.weight.zero_()
+        opened = gates(torch.zeros(64, 1, 64))
+        _, state = memory(k, k, v, opened)
+        target = v if opened.delta is None else torch.cat([v, opened.delta[..., None]], -1)
+        before, after = (loss.value(memory.retrieve(k, at), target).sum() for at in (None, state))
+    assert after / before <= {"lact": 0.7, "memora": 0.55}.get(name, 0.5)

@@ -100,6 +100,16 @@ def test_no_error_is_a_stationary_point(bias):
     assert bias.derivative(V, v).count_nonzero() == 0
 
 
+@pytest.mark.parametrize("p,left", [(1.0, 0.0), (1.5, 0.0), (2.0, 0.0), (3.0, 0.0), (4.0, 1 / 3), (6.0, 0.6)])
+def test_a_full_step_under_lp_goes_up_to_the_value_and_not_beyond(p, left):
+    """What it leaves of the largest coordinate, the smallest for p below 2; no coordinate changes its sign."""
+    bias = Lp(p)
+    after = E - bias.derivative(V + E, V) / bias.curvature(V + E, V)
+    shares = after / E
+    assert shares.min().item() == pytest.approx(left, abs=1e-4)
+    assert shares.min() > -1e-4 and shares.max() < 1
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"Lp p must be >= 1, got 0\.5"):
         Lp(0.5)

@@ -171,7 +171,7 @@ HAND = {
         MIRAS,
         objective=lp(3),
         retention=l_q(4),
-        curvature=lambda m, v, delta: 6 * smooth(m - v).max(),
+        curvature=lambda m, v, delta: 3 * smooth(m - v).max(),  # |derivative| / |error| of the largest coordinate
     ),
     "yaad": replace(  # M26
         MIRAS,

@@ -121,7 +121,8 @@ def test_spectral_norms(shape):
 
 @pytest.mark.parametrize("bias", BIASES, ids=str)
 def test_curvature_bounds_the_bias(bias):
-    """Its Hessian, or where errors are large |derivative| / |error|, in every direction."""
+    """|derivative| / |error|, and the Hessian in every direction; of l_3, whose full step goes up to the value and not
+    beyond (test_bias.py), half of it."""
     torch.manual_seed(0)
     for size in (1e-4, 0.3, 1.0, 10.0):
         e, delta = size * torch.randn(3, dtype=torch.float64), torch.rand(1, dtype=torch.float64)
@@ -132,7 +133,8 @@ def test_curvature_bounds_the_bias(bias):
         assert bias.derivative(e, v).norm() <= bound * e.norm() * (1 + 1e-9)
         if not isinstance(bias, Huber):  # whose mixture jumps
             hessian = torch.autograd.functional.hessian(lambda p, v=v: bias.value(p, v), e)
-            assert torch.linalg.matrix_norm(hessian, 2) <= bound * (1 + 1e-9)
+            share = 0.5 if bias == Lp(3.0) else 1.0
+            assert share * torch.linalg.matrix_norm(hessian, 2) <= bound * (1 + 1e-9)
 
 
 def test_bad_arguments():

@@ -171,6 +171,9 @@ def test_values_of_the_command_line(tmp_path, monkeypatch) -> None:
     assert load_config(None, ['train.prompt=" #"', "data.path=[a, b]"]).data.path == ["a", "b"]
     assert load_config(None, ["then={train: {steps: 3}}"]).then == {"train": {"steps": 3}}
     assert load_config(None, ["model.rms_norm_eps=1e-5"]).model.overrides == {"rms_norm_eps": 1e-5}
+    for programs in ("none", "[none]", "[]"):  # as transformers has it
+        assert load_config(None, [f"train.report_to={programs}"]).train.report_to == []
+    assert load_config(None, ["train.report_to=trackio"]).train.report_to == ["trackio"]
 
 
 def test_a_saved_description_that_was_cut_short(tmp_path) -> None:

@@ -45,7 +45,8 @@ class Bias:
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
         """A bound on the second derivative by the prediction (the largest eigenvalue), one number a token, ``[...]``;
-        or where that has no bound, one on |derivative| / |error|. It bounds the step (step.py)."""
+        or where that has none, or is far from what a full step meets, one on |derivative| / |error|. It bounds the
+        step (step.py)."""
         raise NotImplementedError(f"{type(self).__name__} has no method curvature(prediction, v)")
 
     def start_delta(self, dim: int) -> float:
@@ -124,10 +125,11 @@ class Lp(Bias):
         return torch.where((prediction - v).abs() <= FAR, slope, 0.0)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[...]``, the largest over the coordinates: of the second derivative for p >= 2; of |derivative| / |error|
-        for p < 2, where the second derivative has no bound near zero."""
+        """``[...]``, the largest over the coordinates: up to p = 3 of |derivative| / |error|, so that a full step takes
+        the largest coordinate to its value and none beyond; above 3 of half the second derivative, which is more. The
+        second derivative has no bound near zero for p < 2, and halves the steps for p = 3."""
         weight = (self._error(prediction, v).square() + SMOOTH).pow(0.5 * self.p - 1.0)
-        return self.p * max(1.0, self.p - 1.0) * largest(weight)
+        return self.p * max(1.0, 0.5 * (self.p - 1.0)) * largest(weight)
 
     def _error(self, prediction: Tensor, v: Tensor) -> Tensor:
         """Errors beyond ``FAR`` are as large as that and teach nothing: their powers would overflow."""

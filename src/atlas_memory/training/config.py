@@ -31,6 +31,10 @@ def _at_home(folder: str) -> str:
     return str(Path(folder).expanduser()) if folder.startswith("~") else folder  # or a folder named ~ would be made
 
 
+def _programs(names: Any) -> Any:
+    return [] if names in ("none", ["none"]) else [names] if isinstance(names, str) else names
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -116,7 +120,7 @@ class TrainSection(_Section):
     """How to train. The learning rate follows `schedule` over the steps or over `max_minutes`, whichever ends first:
     "cosine" down to zero, or "wsd", its peak but for a linear way to zero in the last fifth, which a run that is to be
     made longer later should take. `report_to`: programs that draw curves, by transformers' names, such as
-    ["tensorboard"]."""
+    ["tensorboard"]; "none" is none, as there."""
 
     steps: int | None = Field(default=None, ge=1, le=10**12)  # None: 1,000, or as many as `max_minutes` hold
     max_minutes: float | None = Field(default=None, gt=0)
@@ -141,7 +145,7 @@ class TrainSection(_Section):
     compiled: bool = False  # what happens in a memory's chunk, when training begins
     graphed: bool | None = None  # record memories as CUDA graphs; None: on a GPU, if nothing is sharded or recomputed
     fsdp: bool = False  # shard weights and optimiser among the processes of torchrun
-    report_to: Annotated[list[str], BeforeValidator(lambda names: [names] if isinstance(names, str) else names)] = []
+    report_to: Annotated[list[str], BeforeValidator(_programs)] = []
     seed: int = Field(default=0, ge=0, lt=2**32)
     threads: int | None = Field(default=None, ge=1, le=1024)  # None: PyTorch's default
     device: Literal["auto", "cpu", "cuda"] = "auto"
