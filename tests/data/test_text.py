@@ -52,6 +52,16 @@ def test_both_halves_hold_a_file(tmp_path, count: int) -> None:
     assert corpus.held_out
 
 
+@pytest.mark.parametrize("name", ["input.txt", "n4.txt"])  # whose hashes hold neither, or hold the book
+def test_a_book_beside_a_note_is_held_out_at_its_end(tmp_path, name: str) -> None:
+    book = "".join(chr(97 + i % 26) for i in range(1000))
+    (tmp_path / name).write_text(book)
+    (tmp_path / "README.md").write_text("a note")
+    corpus = Corpus.load(tmp_path)
+    assert {d.name: d.text for d in corpus.train} == {"README.md": "a note", name: book[:900]}
+    assert [(d.name, d.text) for d in corpus.held_out] == [(name, book[900:])]
+
+
 def test_what_is_skipped(tmp_path) -> None:
     folder_of(tmp_path, 4)
     (tmp_path / "copy.txt").write_text("text number 0\n")

@@ -135,7 +135,7 @@ def prepare(
     end = np.asarray([known.eos_token_id], dtype)
     source.largest = _PART
     starts: list[int] = []
-    written = kept = left = 0
+    written = kept = left = trained = 0
     with new_folder(folder) as partial:
         with (partial / "tokens.bin").open("wb") as file, (partial / "held_out.jsonl").open("w") as held:
             holding = False
@@ -158,6 +158,7 @@ def prepare(
                     continue
                 file.write(ids.tobytes())
                 written += len(ids)
+                trained += len(document.text)
                 progress(len(starts), written)
             if not starts:
                 raise ValueError(source.without_text())
@@ -168,6 +169,14 @@ def prepare(
                 "held out nor trained on. Cut it into several files to train on most of it",
                 source,
                 f"{left:,}",
+            )
+        elif kept > trained:
+            logger.warning(
+                "%s: %s characters are held out, more than the %s to train on, since a long document is among them: "
+                "rename it, or cut it into several files",
+                source,
+                f"{kept:,}",
+                f"{trained:,}",
             )
         if not kept:
             written = _hold_out_the_end(partial, known, starts, written, held_out, dtype)

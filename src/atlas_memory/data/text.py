@@ -35,8 +35,8 @@ class Corpus:
         """Read a source, and hold out about the share `held_out` of it; `progress` is told how many documents it was.
 
         Documents are held out by a hash of their names, so that the split is the same on every machine and does not
-        change for the others when one is added; of a single document the end is held out. ValueError if there is no
-        text to read.
+        change for the others when one is added. Of a document that is more than half of the text its end is held out,
+        so that a book beside a note about it is not held out whole. ValueError if there is no text to read.
         """
         documents = []
         for document in source.documents():
@@ -44,10 +44,7 @@ class Corpus:
             progress(len(documents))
         if not documents:
             raise ValueError(source.without_text())
-        skipped = (source.skipped, source.remarks())
-        if len(documents) == 1:
-            return cls(str(source), *_split_by_position(documents[0], held_out), *skipped)
-        return cls(str(source), *_split_by_name(documents, held_out), *skipped)
+        return cls(str(source), *_split(documents, held_out), source.skipped, source.remarks())
 
     def __str__(self) -> str:
         megabytes = [sum(len(d.text) for d in part) / 1e6 for part in (self.train, self.held_out)]
@@ -63,18 +60,28 @@ def rank(document: Document) -> float:
     return (number % 10 + number // 10 % 10_000 / 10_000) / 10
 
 
-def _split_by_name(documents: list[Document], share: float) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
-    held = {d.name for d in documents if rank(d) < share}
+def _split(documents: list[Document], share: float) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+    half = sum(len(d.text) for d in documents) / 2
+    ends = {d.name: _cut(d, share) for d in documents if len(d.text) > half}
+    held = {d.name for d in documents if rank(d) < share} - ends.keys()
     by_rank = sorted(documents, key=rank)
-    if not held:
+    if not held and not ends:
         held = {by_rank[0].name}
     elif len(held) == len(documents):
         held.discard(by_rank[-1].name)
-    return tuple(d for d in documents if d.name not in held), tuple(d for d in documents if d.name in held)
+    train, held_out = [], []
+    for document in documents:
+        if document.name in ends:
+            first, last = ends[document.name]
+            train.append(first)
+            held_out.append(last)
+        else:
+            (held_out if document.name in held else train).append(document)
+    return tuple(train), tuple(held_out)
 
 
-def _split_by_position(document: Document, share: float) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+def _cut(document: Document, share: float) -> tuple[Document, Document]:
     cut = len(document.text) - max(1, int(len(document.text) * share))
     if cut == 0:
         raise ValueError(f"the text is one character, {document.text!r}: too short to train on and to hold out from")
-    return (Document(document.name, document.text[:cut]),), (Document(document.name, document.text[cut:]),)
+    return Document(document.name, document.text[:cut]), Document(document.name, document.text[cut:])
