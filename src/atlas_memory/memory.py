@@ -17,6 +17,7 @@ from .mathematics.features import (
     l2_normalise,
 )
 from .mathematics.gates import Gates
+from .mathematics.kinds import KINDS
 from .mathematics.networks import MLP, GatedMLP, Linear, Network
 from .mathematics.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
 from .mathematics.recurrent import recurrent
@@ -35,7 +36,7 @@ from .mathematics.retention import (
     Sigmoid,
     Softmax,
 )
-from .mathematics.rules import KINDS, RULES, Params, Rule, resolve_rule
+from .mathematics.rules import RULES, Params, Rule, resolve_rule
 from .mathematics.state import MemoryState, State, initial_state
 from .mathematics.step import InnerOptimiser
 from .mathematics.windows import Window

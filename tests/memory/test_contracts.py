@@ -248,12 +248,53 @@ def test_a_bias(bias, message):
         Rule(bias=bias)
 
 
+class Undeclared(Square):
+    """Without a decorator: what it is made with is no field."""
+
+    def __init__(self, factor):
+        object.__setattr__(self, "factor", factor)
+
+
+def test_what_is_no_field():
+    with pytest.raises(ValueError, match=r"bias Undeclared holds factor beside its fields.*@dataclass"):
+        Rule(bias=Undeclared(1.0))
+
+
+@pytest.mark.parametrize(
+    "registered,message",
+    [
+        (Square, "must be a tuple of classes, got <class"),
+        ((L2, Square()), r"must be a tuple of classes, got \(.*L2.*, Square\(\)\): register a class by"),
+        ((L2, "Square"), "must be a tuple of classes"),
+        ((*KINDS["bias"], type("Lp", (Square,), {})), "Lp under the name of a class of the library: give it"),
+        ((*KINDS["bias"], Square, type("Square", (Square,), {})), "Square under the name of another class"),
+    ],
+    ids=["no tuple", "instance", "name", "taken", "twice"],
+)
+def test_what_is_registered(registered, message, monkeypatch):
+    monkeypatch.setitem(KINDS, "bias", registered)
+    with pytest.raises(ValueError, match=r"KINDS\['bias'\] .*" + message):
+        RULES["titans"].vary(bias={"kind": "L2"})
+
+
 @dataclass(frozen=True)
 class Plain(InnerOptimiser):
     has_momentum = True
 
     def step(self, sums, weights, g, at):
         s = rows(at.theta, sums[0]) + rows(at.write, g)
+        return (s,), rows(at.apply, s)
+
+
+@dataclass(frozen=True)
+class BetweenSteps(InnerOptimiser):
+    """Its theta weighs what comes in, also where theta is 1."""
+
+    every: int | None = 4
+    has_momentum = True
+
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + rows(1.0 - at.theta, g)
         return (s,), rows(at.apply, s)
 
 
@@ -429,6 +470,7 @@ class NoStep(InnerOptimiser):
             MomentumForgotten(),
             r"MomentumForgotten.step failed for 0 sums .*needs has_momentum = True\) with IndexError",
         ),
+        (BetweenSteps(), r"BetweenSteps.step loses the tokens between two steps \(every=4\)"),
         (Upwards(), r"Upwards.step goes up: the step is subtracted from the memory"),
         (RootOfZero(), r"RootOfZero.step or its gradient is not finite where the gradient and the sums are zero"),
         (Bare(), r"Bare.step failed for .*rows\(gate, matrix\) multiplies"),

@@ -220,10 +220,13 @@ def test_weights_can_be_read_by_whoever_reads_the_run(tmp_path) -> None:
         assert len(modes) == 1
 
 
-def test_chunks_longer_than_what_is_read_are_warned_of(tmp_path) -> None:
+@pytest.mark.parametrize("order", ["crops", "stream"])
+def test_chunks_longer_than_what_is_read_are_warned_of(tmp_path, order: str) -> None:
+    """Not of crops, which all begin with a chunk: it is cut short."""
     said = Console(file=io.StringIO(), width=200)
-    train(settings(tmp_path, *QUIET, "train.steps=1", "model.chunk_size=64"), console=said)
-    assert "memories read chunks of 64 tokens, and compute a whole one for each row of 16" in said.file.getvalue()
+    train(settings(tmp_path, *QUIET, "train.steps=1", "model.chunk_size=64", f"data.order={order}"), console=said)
+    warning = "memories read chunks of 64 tokens, and compute whole ones for each segment of 16"
+    assert (warning in said.file.getvalue()) == (order == "stream")
 
 
 @pytest.mark.parametrize(

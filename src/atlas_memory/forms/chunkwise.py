@@ -14,25 +14,24 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..kernels import dispatch
 from ..kernels.proof import proven
-from ..mathematics.functions import can_look, is_transformed, no_autocast
+from ..mathematics.functions import is_transformed, no_autocast
 from ..mathematics.gates import CompleteGates, Gates
 from ..mathematics.precision import Broken, cast, check_inputs, compute, kept_dtype, working_dtype
 from ..mathematics.rules import Params, Rule
 from ..mathematics.sizes import check_size
 from ..mathematics.state import Matrix, MemoryState, initial_state
 from . import scan
-from .bands import band, overlapping, take
+from .bands import take
 from .chunk import read_chunk
 from .columns import OnKeys
 from .compiling import compiled_for_rule, laid_out
 from .counterparts import has_chunks, has_scan
-from .grid import Grid, tokens_before
+from .grid import Grid, groups, lay_out, place_of_all, starts_chunk
 from .incremental import read_tokens
 from .parts import Chunk, Held
 from .schedules import Fading
@@ -88,14 +87,6 @@ def chunkwise(
     return compute(form, rule, params, q, k, v, gates, state)
 
 
-def starts_chunk(rule: Rule, state: MemoryState | None) -> bool:
-    """Whether all rows of a state stand at the start of a chunk. A GPU is waited for to find that out. Where numbers
-    cannot be looked at, as under a compiler, it is not known, and so False."""
-    if state is None:
-        return True
-    return can_look(state.seen) and not (state.seen % rule.window.chunk).any()
-
-
 def _chunkwise(
     recompute: int | None,
     compiled: bool,
@@ -128,11 +119,15 @@ def _chunkwise(
         read_group = partial(checkpoint, read_group, use_reentrant=False, preserve_rng_state=False)
     width = (recompute or GROUP) * rule.window.chunk
     params, reading = begin(rule, params, q[:, :, :0], state, starts)
-    outputs = []
-    for i, group in enumerate(zip(*(x.split(width, 2) for x in tokens), strict=True)):
-        left = None if length is None else (length - i * width).clamp(0, width)
+    place = 0 if starts or state is None or length is not None else place_of_all(rule, state)
+    if place:  # what is left of a chunk that all rows have begun is read alone
+        reading = reading._replace(phase=None, before=place)
+    sizes, begins, outputs = groups(q.shape[-2], place, width, rule.window.chunk, whole=has_scan(rule)), 0, []
+    for size, group in zip(sizes, zip(*(x.split(sizes, 2) for x in tokens), strict=True), strict=True):
+        left = None if length is None else (length - begins).clamp(0, size)
         y, reading = read_group(params, group, left, reading)
         outputs.append(y)
+        begins += size
     return torch.cat(outputs, 2), end(reading, q)
 
 
@@ -184,11 +179,13 @@ class Reading(NamedTuple):
         phase: ``[batch]``, how many tokens of its chunk each row had read when the call began; None: none. As groups
             are whole chunks, it is the same before each.
         together: whether all rows stand at the start of a chunk, where the frozen memory is the present one.
+        before: how many tokens of their chunk all rows have read, if the group is what is left of it.
     """
 
     state: MemoryState
     phase: Tensor | None
     together: bool
+    before: int = 0
 
 
 def begin(
@@ -251,13 +248,13 @@ def _read_group(
         gate = CompleteGates(eta, alpha, theta, gamma, theta)  # the last is no delta: v has it
         y, state = read_tokens(rule, params, q, k, v, gate, length, reading.state)
         return y, reading._replace(state=state)
-    state, phase, chunk = reading.state, reading.phase, rule.window.chunk
-    grid = Grid(chunk, q.shape[-2], phase, length)
+    state, phase = reading.state, reading.phase
+    grid = Grid.of(rule, q.shape[-2], phase, length, reading.before)
     keys = OnKeys.of(rule, state, k, grid) if rule.features.endless else None
     memory = tuple(Held.of(m, reading.together) for m in state.matrices)
     memory = memory if keys is None else keys.widen(memory)
     first = state.seen if phase is None else state.seen - phase
-    chunks = _chunks(rule, tokens, state, grid, first)
+    chunks = lay_out(rule, tokens, state, grid, first)
     if _at_once(rule, compiled, grid, q, alpha, eta):
         y, held = scan.read_chunks(rule, params, memory[0], chunks, bool(grid.filled(grid.count - 1)))
         return grid.back(y), _after(rule, reading, grid, (held,), None, k, v)
@@ -267,7 +264,8 @@ def _read_group(
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     for j, inputs in enumerate(map(Chunk._make, zip(*(x.unbind() for x in chunks), strict=True))):
         filled, columns = grid.filled(j), None if keys is None else keys.columns(j)
-        own = compiled and filled is True and columns is None and not torch.compiler.is_compiling()
+        whole = filled is True and not grid.before
+        own = compiled and whole and columns is None and not torch.compiler.is_compiling()
         form = compiled_for_rule(read_chunk, rule, q.device.type) if own else read_chunk
         inputs = Chunk(*map(laid_out, inputs)) if own else inputs
         y, memory = form(rule, params, memory, inputs, filled, columns, spaces, fadings[j])
@@ -299,40 +297,8 @@ def _after(
     matrices = tuple(h.matrix for h in memory)
     end = MemoryState(matrices, *_past(rule, state, k, v, length), state.keys, state.seen + count)
     # If all rows began at the start of a chunk, they are at one before every group, unless one of them has ended.
-    together = reading.together and length is None
+    together = (grid.filled(0) is True if grid.before else reading.together) and length is None
     return Reading(end if keys is None else keys.narrow(end, count), grid.phase, together)
-
-
-def _chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Grid, first: Tensor) -> Chunk:
-    """The tokens of a group laid out on its grid, as a ``Chunk`` of which every tensor has the chunks as its first
-    dimension. ``first`` ``[batch]`` is how many tokens each row has before the group's first chunk, some of which may
-    lie in an earlier call."""
-    q, k, v, alpha, theta, eta, gamma = tokens
-    size, chunk, count, reach = rule.window.size, grid.chunk, grid.count, tokens_before(rule.window)
-    spare = reach - (size - 1)
-    past_k, past_v = (
-        torch.cat([past.new_zeros(*past.shape[:-2], spare, past.shape[-1]), past, new], -2)
-        for past, new in ((state.k, k), (state.v, v))
-    )
-    inside = grid.inside(q.device)
-
-    def on_grid(values: Tensor, neutral: float) -> Tensor:
-        laid, channels = grid.lay(values[..., None] if values.dim() == 3 else values), values.dim() == 4
-        laid = torch.where(inside[:, None, :, None], laid, neutral)
-        return (laid if channels else laid[..., 0]).unflatten(2, (count, chunk))
-
-    alpha = on_grid(alpha if rule.retention.gated else torch.ones_like(theta), 1.0)
-    theta, eta, gamma = on_grid(theta, 1.0), on_grid(eta, 0.0), on_grid(gamma, 0.0)
-    windows = gamma[..., 0]
-    if size > 1:  # tokens before the sequence's first are not in any window
-        exists = grid.inside(q.device, reach)
-        exists = exists & (first[:, None] + torch.arange(exists.shape[1], device=q.device) >= reach)
-        # The spare places count as still older tokens, of weight 0.
-        windows = band(F.pad(gamma, (0, spare)), exists.unfold(-1, chunk + reach, chunk)[:, None])
-    k_windows, v_windows = (overlapping(grid.lay(x, reach), chunk + reach, chunk) for x in (past_k, past_v))
-    inside = inside.unflatten(-1, (count, chunk))[:, None]
-    laid = Chunk(torch.cat([k_windows, grid.chunks(q)], -2), v_windows, windows, alpha, theta, eta, inside)
-    return Chunk(laid.kq.movedim(2, 0).contiguous(), *(x.movedim(2, 0) for x in laid[1:]))
 
 
 def _past(rule: Rule, state: MemoryState, k: Tensor, v: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:

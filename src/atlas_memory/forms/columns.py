@@ -60,7 +60,7 @@ class OnKeys:
 
     def columns(self, j: int) -> Columns:
         """The ``Columns`` of chunk j."""
-        filled, before = self.held + j * self.grid.chunk, tokens_before(self.rule.window)
+        filled, before = self.held + j * self.grid.chunk, tokens_before(self.rule.window.chunk, self.rule.window.size)
         window = torch.arange(self.grid.chunk + before, device=self.keys.device)[None] + (filled - before)
         # Below zero lie tokens before the sequence's first, which have no weight in any window.
         return Columns(self.keys, filled, (window - self.grid.start).clamp_min(0))

@@ -43,7 +43,7 @@ def multiply_adds(rule: Rule, dim: int, heads: int, spaces: Spaces | None = None
     """
     if (rule.features.endless and rule.features.horizon is None) or not has_chunks(rule):
         return None
-    b, n = rule.window.chunk, rule.window.chunk + tokens_before(rule.window)
+    b, n = rule.window.chunk, rule.window.chunk + tokens_before(rule.window.chunk, rule.window.size)
     total, shared = _lifting(rule, dim) + _scalars(rule, dim), False
     for i in range(len(rule.shapes(dim))):
         lifted, work = rule.network.lifted[i], _work(rule, dim, i, spaces or Spaces())
@@ -58,13 +58,13 @@ def multiply_adds(rule: Rule, dim: int, heads: int, spaces: Spaces | None = None
 
 def _lifting(rule: Rule, dim: int) -> int:
     """Multiply-adds of phi of keys and queries, or on phi* of their kernel with the keys of the state's columns."""
-    tokens = 2 * rule.window.chunk + tokens_before(rule.window)
+    tokens = 2 * rule.window.chunk + tokens_before(rule.window.chunk, rule.window.size)
     return tokens * (_columns(rule) * dim if rule.features.endless else rule.features.expansion_cost(dim))
 
 
 def _scalars(rule: Rule, dim: int) -> int:
     """Multiply-adds of the schedules of all matrices (schedules.py), and of the bounds of their steps."""
-    b, n, every = rule.window.chunk, rule.window.chunk + tokens_before(rule.window), rule.every
+    b, n, every = rule.window.chunk, rule.window.chunk + tokens_before(rule.window.chunk, rule.window.size), rule.every
     shapes, network = rule.shapes(dim), rule.network
     schedules, total = len(shapes) if rule.optimiser.bounded else 1, 0
     if rule.optimiser.has_momentum and not (rule.optimiser.waits and rule.live):  # else it is all element-wise

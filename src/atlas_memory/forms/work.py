@@ -63,7 +63,7 @@ class Work:
     @property
     def window(self) -> int:
         """Window tokens of a chunk, N."""
-        return self.rule.window.chunk + tokens_before(self.rule.window)
+        return self.rule.window.chunk + tokens_before(self.rule.window.chunk, self.rule.window.size)
 
     @property
     def taken(self) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..forms.chunkwise import starts_chunk
 from ..forms.graphed import Graphs
+from ..forms.grid import starts_chunk
 from ..mathematics.functions import is_transformed
 from ..mathematics.precision import Form
 from ..mathematics.sizes import check_size

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..forms.chunk import read_chunk
-from ..forms.chunkwise import starts_chunk
 from ..forms.compiling import compiled_for_rule, laid_out
 from ..forms.counterparts import has_chunks
-from ..forms.grid import Grid
+from ..forms.grid import Grid, starts_chunk
 from ..forms.incremental import read_out
 from ..forms.parts import Chunk, Held
 from ..mathematics.functions import is_transformed, no_autocast

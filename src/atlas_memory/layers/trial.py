@@ -64,6 +64,8 @@ def _try(name: str, x: Tensor, read: Read) -> None:
     whole = read(x)[0]
     again = f"{name} answers otherwise when it is called again: it must draw nothing in eval mode"
     _equal(read(x)[0], whole, f"{again}, and keep nothing in itself between calls")
+    later = torch.cat([x[:, :-2], -x[:, -2:]], 1)
+    _equal(read(later)[0][:, :-2], whole[:, :-2], f"{name} sees the future: what it answers changes with later tokens")
     answers: list[Tensor] = []
     state: Any = None
     for part in x.split(CUTS, 1):
@@ -82,8 +84,6 @@ def _try(name: str, x: Tensor, read: Read) -> None:
     )
     _equal(torch.cat(answers, 1), whole, in_calls)
     _equal(read(x[1:])[0], whole[1:], f"{name} answers a row otherwise when other rows are beside it")
-    later = torch.cat([x[:, :-2], -x[:, -2:]], 1)
-    _equal(read(later)[0][:, :-2], whole[:, :-2], f"{name} sees the future: what it answers changes with later tokens")
     _warn_of_padding(name, x, read)
 
 

@@ -7,26 +7,24 @@ optimiser, window. To add a model, compose values and add a row to ``RULES``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .bias import L2, AttentionalBias, DotProduct, Huber, Lp, RobustL2
+from .bias import L2, AttentionalBias, DotProduct, Huber, Lp
 from .contracts import TRIED, check_part, keeps_any_columns, takes_any_columns
 from .features import Exponential, FeatureMap, Identity, Polynomial
+from .kinds import OURS, check_kind, kinds_of, made_of
 from .networks import MLP, GatedMLP, Linear, Network, Trace
 from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
 from .retention import (
     Decay,
-    ElasticNet,
-    FDivergence,
     Keep,
     LqNorm,
     Retention,
     RowNorm,
-    Sigmoid,
     Softmax,
     widened,
 )
@@ -34,29 +32,6 @@ from .sizes import check_like
 from .start import Lift
 from .step import FLOOR
 from .windows import Window
-
-KINDS: dict[str, tuple[type, ...]] = {
-    "features": (Identity, Polynomial, Exponential),
-    "network": (Linear, MLP, GatedMLP),
-    "bias": (L2, DotProduct, Lp, Huber, RobustL2),
-    "retention": (Decay, Keep, LqNorm, Softmax, Sigmoid, ElasticNet, FDivergence, RowNorm),
-    "optimiser": (GradientDescent, DeltaGradientDescent, Momentum, Muon),
-    "window": (Window,),
-}
-"""What each part of a rule may be, by the name of its class in ``Rule.vary`` and in configurations; a class of your own
-is added by ``KINDS["optimiser"] += (Mine,)``."""
-
-OURS = dict(KINDS)
-"""The library's own kinds. A choice of another kind on an axis of ``TRIED`` is tried when a rule is made with it
-(contracts/)."""
-
-
-def _made(name: str, kind: type, options: Mapping[str, Any]) -> Any:
-    """A part of this kind, with its defaults; fields without one are those of ``options``."""
-    needed = [f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
-    if missing := [field for field in needed if field not in options]:
-        raise ValueError(f"{name} {kind.__name__} has no default for {', '.join(missing)}: give {missing[0]!r} a value")
-    return kind(**{field: options[field] for field in needed})
 
 
 @dataclass(frozen=True)
@@ -76,7 +51,8 @@ class Rule:
     window: Window = field(default_factory=lambda: Window(size=8, chunk=16))
 
     def __post_init__(self) -> None:
-        self._check_parts()
+        for name in (f.name for f in fields(self)):
+            check_kind(name, getattr(self, name))
         for axis in TRIED:
             if type(part := getattr(self, axis)) not in OURS[axis]:
                 check_part(axis, part)
@@ -97,23 +73,6 @@ class Rule:
             )
         if self.window.read != "after" and settles:
             raise ValueError(f"{type(retention).__name__} is read after its writes, got read={self.window.read!r}")
-
-    def _check_parts(self) -> None:
-        """Refuse a name or a class in place of a part, and a part that is another's."""
-        for name in (f.name for f in fields(self)):
-            part = getattr(self, name)
-            if not is_dataclass(part) or isinstance(part, type):
-                raise ValueError(
-                    f"{name} of a rule must be an instance of a dataclass, such as {KINDS[name][0]()!r}, got {part!r}"
-                )
-            place = next((axis for axis, kinds in KINDS.items() if type(part) in kinds), name)
-            if place != name:
-                kind = (
-                    f"; {name} {type(part).__name__} must derive from {TRIED[name][0].__name__}"
-                    if name in TRIED
-                    else ""
-                )
-                raise ValueError(f"{name} of a rule cannot be {part!r}, which is its {place}{kind}")
 
     def _check_endless(self) -> None:
         """Refuse a part that reads the entries of a matrix, where only its products with keys are known."""
@@ -157,13 +116,13 @@ class Rule:
                 raise ValueError(f"options of {name!r} must be a mapping of field to value, got {options!r}")
             part, options = getattr(self, name), dict(options)
             if (kind := options.pop("kind", None)) is not None:
-                kinds = {type_.__name__: type_ for type_ in KINDS[name]}
+                kinds = kinds_of(name)
                 if not isinstance(kind, str) or kind not in kinds:
                     raise ValueError(
                         f"{name} has no kind {kind!r}; its kinds are {', '.join(kinds)}. Register a class of your own "
                         f"first: KINDS[{name!r}] += ({kind},)"
                     )
-                part = part if type(part) is kinds[kind] else _made(name, kinds[kind], options)
+                part = part if type(part) is kinds[kind] else made_of(name, kinds[kind], options)
             allowed = [f.name for f in fields(part)]
             for option, value in options.items():
                 if option not in allowed:

@@ -90,10 +90,10 @@ def warn(config: RunConfig, architecture: AtlasConfig, console: Console) -> None
         if (value := getattr(config.data, name)) != DataSection.model_fields[name].default:
             console.print(f"warning: data.{name}={value} has no effect with data.order=crops", highlight=False)
     chunk = architecture.memory_rule().window.chunk if BLOCKS[architecture.block].memory else 0
-    if architecture.hierarchy is None and chunk > 2 * config.data.longest:
+    if config.data.order != "crops" and architecture.hierarchy is None and chunk > 2 * config.data.longest:
         console.print(
-            f"warning: memories read chunks of {chunk} tokens, and compute a whole one for each row of "
-            f"{config.data.longest}: model.chunk_size={config.data.longest} takes a part of the time",
+            f"warning: memories read chunks of {chunk} tokens, and compute whole ones for each segment "
+            f"of {config.data.longest}, since rows stand at different places: model.chunk_size={config.data.longest} takes a part of the time",
             highlight=False,
             soft_wrap=True,
         )

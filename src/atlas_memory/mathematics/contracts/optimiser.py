@@ -48,6 +48,8 @@ def try_optimiser(optimiser: InnerOptimiser) -> None:
             at = make_at(optimiser, channels, lambda w: w)
             _check_step(optimiser, _step(optimiser, sums, weights, g, at, channels), len(sums))
         _check_first_step(optimiser, weights, g)
+        if optimiser.every != 1 and sums:
+            _check_between_steps(optimiser, sums, weights, g)
         _check_gradients(optimiser, sums, weights, g)
         _check_step_apart(optimiser, sums, weights, g)
         _check_others(optimiser, sums, weights, g)
@@ -111,6 +113,19 @@ def _check_first_step(optimiser: InnerOptimiser, weights: Tensor, g: Tensor) -> 
         raise ValueError(
             f"{name}.step or its gradient is not finite where the gradient and the sums are zero, as they are at "
             "padding: add a small number under every root and to every divisor"
+        )
+
+
+def _check_between_steps(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tensor) -> None:
+    """Check that what is read between two steps gets into the sums, though theta is 1 there."""
+    at = make_at(optimiser, False, lambda w: w)
+    at = at._replace(theta=torch.ones_like(at.theta))
+    one, other = (optimiser.step(sums, weights, new, at)[0] for new in (g, numbers(*MATRIX, frequency=1.1)))
+    if all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
+        raise ValueError(
+            f"{type(optimiser).__name__}.step loses the tokens between two steps (every={optimiser.every!r}): theta is "
+            "1 there, and with that nothing of the gradient gets into the sums. Weigh it by at.write, which is made "
+            "before, and put the 1 - theta into rates, as Momentum has it"
         )
 
 
