@@ -62,6 +62,14 @@ def test_a_book_beside_a_note_is_held_out_at_its_end(tmp_path, name: str) -> Non
     assert [(d.name, d.text) for d in corpus.held_out] == [(name, book[900:])]
 
 
+def test_two_documents_of_one_name(tmp_path) -> None:
+    for folder, text in (("a", "x" * 1000), ("b", "a note")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "n.txt").write_text(text)
+    corpus = Corpus.load([str(tmp_path / "a" / "n.txt"), str(tmp_path / "b" / "n.txt")])
+    assert sorted(len(d.text) for d in (*corpus.train, *corpus.held_out)) == [6, 100, 900]
+
+
 def test_what_is_skipped(tmp_path) -> None:
     folder_of(tmp_path, 4)
     (tmp_path / "copy.txt").write_text("text number 0\n")

@@ -62,17 +62,17 @@ def rank(document: Document) -> float:
 
 def _split(documents: list[Document], share: float) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
     half = sum(len(d.text) for d in documents) / 2
-    ends = {d.name: _cut(d, share) for d in documents if len(d.text) > half}
-    held = {d.name for d in documents if rank(d) < share} - ends.keys()
+    large = next((d for d in documents if len(d.text) > half), None)
+    held = {d.name for d in documents if d is not large and rank(d) < share}
     by_rank = sorted(documents, key=rank)
-    if not held and not ends:
+    if not held and large is None:
         held = {by_rank[0].name}
     elif len(held) == len(documents):
         held.discard(by_rank[-1].name)
     train, held_out = [], []
     for document in documents:
-        if document.name in ends:
-            first, last = ends[document.name]
+        if document is large:
+            first, last = _cut(document, share)
             train.append(first)
             held_out.append(last)
         else:

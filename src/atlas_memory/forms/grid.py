@@ -152,7 +152,7 @@ def place_of_all(rule: Rule, state: MemoryState) -> int:
         return 0
     places = state.seen % rule.window.chunk
     place = int(places[0])
-    # The exact token of a lag retention is the chunk's first, which has a slot, and steps are counted from there.
+    # Steps are counted from the first slot, and the exact token of a lag retention is the chunk's first.
     alone = place % rule.every == 0 and not rule.retention.lag and not rule.features.endless
     return place if alone and bool((places == place).all()) else 0
 

@@ -92,8 +92,9 @@ def warn(config: RunConfig, architecture: AtlasConfig, console: Console) -> None
     chunk = architecture.memory_rule().window.chunk if BLOCKS[architecture.block].memory else 0
     if config.data.order != "crops" and architecture.hierarchy is None and chunk > 2 * config.data.longest:
         console.print(
-            f"warning: memories read chunks of {chunk} tokens, and compute whole ones for each segment "
-            f"of {config.data.longest}, since rows stand at different places: model.chunk_size={config.data.longest} takes a part of the time",
+            f"warning: memories read chunks of {chunk} tokens, and compute whole ones for each segment of "
+            f"{config.data.longest}, since rows stand at different places: model.chunk_size={config.data.longest} "
+            "takes a part of the time",
             highlight=False,
             soft_wrap=True,
         )
