@@ -267,7 +267,10 @@ def test_what_is_no_field():
         ((L2, Square()), r"must be a tuple of classes, got \(.*L2.*, Square\(\)\): register a class by"),
         ((L2, "Square"), "must be a tuple of classes"),
         ((*KINDS["bias"], type("Lp", (Square,), {})), "Lp under the name of a class of the library: give it"),
-        ((*KINDS["bias"], Square, type("Square", (Square,), {})), "Square under the name of another class"),
+        (
+            (*KINDS["bias"], Square, type("Square", (Square,), {"__module__": "elsewhere"})),
+            "elsewhere.Square under the",
+        ),
     ],
     ids=["no tuple", "instance", "name", "taken", "twice"],
 )
@@ -275,6 +278,12 @@ def test_what_is_registered(registered, message, monkeypatch):
     monkeypatch.setitem(KINDS, "bias", registered)
     with pytest.raises(ValueError, match=r"KINDS\['bias'\] .*" + message):
         RULES["titans"].vary(bias={"kind": "L2"})
+
+
+def test_a_class_that_is_defined_again(monkeypatch):
+    again = dataclass(frozen=True)(type("Square", (Square,), {}))
+    monkeypatch.setitem(KINDS, "bias", (*KINDS["bias"], Square, again))
+    assert type(RULES["titans"].vary(bias={"kind": "Square"}).bias) is again
 
 
 @dataclass(frozen=True)

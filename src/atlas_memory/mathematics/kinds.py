@@ -33,7 +33,8 @@ OURS = dict(KINDS)
 
 def kinds_of(axis: str) -> dict[str, type]:
     """The kinds of an axis by their names. ValueError if what is registered there is no class, or has the name of
-    another: a configuration names kinds, and would mean another model then."""
+    another: a configuration names kinds, and would mean another model then. A class that was defined anew, as where a
+    notebook's cell runs again, takes its own place."""
     registered: Any = KINDS[axis]
     if not isinstance(registered, tuple) or not all(isinstance(kind, type) for kind in registered):
         raise ValueError(
@@ -42,12 +43,15 @@ def kinds_of(axis: str) -> dict[str, type]:
         )
     kinds: dict[str, type] = {}
     for kind in registered:
-        if kinds.setdefault(kind.__name__, kind) is not kind:
-            whose = "a class of the library" if kinds[kind.__name__] in OURS[axis] else "another class"
+        other: type = kinds.get(kind.__name__, kind)
+        ours = other is not kind and other in OURS[axis]
+        if ours or (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+            whose = "a class of the library" if ours else f"{other.__module__}.{other.__qualname__}"
             raise ValueError(
                 f"KINDS[{axis!r}] has {kind.__module__}.{kind.__qualname__} under the name of {whose}: give it a name "
                 "of its own"
             )
+        kinds[kind.__name__] = kind
     return kinds
 
 
