@@ -43,7 +43,7 @@ def kinds_of(axis: str) -> dict[str, type]:
         )
     kinds: dict[str, type] = {}
     for kind in registered:
-        other: type = kinds.get(kind.__name__, kind)
+        other = kinds.get(kind.__name__) or kind
         ours = other is not kind and other in OURS[axis]
         if ours or (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
             whose = "a class of the library" if ours else f"{other.__module__}.{other.__qualname__}"
