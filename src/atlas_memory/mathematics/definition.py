@@ -8,11 +8,11 @@ With c the window, b the chunk, M_t the memory after token t and M_f the memory 
     M_t    = alpha_t M_{t-1} - e_t O(S_t)                                           (ATLAS Eqs. 32 and 57)
     y_t    = M_t(phi(q_t))                                                          (or as Window.read says)
 
-with a_t, e_t and O as optimisers.py lists them; where the retention says so, M_0 comes in for what alpha takes away,
-and g_t leaves out what all entries of a row have in common (``tangent``). That a_t and e_t are bounded, and errors
-live, is the library's: ``bounded=False`` and ``live=False`` are what is printed. The optimiser's ``step`` says how S_t
-becomes a step, and the retention's ``keep`` how the old memory and the step make the new one. Read it as one sequence
-and one head; ``[batch, heads]`` in front is carried along. ``recurrent`` (recurrent.py) brings any batch to this.
+with a_t and e_t (``at.write`` and ``at.apply``) and O as optimisers.py lists them; M_0 may come in for what alpha takes
+away, and g_t leave out what all entries of a row have in common (``tangent``), as the retention says. That a_t and e_t
+are bounded, and errors live, is the library's: ``bounded=False`` and ``live=False`` are what is printed. ``step`` of
+the optimiser says how S_t becomes a step, ``keep`` of the retention how the old memory and the step make the new one.
+``[batch, heads]`` in front is carried along, and ``recurrent`` (recurrent.py) brings any batch to this.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def definition(
         response = rule.response(at_frozen, v[..., window, :], params)  # r_t of step.py: how fast an error grows
         g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # ATLAS 9, 16
         sizes = rule.sizes(frozen, at_frozen, response, params)
-        counted = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # gamma_t^(t) lengthens no step
+        counted = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # t's own size counts whole
         alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
         for i, m in enumerate(memory):
             size = (counted * sizes[i]).sum(-1) if optimiser.bounded else None
             rates = optimiser.rates(gate.theta, gate.eta, size, rule.every, b)
-            rates = rates if follows else rates._replace(theta=torch.ones_like(gate.theta))
+            rates = rates if follows else rates._replace(theta=torch.ones_like(gate.theta))  # S adds up until a step
             at = At(*rates, alpha, gamma[..., -1], model.under(i, at_frozen, now))
             sums, step = optimiser.step(m.sums, m.weights, g[i], at)  # ATLAS Eqs. 33, 58; every = 1: 40
             step = step if due else torch.zeros_like(step)
@@ -121,7 +121,7 @@ class Model(NamedTuple):
         """For each matrix the gradient, at M_f, of l = sum over window tokens j of
         gamma_j (bias(M(phi(k_j)), v_j) + <moved_j, body of M(phi(k_j))>). The second term adds moved_j to the error at
         the body. Autograd goes down to what a matrix puts out, z_j = W f_j; from there dl/dW = sum_j (dl/dz_j) f_j^T,
-        since on phi* there is no W as such."""
+        since on phi* there is no W as such; it is zero where nothing of z_j reaches the loss (None)."""
         network, k, held = self.rule.network, self.k[..., window, :], self.apply(frozen)
         with torch.enable_grad():
             # Zero, added to what each matrix puts out, to differentiate by.
