@@ -94,3 +94,16 @@ def test_rows_of_a_table_have_as_many_cells(page: Path) -> None:
 def test_every_key_of_a_run_is_on_the_page() -> None:
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").partition("## The keys")[2]
     assert set(re.findall(r"^\| `([a-z_0-9.]+)` \|", page, re.MULTILINE)) == set(keys(RunConfig))
+
+
+def test_equations_are_where_the_page_says() -> None:
+    page = (ROOT / "docs/notation.md").read_text(encoding="utf-8").split("## Equations")[1].split("## ")[0]
+    lines = [line for line in page.splitlines() if line.startswith("|") and "`" in line]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert len(rows) >= 20
+    for paper, numbers, _, files in rows:
+        for file in re.findall(r"`([^`]+)`", files):
+            text = (ROOT / "src/atlas_memory" / file).read_text(encoding="utf-8")
+            for number in numbers.split(", "):
+                assert re.search(rf"Eqs?\. [^\n]{{0,40}}\b{number}\b", text), f"{paper} {number} is not in {file}"
+            assert paper in text
