@@ -176,8 +176,8 @@ def test_peak_memory_is_what_a_call_holds_at_once() -> None:
 
     shape = Shape(batch=1, heads=1, dim=1, time=1)
     peak.growth(holds(1), shape)  # code that is used for the first time is memory, too
-    # PyTorch's allocator may put the second beside the first, which it gives back a little later, and pages of code come
-    # and go; both only add.
+    # PyTorch's allocator may put the second beside the first, which it gives back a little later, and pages of code
+    # come and go; both only add.
     grown = min(peak.growth(holds(64), shape) for _ in range(5))
     assert 60 * 2**20 < grown < 80 * 2**20
 
