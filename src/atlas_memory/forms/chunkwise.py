@@ -28,7 +28,7 @@ from ..mathematics.state import Matrix, MemoryState, initial_state
 from . import scan
 from .bands import take
 from .chunk import read_chunk
-from .columns import OnKeys
+from .columns import Columns, OnKeys
 from .compiling import compiled_for_rule, laid_out
 from .counterparts import has_chunks, has_scan
 from .grid import Grid, groups, lay_out, place_of_all, starts_chunk
@@ -119,7 +119,7 @@ def _chunkwise(
         read_group = partial(checkpoint, read_group, use_reentrant=False, preserve_rng_state=False)
     width = (recompute or GROUP) * rule.window.chunk
     params, reading = begin(rule, params, q[:, :, :0], state, starts)
-    place = 0 if starts or state is None or length is not None else place_of_all(rule, state)
+    place = 0 if starts else place_of_all(rule, state, length)
     if place:  # what is left of a chunk that all rows have begun is read alone
         reading = reading._replace(phase=None, before=place)
     sizes, begins, outputs = groups(q.shape[-2], place, width, rule.window.chunk, whole=has_scan(rule)), 0, []
@@ -264,8 +264,7 @@ def _read_group(
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     for j, inputs in enumerate(map(Chunk._make, zip(*(x.unbind() for x in chunks), strict=True))):
         filled, columns = grid.filled(j), None if keys is None else keys.columns(j)
-        whole = filled is True and not grid.before
-        own = compiled and whole and columns is None and not torch.compiler.is_compiling()
+        own = compiled and _compilable(grid, filled, columns)
         form = compiled_for_rule(read_chunk, rule, q.device.type) if own else read_chunk
         inputs = Chunk(*map(laid_out, inputs)) if own else inputs
         y, memory = form(rule, params, memory, inputs, filled, columns, spaces, fadings[j])
@@ -273,6 +272,12 @@ def _read_group(
             memory = keys.forget(memory, columns, filled)
         outputs.append(y)
     return grid.back(torch.cat(outputs, -2)), _after(rule, reading, grid, memory, keys, k, v)
+
+
+def _compilable(grid: Grid, filled: Tensor | bool, columns: Columns | None) -> bool:
+    """Whether a chunk is as most are, so that the code that is compiled for it serves again."""
+    whole = filled is True and not grid.before and columns is None
+    return whole and not torch.compiler.is_compiling()
 
 
 SMALL = 2**13

@@ -145,9 +145,12 @@ def starts_chunk(rule: Rule, state: MemoryState | None) -> bool:
     return can_look(state.seen) and not (state.seen % rule.window.chunk).any()
 
 
-def place_of_all(rule: Rule, state: MemoryState) -> int:
+def place_of_all(rule: Rule, state: MemoryState | None, length: Tensor | None = None) -> int:
     """How many tokens of their chunk all rows of a state have read, if that is one number, not 0, from which a call can
-    go on with what is left of the chunk alone; else 0. A GPU is not waited for."""
+    go on with what is left of the chunk alone; else 0, as where rows end at different ``length``. A GPU is not waited
+    for."""
+    if state is None or length is not None:
+        return 0
     if state.seen.device.type != "cpu" or not can_look(state.seen) or not len(state.seen):
         return 0
     places = state.seen % rule.window.chunk
