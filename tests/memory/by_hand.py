@@ -276,6 +276,11 @@ class Hand:
     norm: bool = False
     retention: str | Exact = "decay"
     curvature: Callable = lambda m, v, delta: 2.0
+
+    @property
+    def quadratic(self) -> bool:
+        return self.objective in (l2, half_l2)
+
     sees_itself: bool = True
     last: int = 1
     read: str = "after"
@@ -310,8 +315,16 @@ def run(hand, problem, b, h, bounded, live=True):
     def response(weights, x, v_x, delta):
         """How fast the error at the body can grow with the body."""
         body = body_of(weights, x)
-        end = (gain**2).max() / (((body - body.mean()) ** 2).mean() + NORM_EPS).clamp(max=1) if hand.norm else 1.0
-        return hand.curvature(ending(body, x), v_x, delta) * end
+        curvature = hand.curvature(ending(body, x), v_x, delta)
+        if not hand.norm:
+            return curvature
+        variance = ((body - body.mean()) ** 2).mean() + NORM_EPS
+        z = (body - body.mean()) / variance.sqrt()
+        straight = curvature * (gain**2).max()
+        if not hand.quadratic:
+            return straight / variance.clamp(max=1)
+        slope = curvature * (ending(body, x) - v_x)
+        return torch.maximum(straight - (slope * gain) @ z / len(z), straight / 2) / variance.clamp(max=1)
 
     def sizes(weights, x, v_x, delta):
         """Of every matrix: response * (|d body / d (W f)|^2 + 0.05) (|f|^2 + 0.05) over its share of the step."""

@@ -77,9 +77,9 @@ def test_deltas_are_the_gradient(network, features, bias):
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("network", NETWORKS, ids=str)
 def test_gains_bound_the_jacobians(network, features):
-    """The largest singular values of d body / d (W_l f_l) and of d prediction / d body. What power iteration misses of
-    the matrices between the two is given back: how much that may be is tested below."""
-    _rule, weights, x, _v, _predict, trace, norm = instance(network, features)
+    """The largest singular values of d body / d (W_l f_l). What power iteration misses of the matrices between the two
+    is given back: how much that may be is tested below."""
+    _rule, weights, x, _v, _predict, trace, _norm = instance(network, features)
     gains = network.gains(weights, trace)
 
     def body(moved, t):
@@ -98,8 +98,38 @@ def test_gains_bound_the_jacobians(network, features):
         for i, (gain, jacobian) in enumerate(zip(gains, jacrev(body)(still, t), strict=True)):
             bound = gain[t] * math.prod(missed[i + 1 :])
             assert torch.linalg.matrix_norm(jacobian, 2) ** 2 <= bound * (1 + 1e-9)
-        of_ending = jacrev(lambda b, t=t: network.end(x[t : t + 1], b[None], norm)[0])(trace.body[t])
-        assert torch.linalg.matrix_norm(of_ending, 2) ** 2 <= network.ending_gain(trace, norm).flatten()[t] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("length", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("bias", [L2(), L2(0.5)], ids=str)
+def test_response_bounds_how_fast_the_error_at_a_layer_norm_grows(bias, length):
+    """The second derivative of the loss along its own gradient, for values shorter and longer than a layer norm can
+    answer, near them and far; it is exact for l2 and equal gains, where it is more than half of the first term."""
+    network, exact = Linear(norm=True), 0
+    for equal in (False, True):
+        body = 0.5 * torch.randn(200, 6).double()
+        gain = torch.full((6,), 1.3).double() if equal else 1 + 0.3 * torch.randn(6).double()
+        norm, x = (gain, 0.3 * torch.randn(6).double()), torch.randn(200, 6).double()
+        trace = network.traced(x, [(x, ())], body, norm)
+        direction = torch.randn(200, 6).double()
+        v = trace.prediction + torch.linspace(0.1, 3, 200).double()[:, None] * direction
+        v = x + norm[1] + (v - x - norm[1]) * length / (v - x - norm[1]).norm(dim=-1, keepdim=True)
+        slope = bias.derivative(trace.prediction, v)
+        curvature = bias.curvature(trace.prediction, v)
+        found = network.response(trace, curvature, slope, norm)
+        along = network.body_error(trace, slope, norm)
+
+        def loss(moved, body=body, x=x, norm=norm, v=v):
+            return bias.value(network.end(x, moved, norm), v).sum()
+
+        second = (torch.func.jvp(torch.func.grad(loss), (body,), (along,))[1] * along).sum(-1) / along.square().sum(-1)
+        assert (second <= found * (1 + 1e-3)).all()  # the layer norm's epsilon
+        if equal:
+            least = 0.5 * curvature * gain[0] ** 2 / body.var(-1, correction=0).clamp_max(1.0)
+            tight = (found > least * (1 + 1e-3)) & (body.var(-1, correction=0) < 1)
+            torch.testing.assert_close(found[tight], second[tight], rtol=1e-3, atol=1e-6)
+            exact += int(tight.sum())
+    assert exact
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 64), (64, 256), (128, 32)])

@@ -33,6 +33,9 @@ class Bias:
     is_linear = False
     """Whether the derivative does not depend on the prediction. Then nothing that a chunk has written changes the
     errors of its tokens."""
+    is_quadratic = False
+    """Whether the derivative is ``curvature`` times the error. The curvature is then exact, and under a layer norm its
+    part along a step is known (``Ending.response``)."""
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
         """The loss of each token, summed over its coordinates: ``[..., dim], [..., dim] -> [...]``. The definition
@@ -62,6 +65,8 @@ class L2(Bias):
     """
 
     scale: float = 1.0
+
+    is_quadratic = True
 
     def __post_init__(self) -> None:
         if not self.scale > 0:

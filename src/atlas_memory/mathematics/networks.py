@@ -7,8 +7,8 @@ dl/dW_l = delta_l f_l^T, with f_l the matrix's input and delta_l the error at it
 * ``sees``: the input of its l-th matrix, given what the matrices before it put out. A forward pass is a loop over
   matrices; the chunkwise form writes that loop itself, since its weights differ at every token;
 * ``body_error`` and ``back``: the back-propagation that yields delta_l, first through the ending, then to the matrices;
-* ``gains``: per token and matrix a bound on the squared spectral norm of d body / d (W_l f_l), and ``ending_gain`` on
-  that of d prediction / d body;
+* ``gains``: per token and matrix a bound on the squared spectral norm of d body / d (W_l f_l);
+* ``response``: how fast the error at the body grows with the body;
 * ``shares``: what part of a step each matrix may make (step.py).
 
 All networks end in the same way: M(x) = x + LN(body(x)). The residual x and the layer norm LN (Miras section 5.3, TTT;
@@ -107,17 +107,34 @@ class Ending:
         """dl / d (W_l f_l) for every matrix, from ``error`` = dl / d prediction ``[..., time, dim]``."""
         return self.back(weights, trace, self.body_error(trace, error, norm))
 
-    def ending_gain(self, trace: Trace, norm: Norm | None = None) -> Tensor:
-        """A bound on |d prediction / d body|^2 ``[..., time]``: that of a layer norm is (gain / std)^2.
+    def response(self, trace: Trace, curvature: Tensor, slope: Tensor | None, norm: Norm | None = None) -> Tensor:
+        """How fast the error at the body grows with the body, at most, ``[..., time]``. ``curvature`` ``[..., time]``
+        is that of the loss, and ``slope`` ``[..., time, dim]`` its derivative by the prediction, if the loss is
+        quadratic, and None if not.
 
-        Where the std of a body is above 1, it counts as 1. A memory that ends in a layer norm cannot get shorter by
-        learning, and steps that grew with its length would let it grow without end.
+        Without a layer norm that is the curvature. A layer norm keeps z = (body - mean) / std on a sphere. Along the
+        error at the body, a tangent of the sphere, the second derivative of a quadratic loss is at most
+
+            (curvature gain^2 - <slope, gain z> / dim) / std^2,
+
+        and exactly that if all gains are equal. The second term is the bend of the sphere. Far from the value it takes
+        away most of the first term, which is why at least half of that counts: a step leads to where the bend is
+        another one. Where the value is longer than a layer norm can answer, the bend adds to the first term. Of other
+        losses the curvature is a bound already, and only the first term counts.
+
+        A std above 1 counts as 1 in the last factor. A memory that ends in a layer norm cannot get shorter by learning,
+        and steps that grew with its length would let it grow without end.
         """
         if not self.norm:
-            return torch.ones_like(trace.body[..., 0])
+            return curvature
         centred = trace.body - trace.body.mean(-1, keepdim=True)
-        inverse = 1.0 / (centred.square().mean(-1) + NORM_EPS).clamp_max(1.0)
-        return inverse if norm is None else inverse * norm[0].abs().amax(-1).square()[..., None]
+        variance = centred.square().mean(-1) + NORM_EPS
+        gain = None if norm is None else norm[0][..., None, :]
+        first = curvature if gain is None else curvature * gain.abs().amax(-1).square()
+        if slope is not None:
+            bend = ((slope if gain is None else slope * gain) * centred).mean(-1) * variance.rsqrt()
+            first = torch.maximum(first - bend, 0.5 * first)
+        return first / variance.clamp_max(1.0)
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -163,7 +163,10 @@ class Rule:
 
     def response(self, trace: Trace, v: Tensor, params: Params) -> Tensor:
         """r_t of step.py, ``[..., time]``: how fast the error at the body grows with the body, at most."""
-        bound = self.bias.curvature(trace.prediction, v) * self.network.ending_gain(trace, params.norm)
+        bound = self.bias.curvature(trace.prediction, v)
+        if self.network.norm:
+            slope = self.bias.derivative(trace.prediction, v) if self.bias.is_quadratic else None
+            bound = self.network.response(trace, bound, slope, params.norm)
         return bound.clamp_min(1e-6)  # a layer norm may learn a gain of zero
 
     def sizes(self, weights: Sequence[Tensor], trace: Trace, response: Tensor, params: Params) -> tuple[Tensor, ...]:

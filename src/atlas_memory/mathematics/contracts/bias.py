@@ -70,6 +70,13 @@ def _try(bias: Bias, prediction: Tensor, v: Tensor, size: float) -> None:
             raise ValueError(
                 f"{name} says that it is_linear, and its derivative depends on the prediction: set is_linear = False"
             )
+    if bias.is_quadratic and not torch.allclose(
+        found["derivative"], found["curvature"] * error, rtol=1e-6, atol=1e-12, equal_nan=True
+    ):
+        raise ValueError(
+            f"{name} says that it is_quadratic, and its derivative is not curvature (prediction - v): set "
+            "is_quadratic = False"
+        )
     _check_curvature(name, found["curvature"][..., 0], found["derivative"], slopes["derivative"], error, whole)
 
 
