@@ -319,7 +319,7 @@ def test_where_eta_begins(rule, eta):
 @pytest.mark.parametrize("name", RULES)
 def test_a_first_write_takes_half_of_the_loss(name):
     """What one write at the gates' starting values leaves of the loss at its key, heads of 32: of the rule's own loss,
-    and of the squared error where the rule has none that ends. docs/starting.md says why two rules leave more."""
+    and of the squared error where the rule has none that ends. docs/starting.md says why `lact` leaves more."""
     torch.manual_seed(0)
     changes = {"network": {"expansion": 1}} if hasattr(RULES[name].network, "expansion") else {}
     rule = RULES[name].vary(window={"size": min(4, RULES[name].window.size), "chunk": 1}, **changes)
@@ -332,4 +332,4 @@ def test_a_first_write_takes_half_of_the_loss(name):
         _, state = memory(k, k, v, opened)
         target = v if opened.delta is None else torch.cat([v, opened.delta[..., None]], -1)
         before, after = (loss.value(memory.retrieve(k, at), target).sum() for at in (None, state))
-    assert after / before <= {"lact": 0.7, "memora": 0.55}.get(name, 0.5)
+    assert after / before <= {"lact": 0.7}.get(name, 0.5)

@@ -181,6 +181,13 @@ class LinearInName(Square):
     is_linear = True
 
 
+class QuadraticInName(Cubic):
+    is_quadratic = True
+
+    def curvature(self, prediction, v):
+        return 30 * (prediction - v).abs().amax(-1)
+
+
 class InPlace(Square):
     def value(self, prediction, v):
         v *= 0.5
@@ -233,6 +240,7 @@ class InSingle(Square):
         (Slanted(), "Slanted.curvature must be a bound on the second derivative, and above 0.* got 0"),
         (SlantedLittle(), "SlantedLittle.curvature is too small.*the second derivative is up to 1.97"),
         (LinearInName(), "LinearInName says that it is_linear, and its derivative depends on the prediction"),
+        (QuadraticInName(), r"QuadraticInName says that it is_quadratic, and its derivative is not curvature"),
         (InPlace(), "InPlace.value changes in place what it is given"),
         (Drawn(), "Drawn.value returns other numbers when it is called again"),
         (Weighted(torch.ones(())), "bias Weighted must be a frozen dataclass of numbers.*weight is a Tensor"),

@@ -10,11 +10,11 @@ W_f the last matrix of M_f, and f_t its input for the key of token t,
     error_t = d bias / d body at M_f  +  r_t (W_{t-1} - W_f) f_t,
 
 where the number r_t says how fast the error grows with the body. For L2 without a layer norm r_t is 2, exactly. For the
-other biases, and under a layer norm, it is a bound, made of the curvature of the bias. The error of the dot product is
-the value whatever is answered, so there the second term is left out. Elsewhere each error of a chunk depends on the
-earlier ones, and together they solve one triangular system (forms/live.py), as those of the delta rule do.
-``live=False`` is the printed gradient, all of it taken at M_f. With a chunk of one token the two are the same for every
-bias.
+other biases, and under a layer norm, it is made of the curvature of the bias (``Ending.response`` in networks.py). The
+error of the dot product is the value whatever is answered, so there the second term is left out. Elsewhere each error
+of a chunk depends on the earlier ones, and together they solve one triangular system (forms/live.py), as those of the
+delta rule do. ``live=False`` is the printed gradient, all of it taken at M_f. With a chunk of one token the two are the
+same for every bias.
 
 The steps of Muon are not sums of gradients. Under Muon the errors therefore see what the gradients of the chunk would
 have changed by plain steps, of the size s_t below: -D_{t-1} f_t takes the place of (W_{t-1} - W_f) f_t, with
