@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.func import jacrev
 
 from atlas_memory.mathematics.norms import squared_spectral_norm
@@ -104,7 +105,8 @@ def test_gains_bound_the_jacobians(network, features):
 @pytest.mark.parametrize("bias", [L2(), L2(0.5)], ids=str)
 def test_response_bounds_how_fast_the_error_at_a_layer_norm_grows(bias, length):
     """The second derivative of the loss along its own gradient, for values shorter and longer than a layer norm can
-    answer, near them and far; it is exact for l2 and equal gains, where it is more than half of the first term."""
+    answer, near them and far; it is exact for equal gains, where it is more than half of the first term. Then a step
+    of 0.9 never turns the answer past the value."""
     network, exact = Linear(norm=True), 0
     for equal in (False, True):
         body = 0.5 * torch.randn(200, 6).double()
@@ -113,7 +115,7 @@ def test_response_bounds_how_fast_the_error_at_a_layer_norm_grows(bias, length):
         trace = network.traced(x, [(x, ())], body, norm)
         direction = torch.randn(200, 6).double()
         v = trace.prediction + torch.linspace(0.1, 3, 200).double()[:, None] * direction
-        v = x + norm[1] + (v - x - norm[1]) * length / (v - x - norm[1]).norm(dim=-1, keepdim=True)
+        v = norm[1] + length * nn.functional.normalize(v - norm[1], dim=-1)
         slope = bias.derivative(trace.prediction, v)
         curvature = bias.curvature(trace.prediction, v)
         found = network.response(trace, curvature, slope, norm)
@@ -129,6 +131,11 @@ def test_response_bounds_how_fast_the_error_at_a_layer_norm_grows(bias, length):
             tight = (found > least * (1 + 1e-3)) & (body.var(-1, correction=0) < 1)
             torch.testing.assert_close(found[tight], second[tight], rtol=1e-3, atol=1e-6)
             exact += int(tight.sum())
+            short = body.std(-1, correction=0) < 1
+            ways = (body, body - 0.9 * along / found[:, None], v - norm[1])
+            before, after, goal = (nn.functional.normalize(way - way.mean(-1, keepdim=True), dim=-1) for way in ways)
+            turned, due = ((before * other).sum(-1).clamp(-1, 1).acos() for other in (after, goal))
+            assert (turned <= due + 1e-6)[short].all()
     assert exact
 
 
