@@ -34,8 +34,8 @@ class Bias:
     """Whether the derivative does not depend on the prediction. Then nothing that a chunk has written changes the
     errors of its tokens."""
     is_quadratic = False
-    """Whether the derivative is ``curvature`` times the error. The curvature is then exact, and under a layer norm its
-    part along a step is known (``Ending.response``)."""
+    """Whether the derivative is ``curvature`` times the error. The second derivative along a step is then known under a
+    layer norm, too (``Ending.response``)."""
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
         """The loss of each token, summed over its coordinates: ``[..., dim], [..., dim] -> [...]``. The definition

@@ -163,10 +163,9 @@ class Rule:
 
     def response(self, trace: Trace, v: Tensor, params: Params) -> Tensor:
         """r_t of step.py, ``[..., time]``: how fast the error at the body grows with the body, at most."""
-        bound = self.bias.curvature(trace.prediction, v)
-        if self.network.norm:
-            slope = self.bias.derivative(trace.prediction, v) if self.bias.is_quadratic else None
-            bound = self.network.response(trace, bound, slope, params.norm)
+        bends = self.network.norm and self.bias.is_quadratic
+        slope = self.bias.derivative(trace.prediction, v) if bends else None
+        bound = self.network.response(trace, self.bias.curvature(trace.prediction, v), slope, params.norm)
         return bound.clamp_min(1e-6)  # a layer norm may learn a gain of zero
 
     def sizes(self, weights: Sequence[Tensor], trace: Trace, response: Tensor, params: Params) -> tuple[Tensor, ...]:
