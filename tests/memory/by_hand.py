@@ -276,14 +276,13 @@ class Hand:
     norm: bool = False
     retention: str | Exact = "decay"
     curvature: Callable = lambda m, v, delta: 2.0
+    sees_itself: bool = True
+    last: int = 1
+    read: str = "after"
 
     @property
     def quadratic(self) -> bool:
         return self.objective in (l2, half_l2)
-
-    sees_itself: bool = True
-    last: int = 1
-    read: str = "after"
 
     def in_basis(self, matrices, keys):
         return [out for m, to in zip(matrices, self.basis, strict=False) for out in to(m, keys)]
