@@ -25,9 +25,9 @@ from .omega import OmegaMemory
 from .stateful import Stateful
 
 START_GATE = 1.28
-"""Where the gate at the output starts on average, before SiLU, which turns it into 1.00: what the heads answer passes at
-its full size. As long as a layer recalls little, training closes its gates, and where they begin near zero they come to
-lie below it, where SiLU is nearly flat, and some never open again (docs/starting.md)."""
+"""Where the gate at the output starts on average, before SiLU, which turns it into 1.00: what the heads answer passes
+at its full size. As long as a layer recalls little, training closes its gates, and where they begin near zero they come
+to lie below it, where SiLU is nearly flat, and some never open again (docs/starting.md)."""
 
 START_VALUE = 3.0**-0.5
 """About how far a coordinate of a value is from zero in a fresh layer, before SiLU, if those of x are about 1 from zero
@@ -135,11 +135,11 @@ class NeuralMemory(Stateful):
         at (W_q + W_k) / sqrt 2: a query that equals the key of its own token would be answered with that token's value,
         and nothing older would be felt. What the memory answers is projected back as values were projected,
         W_o = W_v^T. The gate at the output begins at SiLU(``START_GATE``) = 1 on average: if it began around zero, its
-        sign would change from token to token, and training would close it for good. Where the memory has a residual, W_v is then brought to ``START_VALUE``,
-        however small a model's weights begin: keys have unit length, and a memory that answers k + ... must take k
-        back. If the value were much shorter than its key, little of what the memory holds would be the value. The other
-        weights stay as they are. From random projections a layer learns all this in many hundreds of steps
-        (docs/starting.md). Ours; no paper says how the projections begin.
+        sign would change from token to token, and training would close it for good. Where the memory has a residual,
+        W_v is then brought to ``START_VALUE``, however small a model's weights begin: keys have unit length, and a
+        memory that answers k + ... must take k back. If the value were much shorter than its key, little of what the
+        memory holds would be the value. The other weights stay as they are. From random projections a layer learns all
+        this in many hundreds of steps (docs/starting.md). Ours; no paper says how the projections begin.
 
         The projections themselves are not drawn again. Where a model is made without numbers, as on the meta device,
         their own ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.
