@@ -43,9 +43,14 @@ def _share(key: str) -> Callable[[Row], str]:
     return lambda row: f"{row[key]:.2f}"
 
 
-def _right(key: str) -> Callable[[Row], str]:
+def _right(key: str, worst: Callable[..., float] = min, digits: int = 2) -> Callable[[Row], str]:
     """The mean over the seeds and, where there are several, the worst of them in brackets."""
-    return lambda row: _share(key)(row) + (f" ({min(s[key] for s in row['seeds']):.2f})" if row["seeds"][1:] else "")
+
+    def text(row: Row) -> str:
+        brackets = f" ({worst(s[key] for s in row['seeds']):.{digits}f})" if row["seeds"][1:] else ""
+        return f"{row[key]:.{digits}f}{brackets}"
+
+    return text
 
 
 def _value(key: str) -> Callable[[Row], str]:
@@ -108,6 +113,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     **{f"{n} pairs": _right(f"pairs {n}") for n in (16, 32, 64, 128)},
     **{f"{n} pairs held": _share(f"held {n}") for n in (16, 32, 64, 128)},
     **{f"right, {step} steps": _right(f"copied {step}") for step in (50, 100, 200, 300)},
+    "error left": _right("regression left", max, 3),
     "parameters": lambda row: f"{row['parameters']:,.0f}",
     "training": _bits("training"),
     **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "0-64", "512-1,024", *LATE)},

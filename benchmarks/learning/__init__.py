@@ -11,10 +11,12 @@ from .orders import ORDERS_STUDY
 from .reach import REACH
 from .recall import CAPACITY, RECALL
 from .recipe import RECIPE
+from .regression import REGRESSION
+from .rewriting import REWRITING
 from .study import Study
 from .writes import WRITES
 
 OF_FRESH_MEMORIES = (WRITES, HOLDS, REACH)
-OF_MEMORIES = (*OF_FRESH_MEMORIES, RECALL, NARROW, NEEDLE, CAPACITY, COPYING)
+OF_MEMORIES = (*OF_FRESH_MEMORIES, RECALL, NARROW, NEEDLE, CAPACITY, REWRITING, REGRESSION, COPYING)
 OF_TEXT = (LANGUAGE, ORDERS_STUDY, RECIPE, ALARMS, COLLAPSE)
 STUDIES: dict[str, Study] = {s.name: s for s in (*OF_MEMORIES, *OF_TEXT)}

@@ -51,6 +51,13 @@ def memory(case: str, narrow: bool) -> Rule:
     return laptop(rule, narrow=narrow).vary(**changes)
 
 
+def mixer(case: str, dim: int, narrow: bool = True) -> nn.Module:
+    """A layer of two heads."""
+    attention: tuple[str, dict[str, Any]] = ("attention", {})
+    block, options = attention if case == "attention" else ("lmm", {"rule": memory(case, narrow), "eps": 1e-6})
+    return BLOCKS[block].make(dim * HEADS, HEADS, **options)
+
+
 class Recall(nn.Module):
     """Two symbols a token, one mixer between two residual ends, a guess of the value."""
 
@@ -61,10 +68,7 @@ class Recall(nn.Module):
         self.pairs = task.pairs
         self.key, self.value = nn.Embedding(kinds, width), nn.Embedding(kinds + 1, width)
         self.norm = nn.RMSNorm(width)
-        block, options = (
-            ("attention", {}) if case == "attention" else ("lmm", {"rule": memory(case, narrow), "eps": 1e-6})
-        )
-        self.mixer = BLOCKS[block].make(width, HEADS, **options)
+        self.mixer = mixer(case, dim, narrow)
         self.out = nn.Linear(width, task.symbols)
 
     def forward(self, keys: Tensor, values: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from benchmarks.cli import main
-from benchmarks.learning import OF_TEXT, STUDIES, holds, needle, reach, writes
+from benchmarks.learning import OF_TEXT, STUDIES, holds, needle, reach, regression, writes
 from benchmarks.learning.recall import NOISE, Recall, Task
+from benchmarks.learning.rewriting import Rewritten
 from benchmarks.results import COLUMNS
 
 
@@ -27,6 +28,23 @@ def test_the_recall_task_can_be_answered_from_its_pairs_alone() -> None:
         assert [shown[int(k)] for k in keys[row, 35:]] == answers[row].tolist()
         assert (values[row, 35:] == 8 + 16).all()  # the question does not tell
     assert Recall("titans", task, 4)(keys, values).shape == (3, 5, 8)
+
+
+def test_a_rewritten_key_has_the_value_that_came_last() -> None:
+    task = Rewritten(pairs=5, symbols=8, room=20)
+    keys, values, answers = task.batch(3, 40, torch.Generator().manual_seed(0))
+    for row in range(3):
+        shown = [(int(k), int(v)) for k, v in zip(keys[row], values[row], strict=True) if k < 8 and v < 8]
+        assert len(shown) == 15 and sorted(k for k, _ in shown) == sorted(3 * [*dict(shown)])
+        assert [dict(shown)[int(k)] for k in keys[row, 35:]] == answers[row].tolist()  # dict: the last one counts
+
+
+def test_a_linear_map_can_be_found_from_its_examples() -> None:
+    tokens, answers = regression.batch(3, torch.Generator().manual_seed(0))
+    x, y, asks = tokens.split((8, 8, 1), -1)
+    maps = torch.linalg.lstsq(x[:, :48], y[:, :48]).solution
+    assert torch.allclose(x[:, 48:] @ maps, answers, atol=1e-4)
+    assert not y[:, 48:].any() and asks[0, :, 0].tolist() == 48 * [0] + 16 * [1]  # the question does not tell
 
 
 def test_needles_can_be_answered_from_the_first_segment_of_their_document() -> None:

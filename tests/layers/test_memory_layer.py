@@ -278,6 +278,13 @@ def test_a_fresh_layer_answers_with_what_it_read(rule, lag):
     assert sum(right) / len(right) > 0.5  # of 50 words
 
 
+@pytest.mark.parametrize("dim", [16, 128])
+def test_what_a_fresh_layer_answers_passes_its_gate(dim):
+    """At full size on average, and hardly anywhere with another sign."""
+    gate = torch.nn.functional.silu(NeuralMemory(dim, 2, "titans").gate(torch.randn(1000, dim)))
+    assert gate.mean().item() == pytest.approx(1.0, abs=0.15) and (gate > 0).float().mean() > 0.95
+
+
 @pytest.mark.parametrize("std", [0.02, 0.5])
 def test_how_long_values_begin(std):
     """In memories that answer k + ..., as long whatever the weights of a model are; else as these are."""
