@@ -279,10 +279,12 @@ def test_a_fresh_layer_answers_with_what_it_read(rule, lag):
 
 
 @pytest.mark.parametrize("dim", [16, 128])
-def test_what_a_fresh_layer_answers_passes_its_gate(dim):
-    """At full size on average, and hardly anywhere with another sign."""
-    gate = torch.nn.functional.silu(NeuralMemory(dim, 2, "titans").gate(torch.randn(1000, dim)))
-    assert gate.mean().item() == pytest.approx(1.0, abs=0.15) and (gate > 0).float().mean() > 0.95
+@pytest.mark.parametrize("rule", ["titans", "dla"])
+def test_what_a_fresh_layer_answers_passes_its_gate(rule, dim):
+    """At full size on average, and hardly anywhere with another sign; less of what Hebbian rules answer."""
+    gate = torch.nn.functional.silu(NeuralMemory(dim, 2, rule).gate(torch.randn(1000, dim)))
+    full, same_sign = (0.25, 0.6) if rule == "dla" else (1.0, 0.95)
+    assert gate.mean().item() == pytest.approx(full, abs=0.15) and (gate > 0).float().mean() > same_sign
 
 
 @pytest.mark.parametrize("std", [0.02, 0.5])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atlas_memory import RULES
 from atlas_memory.evaluation.perplexity import memory_writes
-from atlas_memory.layers.memory import START_GATE
+from atlas_memory.layers.gates import START_GATE
 from atlas_memory.layers.self_modifying import MEMORIES, START_M_0, SelfModifyingMemory
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 

@@ -37,6 +37,11 @@ START_ETA, START_THETA, SPREAD = 0.95, 0.2, 0.2
 HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.475, 0.35, 1.0
 """The same of Hebbian rules, which write a value whatever is answered; the second eta where writes wait for a step
 (``every`` above 1)."""
+START_GATE, HEBBIAN_GATE = 1.28, 0.3
+"""Where the gate at a layer's output starts on average, before SiLU. SiLU makes 1.00 of the first: what the heads
+answer passes at its full size. As long as a layer recalls little, training closes its gates; where they begin near zero
+they come to lie below it, where SiLU is nearly flat, and some never open again. Hebbian rules learn later what to leave
+out, and begin quietly (docs/starting.md)."""
 HALF_LIVES = (32.0, 8192.0)
 NARROW, HEBBIAN_NARROW, LARGEST_GAIN = 64, 128, 4.0
 
@@ -145,6 +150,11 @@ class GateProjection(nn.Module):
 
 def _logit(p: float) -> float:
     return math.log(p / (1.0 - p))
+
+
+def start_gate(rule: Rule) -> float:
+    """What the bias of the gate at the output of a layer with this rule starts with."""
+    return HEBBIAN_GATE if _is_hebbian(rule) else START_GATE
 
 
 def _is_hebbian(rule: Rule) -> bool:

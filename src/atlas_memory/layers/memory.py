@@ -19,15 +19,10 @@ from ..mathematics.state import State
 from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
 from .convolution import ShortConvolution, check_lag
 from .documents import read_documents
-from .gates import GateProjection
+from .gates import GateProjection, start_gate
 from .hierarchy import HierarchicalGates, HierarchicalMemory, Hierarchy
 from .omega import OmegaMemory
 from .stateful import Stateful
-
-START_GATE = 1.28
-"""Where the gate at the output starts on average, before SiLU, which turns it into 1.00: what the heads answer passes
-at its full size. As long as a layer recalls little, training closes its gates, and where they begin near zero they come
-to lie below it, where SiLU is nearly flat, and some never open again (docs/starting.md)."""
 
 START_VALUE = 3.0**-0.5
 """About how far a coordinate of a value is from zero in a fresh layer, before SiLU, if those of x are about 1 from zero
@@ -133,13 +128,13 @@ class NeuralMemory(Stateful):
         shift pushes out come back at the latest tokens, small and not zero: a document's first token, which has none
         before it, would otherwise have the key 0, where the gradient of x / |x| has no bound. Without a lag W_k begins
         at (W_q + W_k) / sqrt 2: a query that equals the key of its own token would be answered with that token's value,
-        and nothing older would be felt. What the memory answers is projected back as values were projected,
-        W_o = W_v^T. The gate at the output begins at SiLU(``START_GATE``) = 1 on average: if it began around zero, its
-        sign would change from token to token, and training would close it for good. Where the memory has a residual,
-        W_v is then brought to ``START_VALUE``, however small a model's weights begin: keys have unit length, and a
-        memory that answers k + ... must take k back. If the value were much shorter than its key, little of what the
-        memory holds would be the value. The other weights stay as they are. From random projections a layer learns all
-        this in many hundreds of steps (docs/starting.md). Ours; no paper says how the projections begin.
+        and nothing older would be felt. What the memory answers is projected back as values were projected, W_o =
+        W_v^T. The gate at the output begins at 1 on average, and lower in Hebbian rules (``start_gate``): around zero
+        its sign would change from token to token, and training would close it for good. Where the memory has a
+        residual, W_v is then brought to ``START_VALUE``, however small a model's weights begin: keys have unit length,
+        and a memory that answers k + ... must take k back. If the value were much shorter than its key, little of what
+        the memory holds would be the value. The other weights stay as they are. From random projections a layer learns
+        all this in many hundreds of steps (docs/starting.md). Ours; no paper says how the projections begin.
 
         The projections themselves are not drawn again. Where a model is made without numbers, as on the meta device,
         their own ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.
@@ -153,7 +148,7 @@ class NeuralMemory(Stateful):
             self.out.weight.copy_(w_v.mT)
             if self.rule.network.residual:
                 w_v.mul_(START_VALUE * len(w_v) ** 0.5 / w_v.norm().clamp_min(1e-30))
-            self.gate.bias.fill_(START_GATE)
+            self.gate.bias.fill_(start_gate(self.rule))
 
     @property
     def rule(self) -> Rule:

@@ -43,7 +43,8 @@ from ..memory import (
 )
 from .convolution import ShortConvolution, check_lag
 from .documents import read_documents
-from .memory import START_GATE, LayerState
+from .gates import start_gate
+from .memory import LayerState
 from .omega import INCREMENTAL_TOKENS, OmegaMemory
 from .readout import MEMORIES, GateReadout, Readout, for_all
 from .stateful import Stateful
@@ -138,7 +139,7 @@ class SelfModifyingMemory(Stateful):
             for w in (self.q.weight, self.out.weight):
                 w.copy_(torch.eye(len(w)).to(w) * (w.norm() / len(w) ** 0.5))
             self.key_convolution.weight.copy_(self.convolution.weight.roll(-self.key_lag, 1))
-            self.gate.bias.fill_(START_GATE)
+            self.gate.bias.fill_(start_gate(self.rule))
 
     @property
     def rule(self) -> Rule:
