@@ -52,7 +52,7 @@ def memory(case: str, narrow: bool) -> Rule:
 
 
 def mixer(case: str, dim: int, narrow: bool = True) -> nn.Module:
-    """A layer of two heads."""
+    """The layer that a case stands for: two heads of ``dim``, ``[batch, time, 2 dim]`` in and out, and a state."""
     attention: tuple[str, dict[str, Any]] = ("attention", {})
     block, options = attention if case == "attention" else ("lmm", {"rule": memory(case, narrow), "eps": 1e-6})
     return BLOCKS[block].make(dim * HEADS, HEADS, **options)
