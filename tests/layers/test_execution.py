@@ -219,12 +219,14 @@ def test_compiled_chunks_are_compiled_once_for_all_lengths(monkeypatch):
     compiled = torch.compile  # the compiler's own code takes ten times as long
     monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, backend="aot_eager", dynamic=False))
     compiled_for_rule.cache_clear()
-    memory = NeuralMemory(16, 2, rule="titans", chunk_size=4)
+    memory = NeuralMemory(16, 2, rule="titans", chunk_size=4).double()
+    texts = [torch.randn(2, time, 16, dtype=torch.float64) for time in (12, 20, 8, 28)]
+    expected = [results(memory, x) for x in texts]
     set_execution(memory, compiled=True)
-    memory(torch.randn(2, 12, 16))[0].sum().backward()
-    with dynamo.patch(error_on_recompile=True):
-        for time in (20, 8, 28):
-            memory(torch.randn(2, time, 16))[0].sum().backward()
+    for index, (x, of_x) in enumerate(zip(texts, expected, strict=True)):
+        with dynamo.patch(error_on_recompile=index > 0):
+            for a, b in zip(results(memory, x), of_x, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
     compiled_for_rule.cache_clear()
 
 

@@ -1,6 +1,7 @@
 """What the memory layer promises beyond the contract of every mixer (test_mixers.py), for every rule."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -302,6 +303,29 @@ def test_how_long_values_begin(std):
         values = memory.qkv(x)[..., 64:]
         assert values.square().mean().sqrt().item() == pytest.approx(expected, rel=0.1)
         assert memory.out.weight.std().item() == pytest.approx(std, rel=0.1)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 10, 30])
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_projections_begin_as_turns(heads, lag, dtype):
+    """As long as they were drawn; keys as queries, turned by 45 degrees where they have no lag (but for the last
+    coordinate of an odd number), and the output takes the turn of values back."""
+    memory = NeuralMemory(30, heads, "gated-deltanet", key_lag=lag).to(dtype)
+    torch.nn.init.normal_(memory.qkv.weight, std=0.02)
+    drawn = memory.qkv.weight.unflatten(0, (3, -1)).double().norm(dim=(1, 2))
+    memory.reset_parameters()
+    w = memory.qkv.weight.unflatten(0, (3, -1)).double()
+    unit = w * (30**0.5 / drawn[[0, 0, 2], None, None])
+    out = memory.out.weight.double() * 30**0.5 / drawn[2]
+    like_identity = partial(torch.testing.assert_close, expected=torch.eye(30, dtype=torch.float64), rtol=0.0)
+    close = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    for product in (*(unit @ unit.mT), out @ unit[2]):
+        like_identity(product, atol=close)
+    cosines = torch.full((heads, 30 // heads), 1.0 if lag else 0.5**0.5, dtype=torch.float64)
+    if (30 // heads) % 2:
+        cosines[:, -1] = 1.0
+    torch.testing.assert_close((unit[0] * unit[1]).sum(1), cosines.flatten(), rtol=0.0, atol=close)
 
 
 @pytest.mark.parametrize("rule,widths", [("titans", (16, 32, 64)), ("swla", (32, 64, 128)), ("lact", (32, 64, 128))])

@@ -123,27 +123,32 @@ class NeuralMemory(Stateful):
         """Let the projections W_q, W_k, W_v and the output projection W_o begin in agreement, so that a fresh layer
         recalls what it reads.
 
-        Keys begin with the projection and the convolution of queries, but ``key_lag`` tokens later: a token that comes
-        back asks for what was written when it was there before. The taps are shifted by the lag, and those that the
-        shift pushes out come back at the latest tokens, small and not zero: a document's first token, which has none
-        before it, would otherwise have the key 0, where the gradient of x / |x| has no bound. Without a lag W_k begins
-        at (W_q + W_k) / sqrt 2: a query that equals the key of its own token would be answered with that token's value,
-        and nothing older would be felt. What the memory answers is projected back as values were projected, W_o =
-        W_v^T. The gate at the output begins at 1 on average, and lower in Hebbian rules (``start_gate``): around zero
-        its sign would change from token to token, and training would close it for good. Where the memory has a
-        residual, W_v is then brought to ``START_VALUE``, however small a model's weights begin: keys have unit length,
-        and a memory that answers k + ... must take k back. If the value were much shorter than its key, little of what
-        the memory holds would be the value. The other weights stay as they are. From random projections a layer learns
-        all this in many hundreds of steps (docs/starting.md). Ours; no paper says how the projections begin.
+        W_q and W_v begin as turns (matrices that keep all angles and lengths, but for one factor) as long as they were
+        drawn: heads keep apart what x keeps apart, and W_o = W_v^T projects what the memory answers back to what it was
+        before W_v. Keys begin with the projection and the convolution of queries, but ``key_lag`` tokens later: a token
+        that comes back asks for what was written when it was there before. The taps are shifted by the lag, and those
+        that the shift pushes out come back at the latest tokens, small and not zero: a document's first token, which
+        has none before it, would otherwise have the key 0, where the gradient of x / |x| has no bound. Without a lag
+        W_k begins as W_q turned by 45 degrees: a query that equals the key of its own token would be answered with that
+        token's value, and nothing older would be felt.
 
-        The projections themselves are not drawn again. Where a model is made without numbers, as on the meta device,
-        their own ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.
+        The gate at the output begins at 1 on average, and lower in Hebbian rules (``start_gate``): around zero its sign
+        would change from token to token, and training would close it for good. Where the memory has a residual, W_v is
+        then brought to ``START_VALUE``, however small a model's weights begin: keys have unit length, and a memory that
+        answers k + ... must take k back. If the value were much shorter than its key, little of what the memory holds
+        would be the value. The other weights stay as they are. From random projections a layer learns all this in many
+        hundreds of steps (docs/starting.md). Ours; no paper says how the projections begin.
+
+        Nothing is drawn here: the turns are made of what was drawn. Where a model is made without numbers, as on the
+        meta device, their own ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.
         """
         with torch.no_grad():
             (w_q, w_k, w_v), (taps_q, taps_k, _) = (
                 w.unflatten(0, (3, -1)) for w in (self.qkv.weight, self.convolution.weight)
             )
-            w_k.copy_(w_q if self.key_lag else (w_q + w_k) * 0.5**0.5)
+            for w in (w_q, w_v):
+                w.copy_(_as_turn(w))
+            w_k.copy_(w_q if self.key_lag else _by_45_degrees(w_q, self.heads))
             taps_k.copy_(taps_q.roll(-self.key_lag, 1))  # the last tap is the current token's
             self.out.weight.copy_(w_v.mT)
             if self.rule.network.residual:
@@ -272,3 +277,17 @@ class NeuralMemory(Stateful):
         normed, gated by x and projected."""
         y = self.norm(y.to(x.dtype)).transpose(1, 2).flatten(2)
         return self.out(y * F.silu(self.gate(x)))
+
+
+def _as_turn(w: Tensor) -> Tensor:
+    """A square matrix made of ``w`` that keeps all angles, as long as w."""
+    q, r = torch.linalg.qr(w.to(torch.promote_types(w.dtype, torch.float32)))
+    return q * r.diagonal().sign() * (w.norm() / len(w) ** 0.5)  # without the signs the turns would not be uniform
+
+
+def _by_45_degrees(w: Tensor, heads: int) -> Tensor:
+    """``w [heads * dim, ...]``, each head's rows turned by 45 degrees two by two (the last of an odd number stays)."""
+    rows = w.unflatten(0, (heads, -1))
+    half = rows.shape[1] // 2
+    one, other, last = rows.tensor_split((half, 2 * half), 1)
+    return torch.cat([(one - other) * 0.5**0.5, (one + other) * 0.5**0.5, last], 1).flatten(0, 1)
