@@ -15,8 +15,8 @@ Make = Callable[..., AtlasForCausalLM]
 LONG: dict[str, Any] = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False}
 
 
-def prompt(batch: int = 2, time: int = 7) -> torch.Tensor:
-    return torch.randint(0, 29, (batch, time), generator=torch.Generator().manual_seed(1))
+def prompt(batch: int = 2, time: int = 7, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 29, (batch, time), generator=torch.Generator().manual_seed(seed))
 
 
 def reread(model: AtlasForCausalLM, ids: torch.Tensor, steps: int = 7) -> torch.Tensor:
@@ -138,11 +138,14 @@ def test_a_conversation_continues_from_its_cache(model: AtlasForCausalLM) -> Non
 def test_rows_that_have_ended_read_no_padding(make: Make, block: str) -> None:
     model = make(block)
     n = model.config.num_hidden_layers
-    ids, cache = prompt(), AtlasCache(n)
-    end = int(model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1])
-    text = model.generate(
-        ids, past_key_values=cache, max_new_tokens=6, do_sample=False, eos_token_id=end, pad_token_id=0
-    )
+    for seed in range(1, 20):  # until one row goes on when the other has ended; no prompt has a 30
+        ids, cache = prompt(seed=seed), AtlasCache(n)
+        end = int(model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1])
+        text = model.generate(
+            ids, past_key_values=cache, max_new_tokens=6, do_sample=False, eos_token_id=end, pad_token_id=30
+        )
+        if text.shape[1] > ids.shape[1] + 2:
+            break
     assert text.shape[1] > ids.shape[1] + 2, "both rows ended at once"
     mask = torch.ones_like(text)
     mask[0, ids.shape[1] + 1 :] = 0  # behind its end
