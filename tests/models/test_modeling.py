@@ -346,9 +346,9 @@ def test_a_fresh_model_asks_for_what_came_next(block: str) -> None:
 @pytest.mark.parametrize("rule", ["gated-deltanet", "titans", "omeganet", "atlas"])
 def test_short_rows_of_a_fresh_model_have_gradients_of_a_common_size(rule: str) -> None:
     """The key of a first token, which has none before it, has a direction of its own: with a key of 0 the total was
-    1e5, and clipping left nothing of all other gradients. The median of nine models, since a memory that begins at zero
-    answers a first token by what its query and its key have in common; where that is little, the norm behind the memory
-    makes the gradient large."""
+    1e5, and clipping left nothing of all other gradients. The median of nine models, and of no rule but
+    `gated-deltanet` any above 20: a memory that begins at zero answers a first token by what its query and its key have
+    in common; where that is little, the norm behind the memory makes the gradient large."""
     totals: dict[int, list[float]] = {4: [], 32: [], 256: []}
     for seed in range(9):
         torch.manual_seed(seed)
@@ -358,6 +358,7 @@ def test_short_rows_of_a_fresh_model_have_gradients_of_a_common_size(rule: str) 
             loss = model(input_ids=ids, labels=ids).loss
             gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
             totals[time].append(torch.stack([g.norm() for g in gradients if g is not None]).norm().item())
-    for time, most in ((4, 40.0), (32, 10.0), (256, 10.0)):
+    zero = rule == "gated-deltanet"
+    for time, most in ((4, 40.0 if zero else 20.0), (32, 10.0), (256, 10.0)):
         assert 0.1 < sorted(totals[time])[len(totals[time]) // 2] < most, (time, totals[time])
-    assert max(map(max, totals.values())) < 400, totals
+    assert max(map(max, totals.values())) < (400.0 if zero else 20.0), totals

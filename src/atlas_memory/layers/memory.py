@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..forms.chunkwise import Reading, begin, end, read_on
 from ..mathematics.precision import kept_dtype
 from ..mathematics.sizes import check_heads, check_positive
+from ..mathematics.start import at_right_angles
 from ..mathematics.state import State
 from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
 from .convolution import ShortConvolution, check_lag
@@ -281,8 +282,7 @@ class NeuralMemory(Stateful):
 
 def _as_turn(w: Tensor) -> Tensor:
     """A square matrix made of ``w`` that keeps all angles, as long as w."""
-    q, r = torch.linalg.qr(w.to(torch.promote_types(w.dtype, torch.float32)))
-    return q * r.diagonal().sign() * (w.norm() / len(w) ** 0.5)  # without the signs the turns would not be uniform
+    return at_right_angles(w.to(kept_dtype(w))) * (w.norm() / len(w) ** 0.5)
 
 
 def _by_45_degrees(w: Tensor, heads: int) -> Tensor:

@@ -40,9 +40,14 @@ def isometry(heads: int, rows: int, columns: int) -> Tensor:
     """A random ``[heads, rows, columns]``, rows no fewer than columns, that keeps all angles: its columns are at right
     angles, and the entries of W x, for x of unit length, have the mean square 1 / columns. So near zero an
     activation is nearly linear; wider starts learned recall more slowly (docs/diary.md)."""
-    q, r = torch.linalg.qr(_noise(heads, rows, columns))
-    signs = r.diagonal(dim1=-2, dim2=-1).sign()  # or else Q would not be uniformly distributed
-    return q * (signs[:, None] * (rows / columns) ** 0.5)
+    return at_right_angles(_noise(heads, rows, columns)) * (rows / columns) ** 0.5
+
+
+def at_right_angles(matrix: Tensor) -> Tensor:
+    """The columns of ``matrix`` ``[..., rows, columns]``, rows no fewer than columns, made orthonormal one after the
+    other. Float32 or float64, which QR asks for."""
+    q, r = torch.linalg.qr(matrix)
+    return q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # or else Q would not be uniformly distributed
 
 
 def on_keys(matrix: Tensor, phi: Lift) -> Tensor:
