@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from atlas_memory.cli import main
 from atlas_memory.cli.planning import brief
+from atlas_memory.cli.rules import _part
 from atlas_memory.cli.streaming import CharacterStreamer
 from atlas_memory.data import byte_tokenizer
 from atlas_memory.forms.cost import state_bytes
@@ -301,3 +303,12 @@ def test_a_model_without_memory_is_read_once(tmp_path: Path, capsys: pytest.Capt
     assert set(json.loads(capsys.readouterr().out)) == {"memory_on"}
     assert main(["evaluate", run, "--writes", "off"]) != 0
     assert "the model has no memory whose writes could be off" in capsys.readouterr().err
+
+
+def test_parts_whose_fields_have_no_default_are_shown_with_all_of_them() -> None:
+    @dataclass(frozen=True)
+    class Mine:
+        power: float
+        times: int = 2
+
+    assert _part(Mine(1.5)) == "Mine power=1.5" and _part(Mine(1.5, 3)) == "Mine power=1.5 times=3"

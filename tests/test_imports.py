@@ -41,3 +41,10 @@ def test_missing_packages_are_named_with_what_installs_them() -> None:
     assert "pip install 'atlas-memory[train]'" in run(f"{hidden}\n{code}")
     code = "from atlas_memory.__main__ import main; sys.stderr = sys.stdout; print(main())"
     assert "typer is not installed: pip install 'atlas-memory[train,report]'" in run(f"{hidden}\n{code}")
+
+
+def test_layers_go_without_the_models_where_transformers_is_too_old() -> None:
+    old = "import sys; sys.modules['atlas_memory.models.configuration'] = None"
+    old += "\nimport warnings; warnings.simplefilter('error', UserWarning)"
+    code = "import atlas_memory\ntry: from transformers import AutoModel\nexcept UserWarning as error: print(error)"
+    assert "the models of atlas_memory need transformers 5.4 or newer" in run(f"{old}\n{code}")

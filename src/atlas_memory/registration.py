@@ -8,6 +8,7 @@ first ``AtlasConfig`` that is made then registers the models (configuration.py).
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -21,9 +22,17 @@ AUTO = "transformers.models.auto.configuration_auto"
 def register_with_auto_classes() -> None:
     """Now, or when there are any."""
     if AUTO in sys.modules:
-        from .models import configuration  # noqa: F401
+        _register()
     elif not any(isinstance(finder, _Afterwards) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Afterwards())
+
+
+def _register() -> None:
+    """With a transformers that is too old for the models, layers are used without them."""
+    try:
+        from .models import configuration  # noqa: F401
+    except ImportError as error:
+        warnings.warn(f"the models of atlas_memory need transformers 5.4 or newer: {error}", stacklevel=2)
 
 
 class _Afterwards(MetaPathFinder):
@@ -50,4 +59,4 @@ class _Then(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        from .models import configuration  # noqa: F401
+        _register()

@@ -1,7 +1,10 @@
 """Prepared text is the text that training would have read, and is not loaded."""
 
 import json
+import multiprocessing
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -205,3 +208,17 @@ def test_refusals(tmp_path) -> None:
         prepare(Source(str(tmp_path / "nowhere.txt")), tmp_path / "new")
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob("*.partial"))
     assert Prepared.open(tmp_path / "empty") is None and Prepared.open(None) is None
+
+
+def test_a_process_that_is_killed_is_missed(tmp_path) -> None:
+    class Killing(Source):
+        def documents(self) -> Iterator[Document]:
+            for i in range(9):
+                yield Document(str(i), "text")
+                for child in multiprocessing.active_children():
+                    os.kill(child.pid, signal.SIGKILL)
+
+    byte_tokenizer().save_pretrained(tmp_path / "mine")
+    with pytest.raises(OSError, match=r"one of 2 processes that tokenise was killed.*--workers"):
+        prepare(Killing(str(tmp_path)), tmp_path / "out", str(tmp_path / "mine"), workers=2)
+    assert not (tmp_path / "out").exists()

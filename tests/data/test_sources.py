@@ -58,6 +58,14 @@ def test_json_that_is_no_table_is_a_text(tables) -> None:
     assert {'{"name": "x", "version": 1}', "[1, 2\n"} < found
 
 
+def test_a_table_without_the_column_that_is_asked_for_is_no_text(tables) -> None:
+    (tables / "texts" / "table.json").write_text('[{"content": "x"}]')
+    assert len(list(Source(str(tables / "texts")).documents())) == 13
+    assert len(list(Source(str(tables / "texts"), column="content").documents())) == 13
+    with pytest.raises(ValueError, match=r"no column 'body': set data.column to one of content"):
+        list(Source(str(tables / "texts"), column="body").documents())
+
+
 def test_names_in_capitals_marks_of_windows_and_links_to_folders(tables) -> None:
     """A table is one whatever the letters of its name; a text begins with its text; a folder may be elsewhere."""
     corpus = tables / "corpus"

@@ -1,5 +1,6 @@
 """Bits per byte: equal to a direct computation however the text is cut, padded and streamed."""
 
+import copy
 import math
 
 import numpy as np
@@ -145,3 +146,11 @@ def test_standard_errors_are_of_the_streams_that_reach_a_place() -> None:
         late.margin_by_position(perplexity.Score(edges, other.bits[:2], sizes[:2]))[1]
     )
     assert on.margin_by_position(other)[0, 1] == pytest.approx(0.0)
+
+
+def test_text_is_read_without_dropout(model) -> None:
+    dropped = copy.deepcopy(model)
+    dropped.model.embed_tokens = torch.nn.Sequential(dropped.model.embed_tokens, torch.nn.Dropout(0.5)).train()
+    before = torch.get_rng_state()
+    assert bits_per_byte(dropped, BYTES, DOCUMENTS, 64).overall == bits_per_byte(model, BYTES, DOCUMENTS, 64).overall
+    assert torch.equal(torch.get_rng_state(), before) and dropped.model.embed_tokens.training and not dropped.training

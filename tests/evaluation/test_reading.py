@@ -5,6 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace as Decoder
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+from transformers import PreTrainedTokenizerFast
 
 from atlas_memory.data import byte_tokenizer
 from atlas_memory.data.tokens import encode
@@ -68,3 +73,12 @@ def test_what_is_read_again_is_counted() -> None:
 
 def test_a_character_of_several_tokens_stands_with_the_last() -> None:
     assert pieces_of(BYTES, encode(BYTES, "aé€").tolist()) == ["a", "", "é", "", "", "€"]
+
+
+def test_spaces_stay_where_a_tokenizer_has_them_before_words() -> None:
+    """Such a tokenizer leaves out the space before the first token that it is given to decode."""
+    words = Tokenizer(WordLevel({"\u2581one": 0, "\u2581two": 1, "\u2581three": 2}))
+    words.pre_tokenizer, words.decoder = Metaspace(), Decoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    ids = tokenizer("one two three two" + " one" * 20)["input_ids"]
+    assert "".join(pieces_of(tokenizer, ids)) == "one two three two" + " one" * 20

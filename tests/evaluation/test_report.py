@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -191,12 +192,12 @@ def test_a_report_needs_a_run(tmp_path: Path) -> None:
         write_report(tmp_path / "run")
 
 
-def test_runs_are_compared(tmp_path: Path) -> None:
+def test_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(settings(tmp_path, f"output_dir={tmp_path}/with", "train.watch_every=2"))
     train(
         settings(
             tmp_path,
-            f"output_dir={tmp_path}/without",
+            f"output_dir={tmp_path}/without#2",
             "model.block=swa",
             "model.rule=atlas",
             "model.attention_window=4",
@@ -206,18 +207,23 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the folder does not exist"):
         write_comparison([tmp_path / "with", tmp_path / "nowhere"])
     assert not (tmp_path / "with" / "report").exists()
-    page = write_comparison([tmp_path / "with", tmp_path / "without"], streams=2, sample_tokens=5)
+    page = write_comparison([tmp_path / "with", tmp_path / "without#2"], streams=2, sample_tokens=5)
     assert page == tmp_path / "comparison" / "comparison.html"
     text = page.read_text()
     for link in re.findall('(?:href|src)="(.*?)"', text):
-        assert (page.parent / link).is_file(), link
+        assert (page.parent / unquote(link)).is_file(), link
     rows = [[re.sub("<.*?>", "", cell) for cell in row.split("</td>")] for row in text.split("<tr>")]
     assert ["with", "deltanet"] in [[row[0], row[2]] for row in rows if len(row) > 3]
     assert any(row[0] == "model.block" and row[2] == "swa" for row in rows)
     assert "share.png" in text and "memory's share" in text and "read on different texts" in text
     (tmp_path / "book.txt").write_text("a text of its own. " * 9)
-    other = write_comparison([tmp_path / "with", tmp_path / "without"], tmp_path / "book.txt", sample_tokens=5)
+    other = write_comparison([tmp_path / "with", tmp_path / "without#2"], tmp_path / "book.txt", sample_tokens=5)
     assert other == tmp_path / "comparison-book" / "comparison.html" and page.read_text() == text
     assert "read on different texts" not in other.read_text()
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move(tmp_path / "without#2", tmp_path / "elsewhere")
+    monkeypatch.setattr("os.access", lambda path, *_, **__: path != tmp_path)
+    apart = write_comparison([tmp_path / "elsewhere" / "without#2", tmp_path / "with"], streams=2, sample_tokens=5)
+    assert apart == tmp_path / "elsewhere" / "comparison" / "comparison.html"
     with pytest.raises(ValueError, match="named twice"):
-        write_comparison([tmp_path / "with", tmp_path / "without" / ".." / "with"])
+        write_comparison([tmp_path / "with", tmp_path / "elsewhere" / ".." / "with"])

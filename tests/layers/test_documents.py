@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 
 from atlas_memory.layers.documents import Documents
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
@@ -215,3 +216,16 @@ def test_hidden_states_of_packed_rows():
     second = net(input_ids=ids[:, 5:], output_hidden_states=True).hidden_states
     for whole, part in zip(hidden, second, strict=True):
         assert error(whole[:, 5:], part) < 1e-8
+
+
+def test_cuts_go_where_a_layer_is():
+    """accelerate's hooks bring what they can to the device of the layer that they are about to call."""
+    starts, x = torch.tensor([[1, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]), torch.randn(2, 6, 4)
+    cuts = Documents.of(starts, x, torch.nn.Identity())
+    moved = send_to_device(cuts, "meta", non_blocking=True)
+    tensors = [t for g in moved.groups for t in (g.index, g.real, g.row, g.continues) if t is not None]
+    assert all(t.is_meta for t in (*tensors, moved.last)) and moved.shape == cuts.shape
+    back = cuts.to("cpu")
+    assert torch.equal(back.join([g.split(x) for g in back.groups]), x)
+    with pytest.raises(ValueError, match=r"mask has shape \[1, 6\] but document_starts \[2, 6\]"):
+        Documents.of(starts, x, torch.nn.Identity(), torch.ones(1, 6))

@@ -14,6 +14,15 @@ from atlas_memory.memory import Identity, Polynomial, l2_normalise
 from .problems import error
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("length", [0.0, 1e-5, 1e4])
+def test_the_gradient_of_a_length_of_one_is_finite(dtype, length):
+    x = torch.full((2, 4), length, dtype=dtype, requires_grad=True)
+    y = l2_normalise(x)
+    y.sum().backward()
+    assert y.isfinite().all() and x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("dim,degree", [(1, 1), (1, 4), (3, 1), (4, 2), (3, 3), (2, 5), (5, 4)])
 def test_expand_and_kernel_agree_with_gradients(dim, degree):
     phi = Polynomial(degree)

@@ -108,6 +108,8 @@ def test_loss_is_the_shifted_cross_entropy(model: AtlasForCausalLM) -> None:
     out = model(ids, labels=labels)
     expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
     torch.testing.assert_close(out.loss, expected)
+    other = model(ids, labels=labels.masked_fill(labels == -100, -1), ignore_index=-1)
+    torch.testing.assert_close(other.loss, expected)
     summed = model(ids, labels=labels, num_items_in_batch=torch.tensor(7)).loss
     torch.testing.assert_close(summed, expected * (labels[:, 1:] != -100).sum() / 7)
 
@@ -121,6 +123,7 @@ def test_loss_is_the_shifted_cross_entropy(model: AtlasForCausalLM) -> None:
         ({"input_ids": torch.rand(1, 4)}, "of int64, got torch.float32"),
         ({"input_ids": [[3, 4]]}, "of int64, got a list"),
         ({"labels": torch.tensor([[3, 40]])}, "labels must be from 0 to 30, or -100 where .*; they are from 3 to 40"),
+        ({"labels": torch.tensor([[3, -1]])}, "labels must be from 0 to 30, or -100 where .*; they are from -1 to 3"),
         ({"labels": torch.tensor([[3]])}, r"labels must be int64 \[batch, time\] = \[1, 2\], got torch.int64 \[1, 1\]"),
         ({"labels": torch.tensor([[3, 4]]).int()}, r"got torch.int32 \[1, 2\]"),
         ({"shift_labels": torch.tensor([[3, 31]])}, "shift_labels must be from 0 to 30"),
@@ -226,6 +229,21 @@ def test_weights_on_a_disk(tmp_path: Path) -> None:
 def test_a_mask_for_more_than_is_read_needs_a_cache(model: AtlasForCausalLM) -> None:
     with pytest.raises(ValueError, match="entries for earlier tokens may stand before them, beside past_key_values"):
         model(tokens(), attention_mask=torch.ones(len(tokens()), tokens().shape[1] + 3))
+
+
+def test_a_mask_has_a_row_for_each_text(model: AtlasForCausalLM) -> None:
+    starts = torch.ones_like(tokens())
+    for mask in (torch.ones(1, starts.shape[1]), torch.ones(3, starts.shape[1])):
+        for options in ({}, {"document_starts": starts}):
+            with pytest.raises(ValueError, match="with 2 rows and an entry for each"):
+                model(tokens(), attention_mask=mask, **options)
+
+
+def test_fields_given_with_a_checkpoint_are_checked(make: Make, tmp_path: Path) -> None:
+    make(hierarchy=None).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="attention_window=32 has no use in block='lmm'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attention_window=32)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, chunk_size=8).config.memory_rule().window.chunk == 8
 
 
 def test_copies_of_caches(model: AtlasForCausalLM) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Annotated, Any
 
 import typer
@@ -70,7 +70,7 @@ def _costs(numbers: dict[str, Any]) -> tuple[str, str]:
 
 def _part(value: Any) -> str:
     """The name of a part, and what is not its default."""
-    usual = asdict(type(value)())
+    usual = {field.name: field.default for field in fields(value)}
     changed = (f"{key}={option}" for key, option in asdict(value).items() if option != usual[key])
     return " ".join((type(value).__name__, *changed))
 

@@ -52,6 +52,11 @@ def _counting(source: Source, unit: str) -> Iterator[Callable[[int, int], None]]
     console.print(f"read {said} in {seconds:.0f} s{source.remarks()}", highlight=False, markup=False, soft_wrap=True)
 
 
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @data_app.command()
 def prepare(
     sources: Sources = None,
@@ -63,7 +68,9 @@ def prepare(
     streaming: Streaming = False,
     documents: Documents = None,
     held_out: HeldOut = 0.1,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise.")] = os.cpu_count() or 1,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that tokenise; default: one a core, at most 8.")
+    ] = None,
 ) -> None:
     """Tokenise text once, into a folder that training reads without loading it."""
     with loading():
@@ -72,7 +79,7 @@ def prepare(
 
     source = Source(sources or None, column, split, subset, streaming, documents)
     with _counting(source, "tokens") as show:
-        made = run(source, out, tokenizer, held_out, workers, show)
+        made = run(source, out, tokenizer, held_out, workers or min(8, _cores()), show)
     print(made)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 EVERY = 2.0  # seconds between looks at the logs
 MANY = 10  # runs that are shown unasked
+READING = threading.Lock()  # pages share models, whose memories are told not to write while a text is read
 
 
 @st.cache_resource

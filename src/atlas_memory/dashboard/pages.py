@@ -10,7 +10,7 @@ import numpy as np
 import streamlit as st
 
 from atlas_memory.dashboard import charts
-from atlas_memory.dashboard.choice import EVERY, choose, chosen_runs, find, loaded, one, some
+from atlas_memory.dashboard.choice import EVERY, READING, choose, chosen_runs, find, loaded, one, some
 from atlas_memory.dashboard.figures import CURVES, MEASURES
 from atlas_memory.dashboard.runs import Watched
 from atlas_memory.dashboard.tables import table
@@ -187,7 +187,8 @@ def samples_page() -> None:
         from atlas_memory.evaluation.sampling import sample
 
         try:
-            text = sample(model.model, model.tokenizer, prompt, int(count), temperature)
+            with READING:
+                text = sample(model.model, model.tokenizer, prompt, int(count), temperature)
         except (ValueError, RuntimeError) as error:
             st.error(f"Nothing could be written: {error}")
             return

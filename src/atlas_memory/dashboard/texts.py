@@ -8,7 +8,7 @@ import numpy as np
 import streamlit as st
 
 from atlas_memory.dashboard import charts
-from atlas_memory.dashboard.choice import loaded, one
+from atlas_memory.dashboard.choice import READING, loaded, one
 
 if TYPE_CHECKING:
     from atlas_memory.evaluation.reading import Reading
@@ -78,7 +78,7 @@ def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, R
                 name, text = "held-out text", "\n".join(document.text for document in documents)[: 16 * most]
         trained = None if run.config is None else run.config.data.longest
         ids = encode(run.tokenizer, text)[: most - again]
-        with st.spinner(f"Reading {len(ids) + again:,} tokens"):
+        with st.spinner(f"Reading {len(ids) + again:,} tokens"), READING:
             ids = with_passage(ids, again, later)
             return f"{name}, read by {run.folder.name}", read(run.model, run.tokenizer, ids, recent=trained)
     except (ValueError, OSError, RuntimeError) as error:

@@ -6,7 +6,10 @@ import json
 import logging
 import multiprocessing
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -259,11 +262,18 @@ def _tokenised(source: Source, tokenizer: str, dtype: str, workers: int) -> Iter
         _start(tokenizer)
         yield from map(_encode, work)
         return
-    with multiprocessing.get_context("spawn").Pool(workers, _start, (tokenizer,)) as pool:
-        pending = []
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (tokenizer,))
+    try:
+        pending: deque[Future[tuple[Document, np.ndarray]]] = deque()
         for item in work:
-            pending.append(pool.apply_async(_encode, (item,)))
-            if len(pending) > 8 * workers:
-                yield pending.pop(0).get()
-        for result in pending:
-            yield result.get()
+            pending.append(pool.submit(_encode, item))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise OSError(
+            f"one of {workers} processes that tokenise was killed, perhaps for want of memory: take fewer (--workers)"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -44,6 +44,10 @@ class Document:
     """Whether it goes on with the document before it, of which it is a part."""
 
 
+class _NoColumn(ValueError):
+    """A table without the column that is asked for."""
+
+
 @dataclass
 class Source:
     """Documents of one or several places, read one after the other when they are asked for.
@@ -185,8 +189,8 @@ class Source:
                 rows = self._rows(str(path), name, ending)
                 yield from rows if alone or ending != ".json" else list(rows)
                 return
-            except ValueError:
-                if alone or ending != ".json":
+            except ValueError as error:
+                if alone or ending != ".json" or (isinstance(error, _NoColumn) and self.column != "text"):
                     raise  # what ends in .json may be anything, such as a list of options: then it is a text
         yield from self._text(path, name, alone)
 
@@ -224,7 +228,7 @@ class Source:
         size = 0 if ending is None else self.read + _size(Path(place))
         for i, row in enumerate(_each(self._dataset(place, ending), place)):
             if self.column not in row:
-                raise ValueError(
+                raise _NoColumn(
                     f"data.path={place!r} has no column {self.column!r}: set data.column to one of {', '.join(row)}"
                 )
             text = row[self.column]

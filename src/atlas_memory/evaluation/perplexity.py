@@ -13,6 +13,7 @@ from torch import nn
 
 from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import bytes_per_token, encode
+from atlas_memory.observation.watching import evaluating
 from atlas_memory.observation.writes import memory_writes
 
 SEGMENT = 256  # tokens given to the model in one call
@@ -121,7 +122,7 @@ def bits_per_byte(
         raise ValueError("no text to evaluate: the documents are empty")
     edges = _edges(max(len(ids) for ids, _ in cut))
     bits, counts = np.zeros((len(cut), len(edges) - 1)), np.zeros((len(cut), len(edges) - 1))
-    with memory_writes(model, writes), torch.inference_mode():
+    with evaluating(model), memory_writes(model, writes), torch.inference_mode():
         for first in range(0, len(cut), ROWS):
             rows = cut[first : first + ROWS]
             for row, nats in enumerate(_nats(model, tokenizer.eos_token_id, [ids for ids, _ in rows], recent)):

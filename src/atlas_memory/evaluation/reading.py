@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from atlas_memory.evaluation.perplexity import recent_nats, token_nats
-from atlas_memory.observation.watching import memories
+from atlas_memory.observation.watching import evaluating, memories
 from atlas_memory.observation.writes import memory_writes
 
+CONTEXT = 8
 AGAIN = 64
 """Tokens of a passage that has to stand a second time, at the least, to count as read again."""
 
@@ -58,7 +59,7 @@ def read(
     tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
 
     def bits(last: int | None = None) -> np.ndarray:
-        with torch.inference_mode():
+        with evaluating(model), torch.inference_mode():
             nats = token_nats(model, tokens) if last is None else recent_nats(model, tokens, last)
         return np.append(np.nan, nats[0] / math.log(2))
 
@@ -92,13 +93,18 @@ def twice(ids: np.ndarray, again: int, later: int) -> np.ndarray:
 
 
 def pieces_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text; a character of several tokens stands with the last of them."""
+    """What each token adds to the text; a character of several tokens stands with the last of them. What a tokenizer
+    makes of the first token of all is not what it makes of others, so that each is decoded behind a few before it."""
     found: list[str] = []
     held: list[int] = []
+    behind: list[int] = []
+    before = ""
     for token in ids:
         held.append(int(token))
-        text = tokenizer.decode(held, clean_up_tokenization_spaces=False)
+        text = tokenizer.decode(behind + held, clean_up_tokenization_spaces=False)[len(before) :]
         whole = not text.endswith("\ufffd") or len(held) > 8
         found.append(text if whole else "")
-        held = [] if whole else held
+        if whole:
+            behind, held = (behind + held)[-CONTEXT:], []
+            before = tokenizer.decode(behind, clean_up_tokenization_spaces=False)
     return found

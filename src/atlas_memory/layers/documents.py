@@ -8,6 +8,7 @@ below this file knows of documents, so a packed document is exactly the document
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ class Pieces:
     real: Tensor | None
     row: Tensor
     continues: Tensor
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Pieces:
+        """The same on a device."""
+        move = partial(torch.Tensor.to, device=device, non_blocking=non_blocking)
+        real = None if self.real is None else move(self.real)
+        return Pieces(move(self.index), real, move(self.row), move(self.continues))
 
     def split(self, x: Tensor) -> Tensor:
         """Tokens `[batch, time, ...]` as `[pieces, longest, ...]`; behind the end of a piece stand tokens of others."""
@@ -109,7 +116,7 @@ class Documents:
                 token, and none where no more follows.
 
         Raises:
-            ValueError: starts is no tensor `[batch, time]`.
+            ValueError: starts is no tensor `[batch, time]`, or the mask of another shape.
         """
         if starts is None or isinstance(starts, Documents):
             return starts
@@ -123,7 +130,11 @@ class Documents:
         check_mask("document_starts", starts)
         batch, time = starts.shape
         starts = starts.to(x.device).bool()
-        if isinstance(mask, Tensor) and mask.shape == starts.shape:
+        if mask is not None and mask.shape != starts.shape:
+            raise ValueError(
+                f"mask has shape {list(mask.shape)} but document_starts {list(starts.shape)}; give the same"
+            )
+        if mask is not None:
             starts = at_real_tokens(starts, mask.to(starts.device))
         if not time or not starts.any():
             return None
@@ -152,6 +163,12 @@ class Documents:
             last=torch.cat(chosen).argsort()[begins.sum(1).cumsum(0) - 1],
             shape=(batch, time),
         )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False, **_: Any) -> Documents:
+        """The same on a device: accelerate calls this where the layers of a model lie on several."""
+        place = None if self.place is None else self.place.to(device, non_blocking=non_blocking)
+        groups = tuple(group.to(device, non_blocking) for group in self.groups)
+        return Documents(groups, place, self.last.to(device, non_blocking=non_blocking), self.shape)
 
     def join(self, ys: list[Tensor]) -> Tensor:
         """Results of each group `[pieces, longest, ...]` as `[batch, time, ...]`."""

@@ -41,7 +41,7 @@ START_GATE, HEBBIAN_GATE = 1.28, 0.3
 """Where the gate at a layer's output starts on average, before SiLU. SiLU makes 1.00 of the first: what the heads
 answer passes at its full size. As long as a layer recalls little, training closes its gates; where they begin near zero
 they come to lie below it, where SiLU is nearly flat, and some never open again. Hebbian rules learn later what to leave
-out, and begin quietly (docs/starting.md)."""
+out, and begin quietly if their answers grow with what is written (docs/starting.md)."""
 HALF_LIVES = (32.0, 8192.0)
 NARROW, HEBBIAN_NARROW, LARGEST_GAIN = 64, 128, 4.0
 
@@ -153,8 +153,9 @@ def _logit(p: float) -> float:
 
 
 def start_gate(rule: Rule) -> float:
-    """What the bias of the gate at the output of a layer with this rule starts with."""
-    return HEBBIAN_GATE if _is_hebbian(rule) else START_GATE
+    """What the bias of the gate at the output of a layer with this rule starts with. A memory that is settled, whose
+    rows keep their length or their sum, answers no louder for all the noise that it has written."""
+    return HEBBIAN_GATE if _is_hebbian(rule) and not rule.retention.settles else START_GATE
 
 
 def _is_hebbian(rule: Rule) -> bool:

@@ -133,12 +133,12 @@ class NeuralMemory(Stateful):
         W_k begins as W_q turned by 45 degrees: a query that equals the key of its own token would be answered with that
         token's value, and nothing older would be felt.
 
-        The gate at the output begins at 1 on average, and lower in Hebbian rules (``start_gate``): around zero its sign
-        would change from token to token, and training would close it for good. Where the memory has a residual, W_v is
-        then brought to ``START_VALUE``, however small a model's weights begin: keys have unit length, and a memory that
-        answers k + ... must take k back. If the value were much shorter than its key, little of what the memory holds
-        would be the value. The other weights stay as they are. From random projections a layer learns all this in many
-        hundreds of steps (docs/starting.md). Ours; no paper says how the projections begin.
+        The gate at the output begins at 1 on average, lower in most Hebbian rules (``start_gate``): around zero its
+        sign would change from token to token, and training would close it for good. Where the memory has a residual,
+        W_v is then brought to ``START_VALUE``, however small a model's weights begin: keys have unit length, and a
+        memory that answers k + ... must take k back. If the value were much shorter than its key, little of what the
+        memory holds would be the value. The other weights stay as they are. From random projections a layer learns all
+        this in many hundreds of steps (docs/starting.md). Ours; no paper says how the projections begin.
 
         Nothing is drawn here: the turns are made of what was drawn. Where a model is made without numbers, as on the
         meta device, their own ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.

@@ -207,7 +207,8 @@ class OmegaMemory(Stateful):
 def set_execution(
     module: nn.Module, *, recompute: int | None = None, compiled: bool = False, graphed: bool = False
 ) -> None:
-    """Set for every memory inside ``module`` how it is computed; what it computes stays the same.
+    """Set for every memory inside ``module`` how it is computed; what it computes stays the same. What a call does not
+    name is switched off: give all that is wanted at once.
 
     Args:
         module: a layer or a model.

@@ -41,7 +41,7 @@ class _Normalise(Function):
         scale = x.abs().amax(-1, keepdim=True).clamp_min(eps)  # squares of huge entries must not overflow
         unit = x / scale
         inverse = torch.rsqrt(unit.square().sum(-1, keepdim=True) + (eps / scale) ** 2)
-        return unit * inverse, inverse / scale
+        return unit * inverse, (inverse / scale).clamp_max(torch.finfo(x.dtype).max)  # of zero, in float16
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: tuple[Tensor, Tensor]) -> None:

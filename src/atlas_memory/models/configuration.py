@@ -119,6 +119,14 @@ class AtlasConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         import_module(".modeling", __package__)  # a configuration by name may be followed by AutoModel
         self._check_unknown(kwargs)
+        self.check()
+        super().__post_init__(**kwargs)
+
+    def check(self) -> None:
+        """Raise ValueError for values that are none or do not go together, and fill in what follows from others.
+
+        A model checks again what it is given: a field may have been changed since.
+        """
         self._check_sizes()
         self._check_numbers()
         self._check_tokens()
@@ -139,7 +147,6 @@ class AtlasConfig(PreTrainedConfig):
         except ValueError as error:
             rule = f" with rule={self.rule!r}" if BLOCKS[self.block].memory else ""
             raise ValueError(f"block={self.block!r}{rule}: {error}") from error
-        super().__post_init__(**kwargs)
 
     def _check_sizes(self) -> None:
         for name in (
@@ -179,7 +186,7 @@ class AtlasConfig(PreTrainedConfig):
                     warnings.warn(
                         f"{name}={value!r} is no token of a vocabulary of vocab_size={self.vocab_size}, whose ids are "
                         f"0 to {self.vocab_size - 1}",
-                        stacklevel=4,
+                        stacklevel=5,
                     )
 
     def _check_block(self) -> None:

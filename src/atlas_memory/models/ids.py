@@ -19,40 +19,42 @@ def check_ids(name: str, ids: Any, vocab_size: int) -> None:
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         raise ValueError(f"{name} must be token ids [batch, time] of int64, got {got}")
-    _check_range(name, ids, 0, vocab_size)
+    _check_range(name, ids, vocab_size)
 
 
-def check_labels(name: str, labels: Any, inputs: Tensor, vocab_size: int) -> None:
+def check_labels(name: str, labels: Any, inputs: Tensor, vocab_size: int, ignored: int = IGNORED) -> None:
     """ValueError unless labels are int64 `[batch, time]` for inputs `[batch, time, ...]`, and (seen on a CPU only) of
-    the vocabulary or -100."""
+    the vocabulary or ``ignored``."""
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.shape != inputs.shape[:2]:
         got = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
         raise ValueError(f"{name} must be int64 [batch, time] = {list(inputs.shape[:2])}, got {got}")
-    _check_range(name, labels, IGNORED, vocab_size)
+    if at_hand(labels):
+        _check_range(name, labels[labels != ignored], vocab_size, f", or {ignored} where a token does not count")
 
 
-def _check_range(name: str, ids: Tensor, lowest: int, vocab_size: int) -> None:
+def _check_range(name: str, ids: Tensor, vocab_size: int, also: str = "") -> None:
     if not ids.numel() or not at_hand(ids):
         return
     low, high = map(int, torch.aminmax(ids))
-    if low < lowest or high >= vocab_size:
-        also = f", or {IGNORED} where a token does not count" if lowest < 0 else ""
+    if low < 0 or high >= vocab_size:
         raise ValueError(f"{name} must be from 0 to {vocab_size - 1}{also}; they are from {low} to {high}")
 
 
-def mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, time: int, goes_on: bool = True) -> Tensor | None:
-    """The part of an attention mask about this call's tokens, bool `[batch, time]`; None if all are real. Entries for
-    earlier tokens may stand before them where the call goes on from a cache."""
+def mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, x: Tensor, goes_on: bool = True) -> Tensor | None:
+    """The part of an attention mask about this call's tokens x `[batch, time, ...]`, bool `[batch, time]`; None if all
+    are real. Entries for earlier tokens may stand before them where the call goes on from a cache."""
+    batch, time = x.shape[:2]
     if isinstance(mask, dict):
         mask = next((m for m in mask.values() if m is not None), None)
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor [batch, time], got a {type(mask).__name__}")
-    if mask.dim() != 2 or mask.shape[1] < time or (mask.shape[1] > time and not goes_on):
+    if mask.dim() != 2 or len(mask) != batch or mask.shape[1] < time or (mask.shape[1] > time and not goes_on):
         raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}; give [batch, time] with an entry for each of the "
-            f"{time} tokens of this call (entries for earlier tokens may stand before them, beside past_key_values)"
+            f"attention_mask has shape {list(mask.shape)}; give [batch, time] with {batch} rows and an entry for each "
+            f"of the {time} tokens of this call (entries for earlier tokens may stand before them, beside "
+            "past_key_values)"
         )
     check_mask("attention_mask", mask)
     mask = mask[:, mask.shape[1] - time :].bool()

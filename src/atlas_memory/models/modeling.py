@@ -14,7 +14,7 @@ from ..layers.documents import Documents
 from .cache import AtlasCache, check_cache
 from .configuration import AtlasConfig
 from .generating import AtlasGenerationMixin
-from .ids import check_ids, check_labels, mask_of_call
+from .ids import IGNORED, check_ids, check_labels, mask_of_call
 from .packing import refuse_unknown, starts_of_documents
 
 
@@ -37,6 +37,10 @@ class AtlasPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     # A memory cannot be rewound, so assisted decoding is refused.
     _is_stateful = True
+
+    def __init__(self, config: AtlasConfig) -> None:
+        config.check()  # `from_pretrained` changes fields that it is given
+        super().__init__(config)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # For code outside transformers it skips modules whose own weights were all read from a checkpoint,
@@ -141,7 +145,7 @@ class AtlasModel(AtlasPreTrainedModel):
         if input_ids is not None:
             check_ids("input_ids", input_ids, self.config.vocab_size)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        time, mask = x.shape[1], mask_of_call(attention_mask, x.shape[1], past_key_values is not None)
+        time, mask = x.shape[1], mask_of_call(attention_mask, x, past_key_values is not None)
         writes = use_cache is not False
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -160,21 +164,23 @@ class AtlasModel(AtlasPreTrainedModel):
             document_starts = starts_of_documents(x, mask, read_before, document_starts, *forms)
         documents = Documents.of(document_starts, x, self, mask)  # once for all layers
 
-        hidden_states = [x]
+        hidden_states = [x] if output_hidden_states else None
         for i, layer in enumerate(self.layers):
             before = caches[i].state if caches else None
             x, state = layer(x, before, mask, documents, bool(caches and caches[i].anchored))
             if caches and writes:
                 caches[i].write(state, time)
-            hidden_states.append(x)
+            if hidden_states is not None:
+                hidden_states.append(x)
         if past_key_values is not None and writes:
             past_key_values.note(input_ids)
-        hidden_states[-1] = self.norm(x)
-        x = hidden_states[-1]
+        x = self.norm(x)
+        if hidden_states is not None:
+            hidden_states[-1] = x
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if writes else None,
-            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            hidden_states=None if hidden_states is None else tuple(hidden_states),
         )
 
 
@@ -226,7 +232,7 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         for name, given in (("labels", labels), ("shift_labels", shift_labels)):
             if given is not None and inputs is not None:
-                check_labels(name, given, inputs, self.config.vocab_size)
+                check_labels(name, given, inputs, self.config.vocab_size, kwargs.get("ignore_index", IGNORED))
             if given is not None and (not isinstance(logits_to_keep, int) or logits_to_keep):
                 raise ValueError(f"{name} need the logits of all tokens: leave logits_to_keep out")
         outputs = self.model(

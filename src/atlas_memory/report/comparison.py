@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from matplotlib.ticker import FixedLocator
@@ -28,14 +29,17 @@ from atlas_memory.training.settings import flat_settings, in_bytes
 def write_comparison(
     folders: Sequence[str | Path], data: str | Path | None = None, streams: int = 16, sample_tokens: int = 400
 ) -> Path:
-    """Write the report of each run, as ``write_report`` does, and a folder ``comparison`` beside the runs, with the
-    page that compares them (of a text that ``data`` names, ``comparison-NAME``). Returns the page's path; ValueError if
-    a run cannot be read or is named twice."""
+    """Write the report of each run, as ``write_report`` does, and a folder ``comparison`` beside the runs (where they
+    lie in no folder that can be written to, beside the first), with the page that compares them (of a text that
+    ``data`` names, ``comparison-NAME``). Returns the page's path; ValueError if a run cannot be read or is named
+    twice."""
     paths = [Path(folder).resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise ValueError(f"a run is named twice among {', '.join(map(str, folders))}")
     above = Path(os.path.commonpath([path.parent for path in paths]))
     names = [str(path.relative_to(above)) for path in paths]
+    if above == Path(above.anchor) or not os.access(above, os.W_OK):
+        above = paths[0].parent
     for path in paths:
         load_run(path)  # which finds what is wrong with the last before the first is read
     reports = [write_report(path, data, streams, sample_tokens) for path in paths]
@@ -166,7 +170,7 @@ def _row(name: str, link: str, report: dict[str, Any], looks: list[dict[str, Any
     margin, older = report["margin"], report["beyond_training_length"]
     share = sorted(_known_shares(looks[-1])) if looks else []
     cells = [
-        f'<a href="{html.escape(link)}">{html.escape(name)}</a>',
+        f'<a href="{html.escape(quote(link))}">{html.escape(name)}</a>',
         html.escape(str(report["block"])),
         html.escape(str(report["rule"] or "")),
         _alarms(report["alarms"]) if looks else "",

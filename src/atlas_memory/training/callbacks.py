@@ -19,6 +19,7 @@ from atlas_memory.data import Document
 from atlas_memory.data.tokens import encode
 from atlas_memory.evaluation.perplexity import bits_per_byte
 from atlas_memory.evaluation.sampling import printable, sample
+from atlas_memory.observation.watching import evaluating
 from atlas_memory.training.checkpoints import writing
 from atlas_memory.training.finite import not_finite
 from atlas_memory.training.logs import line
@@ -194,9 +195,8 @@ class Samples(AtStepEnd):
         if not self.tokens or self.held_out.bits is None:
             return
         model = self.held_out.model
-        model.eval()  # transformers generates without a cache in training mode where activations are recomputed
-        text = sample(model, self.held_out.tokenizer, self.prompt, self.tokens)
-        model.train()
+        with evaluating(model):  # in training mode, with activations recomputed, transformers generates without a cache
+            text = sample(model, self.held_out.tokenizer, self.prompt, self.tokens)
         if process() > 0:
             return
         written = text.removeprefix(self.prompt)

@@ -96,9 +96,7 @@ class MemoryWatch(AtStepEnd):
             return
         model = self.model
         if weights is not None:
-            with torch.random.fork_rng(devices=[]):  # what it begins with is drawn, and training must not notice
-                model = AtlasForCausalLM(model.config)
-            model.load_state_dict(weights, strict=False)  # without those that are tied to others
+            model = _whole(model.config, weights)
         line = self._look(model)
         self.figures = _figures(line)
         line["alarms"] = [alarm for alarm in line["suspected"] if _key(alarm) in self._suspected]
@@ -139,6 +137,19 @@ class MemoryWatch(AtStepEnd):
             self._untold.add(_key(alarm))
             text = f"train.alarm_webhook={self.webhook!r} could not be told: {error}; it is told after the next look"
             self.console.print(text, markup=False)
+
+
+def _whole(config: Any, weights: dict[str, Any]) -> AtlasForCausalLM:
+    """A model of these weights, without those that are tied to others."""
+    with torch.device("meta"):  # where nothing is drawn, which takes long
+        model = AtlasForCausalLM(config)
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):  # a block's own, and not saved
+        with torch.random.fork_rng(devices=[]):  # training must not notice
+            model = AtlasForCausalLM(config)
+        model.load_state_dict(weights, strict=False)
+    return model
 
 
 def _figures(line: dict[str, Any]) -> dict[str, float]:
