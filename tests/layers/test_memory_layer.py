@@ -345,10 +345,11 @@ def test_gates_of_narrow_layers_learn_as_fast(rule, widths):
 
 
 @pytest.mark.parametrize(
-    "rule,eta", [("titans", 0.95), ("gated-deltanet", 0.95), ("dla", 0.475), ("swdt", 0.475), ("lact", 0.35)]
+    "rule,eta",
+    [("titans", 0.95), ("gated-deltanet", 0.5), ("ttt-linear", 0.5), ("dla", 0.475), ("swdt", 0.475), ("lact", 0.35)],
 )
 def test_where_eta_begins(rule, eta):
-    """Lower where what is written does not depend on what is answered, unless it is taken out again."""
+    """Lower in a matrix that corrects its answer, and where what is written does not depend on what is answered."""
     gates = GateProjection(16, 2, RULES[rule])
     assert torch.allclose(gates(torch.zeros(1, 1, 16)).eta, torch.tensor(eta))
 

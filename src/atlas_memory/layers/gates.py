@@ -5,13 +5,13 @@ measurement (docs/starting.md):
 
 * alpha: heads forget at different rates, with half-lives spread evenly in logarithm over ``HALF_LIVES`` tokens;
 * theta: ``START_THETA``, however often the memory makes a step (``every``), since theta acts once a step;
-* eta: in (0, 1), starting at ``START_ETA``, a share of a full write. Where steps are bare (``bounded=False``), it
-  starts at ``START_ETA`` over the squared length of a lifted unit key. Bare steps of Muon have the length eta, whatever
-  the gradient: there eta is at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at
-  most about 1, and it starts at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser). Where what is
-  written does not depend on what is answered (``is_linear``, and nothing is taken out), noise adds up: there, with
-  bounded steps, eta starts lower and all gates with larger weights, to learn soon which tokens to leave out
-  (``HEBBIAN_ETA``, ``HEBBIAN_SPREAD``);
+* eta: in (0, 1), a share of a full write, starting at ``START_ETA`` in a memory of one matrix and at ``DEEP_ETA`` in a
+  deeper one. Where steps are bare (``bounded=False``), it starts at that over the squared length of a lifted unit key.
+  Bare steps of Muon have the length eta, whatever the gradient: there eta is at most ``every / chunk``, so that the
+  steps of one chunk add up to a spectral norm of at most about 1, and it starts at a quarter of that (``largest_step``
+  and ``bare_eta`` of the optimiser). Where what is written does not depend on what is answered (``is_linear``, and
+  nothing is taken out), noise adds up: there, with bounded steps, eta starts lower and all gates with larger weights,
+  to learn soon which tokens to leave out (``HEBBIAN_ETA``, ``HEBBIAN_SPREAD``);
 * delta: no sigmoid but a softplus, starting where the bias says;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 
@@ -33,7 +33,9 @@ from ..mathematics.functions import no_autocast
 from ..mathematics.sizes import check_size
 from ..memory import Gates, Rule
 
-START_ETA, START_THETA, SPREAD = 0.95, 0.2, 0.2
+START_ETA, DEEP_ETA, START_THETA, SPREAD = 0.5, 0.95, 0.2, 0.2
+"""A write of the first leaves a matrix a quarter of the squared error at its key, and more of what was written before:
+layers learn sooner which tokens to write (docs/starting.md). A deep memory answers less of what a step aims at."""
 HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.475, 0.35, 1.0
 """The same of Hebbian rules, which write a value whatever is answered; the second eta where writes wait for a step
 (``every`` above 1)."""
@@ -42,7 +44,8 @@ START_GATE, HEBBIAN_GATE = 1.28, 0.3
 answer passes at its full size. As long as a layer recalls little, training closes its gates; where they begin near zero
 they come to lie below it, where SiLU is nearly flat, and some never open again. Hebbian rules learn later what to leave
 out, and begin quietly if their answers grow with what is written (docs/starting.md)."""
-HALF_LIVES = (32.0, 8192.0)
+HALF_LIVES = (128.0, 8192.0)
+"""Of heads that begin at 32, some forgot their pairs before they had learned anything, and stayed closed."""
 NARROW, HEBBIAN_NARROW, LARGEST_GAIN = 64, 128, 4.0
 
 
@@ -73,7 +76,10 @@ class GateProjection(nn.Module):
             )
         self.window = rule.window.size
         self.max_eta = rule.optimiser.largest_step(rule.every, rule.window.chunk)
-        self.start_eta = START_ETA if rule.optimiser.bounded else rule.optimiser.bare_eta or self._bare(rule, dim)
+        corrects = len(rule.network.lifted) == 1 and not _is_hebbian(rule)
+        self.start_eta = START_ETA if corrects else DEEP_ETA
+        if not rule.optimiser.bounded:
+            self.start_eta = rule.optimiser.bare_eta or self._bare(rule, dim)
         self.spread = SPREAD
         if _is_hebbian(rule) and rule.optimiser.bounded:
             self.start_eta = HEBBIAN_ETA if rule.every == 1 else HEBBIAN_WAITING_ETA
@@ -96,7 +102,7 @@ class GateProjection(nn.Module):
         """Where eta starts for bare steps: these write under a key k in proportion to eta |phi(k)|^2."""
         with torch.device("cpu"):
             key = torch.full((dim // self.heads,), (dim // self.heads) ** -0.5)
-            return START_ETA / max(1.0, float(rule.features.squared_norm(key)))
+            return self.start_eta / max(1.0, float(rule.features.squared_norm(key)))
 
     def _start(self, name: str) -> Tensor:
         """What the bias of a gate starts with, ``[heads]``: the logit (for delta its softplus's input) of its starting
