@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .gates import HALF_LIVES, SPREAD
+from .gates import SPREAD
 
 MEMORIES = ("memory", "k", "v", "eta", "alpha")
 """What the five memories of a head are for, in the order in which they are stacked: all heads of one, then the next."""
 
 START_ETAS = (0.5, 0.02)
+HALF_LIVES = (32.0, 8192.0)
 """Where eta starts: that of M_memory, and that of the other memories."""
 
 
@@ -40,7 +41,7 @@ class GateReadout(nn.Module):
     Eq. 88 has one eta and one alpha for the five memories of a head. If the memory that makes keys then learns as fast
     as M_memory, it soon answers a token with what came after that token, and not with the key under which M_memory has
     stored it, while queries stay as they are: nothing can be recalled (docs/hope.md). So M_memory starts with an eta of
-    1/2 and the half-lives of ``GateProjection``, the others with an eta of 1/50 and ``HALF_LIVES[0]`` tokens, after
+    1/2 and half-lives spread over ``HALF_LIVES``, the others with an eta of 1/50 and ``HALF_LIVES[0]`` tokens, after
     which they are back at M_0.
 
     Args:
