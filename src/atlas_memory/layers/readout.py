@@ -13,8 +13,10 @@ MEMORIES = ("memory", "k", "v", "eta", "alpha")
 """What the five memories of a head are for, in the order in which they are stacked: all heads of one, then the next."""
 
 START_ETAS = (0.5, 0.02)
-HALF_LIVES = (32.0, 8192.0)
 """Where eta starts: that of M_memory, and that of the other memories."""
+
+HALF_LIVES = (32.0, 8192.0)
+"""Tokens: those with which M_memory starts, spread over the heads; all others start with the first."""
 
 
 class Readout(NamedTuple):
