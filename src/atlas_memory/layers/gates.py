@@ -76,10 +76,7 @@ class GateProjection(nn.Module):
             )
         self.window = rule.window.size
         self.max_eta = rule.optimiser.largest_step(rule.every, rule.window.chunk)
-        corrects = len(rule.network.lifted) == 1 and not _is_hebbian(rule)
-        self.start_eta = START_ETA if corrects else DEEP_ETA
-        if not rule.optimiser.bounded:
-            self.start_eta = rule.optimiser.bare_eta or self._bare(rule, dim)
+        self.start_eta = self._first_eta(rule)
         self.spread = SPREAD
         if _is_hebbian(rule) and rule.optimiser.bounded:
             self.start_eta = HEBBIAN_ETA if rule.every == 1 else HEBBIAN_WAITING_ETA
@@ -98,11 +95,17 @@ class GateProjection(nn.Module):
         self.up_bias = nn.Parameter(torch.empty(len(self.per_channel) * dim)) if rank else None
         self.reset_parameters()
 
-    def _bare(self, rule: Rule, dim: int) -> float:
-        """Where eta starts for bare steps: these write under a key k in proportion to eta |phi(k)|^2."""
+    def _first_eta(self, rule: Rule) -> float:
+        """Where eta starts. Bare steps write under a key k in proportion to eta |phi(k)|^2."""
+        corrects = len(rule.network.lifted) == 1 and not _is_hebbian(rule)
+        start, width = START_ETA if corrects else DEEP_ETA, self.dim // self.heads
+        if rule.optimiser.bounded:
+            return start
+        if rule.optimiser.bare_eta:
+            return rule.optimiser.bare_eta
         with torch.device("cpu"):
-            key = torch.full((dim // self.heads,), (dim // self.heads) ** -0.5)
-            return self.start_eta / max(1.0, float(rule.features.squared_norm(key)))
+            key = torch.full((width,), width**-0.5)
+            return start / max(1.0, float(rule.features.squared_norm(key)))
 
     def _start(self, name: str) -> Tensor:
         """What the bias of a gate starts with, ``[heads]``: the logit (for delta its softplus's input) of its starting

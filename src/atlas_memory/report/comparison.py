@@ -36,10 +36,7 @@ def write_comparison(
     paths = [Path(folder).resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise ValueError(f"a run is named twice among {', '.join(map(str, folders))}")
-    above = Path(os.path.commonpath([path.parent for path in paths]))
-    names = [str(path.relative_to(above)) for path in paths]
-    if above == Path(above.anchor) or not os.access(above, os.W_OK):
-        above = paths[0].parent
+    above, names = _place(paths)
     for path in paths:
         load_run(path)  # which finds what is wrong with the last before the first is read
     reports = [write_report(path, data, streams, sample_tokens) for path in paths]
@@ -61,6 +58,14 @@ def write_comparison(
         (made / "comparison.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         (made / "comparison.html").write_text(page, encoding="utf-8")
     return target / "comparison.html"
+
+
+def _place(paths: Sequence[Path]) -> tuple[Path, list[str]]:
+    """The folder of a comparison of these runs, and their names in it."""
+    above = Path(os.path.commonpath([path.parent for path in paths]))
+    names = [str(path.relative_to(above)) for path in paths]
+    usable = above != Path(above.anchor) and os.access(above, os.W_OK)
+    return above if usable else paths[0].parent, names
 
 
 def _losses(path: Path, names: Sequence[str], logs: Sequence[Sequence[dict[str, Any]]], of_bytes: bool) -> None:

@@ -110,9 +110,10 @@ class Text:
         check_ids(self._marked(), vocab_size)
 
     def check_same(self, folder: Path, config: RunConfig) -> None:
-        """ConfigError if the run in `folder` began with another text, or another number of rows a step."""
+        """ConfigError if the run in `folder` began with another text, or another number of rows a step. It reads all
+        tokens: the first process does so for all."""
         path = folder / ABOUT
-        if not path.is_file():
+        if process() > 0 or not path.is_file():
             return
         try:
             before = json.loads(path.read_text(encoding="utf-8"))

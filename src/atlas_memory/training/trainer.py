@@ -96,7 +96,7 @@ def _locked(
     set_seed(config.train.seed)
 
     text = Text.load(config, console)
-    if resume and process() == 0:  # it reads all tokens
+    if resume:
         text.check_same(folder, config)
     checkpoint = None
     if resume:
