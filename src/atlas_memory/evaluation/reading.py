@@ -14,7 +14,7 @@ from atlas_memory.evaluation.perplexity import recent_nats, token_nats
 from atlas_memory.observation.watching import evaluating, memories
 from atlas_memory.observation.writes import memory_writes
 
-CONTEXT = 8
+CONTEXT = 8  # tokens behind which another is decoded
 AGAIN = 64
 """Tokens of a passage that has to stand a second time, at the least, to count as read again."""
 

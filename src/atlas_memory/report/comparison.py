@@ -36,7 +36,7 @@ def write_comparison(
     paths = [Path(folder).resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise ValueError(f"a run is named twice among {', '.join(map(str, folders))}")
-    above, names = _place(paths)
+    above, names = _beside(paths)
     for path in paths:
         load_run(path)  # which finds what is wrong with the last before the first is read
     reports = [write_report(path, data, streams, sample_tokens) for path in paths]
@@ -60,7 +60,7 @@ def write_comparison(
     return target / "comparison.html"
 
 
-def _place(paths: Sequence[Path]) -> tuple[Path, list[str]]:
+def _beside(paths: Sequence[Path]) -> tuple[Path, list[str]]:
     """The folder of a comparison of these runs, and their names in it."""
     above = Path(os.path.commonpath([path.parent for path in paths]))
     names = [str(path.relative_to(above)) for path in paths]
