@@ -222,3 +222,18 @@ def test_a_process_that_is_killed_is_missed(tmp_path) -> None:
     with pytest.raises(OSError, match=r"one of 2 processes that tokenise was killed.*--workers"):
         prepare(Killing(str(tmp_path)), tmp_path / "out", str(tmp_path / "mine"), workers=2)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), ValueError("bad value(s) in fds_to_keep")])
+def test_a_process_that_cannot_start_is_one_line(tmp_path, monkeypatch, error: Exception) -> None:
+    """Memory is full, or the pool is just closing the pipes of a process that was killed."""
+
+    def start(self) -> None:
+        raise error
+
+    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", start)
+    byte_tokenizer().save_pretrained(tmp_path / "mine")
+    corpus = Source(str(write_corpus(tmp_path / "corpus")))
+    with pytest.raises(OSError, match=r"one of 2 processes that tokenise .* could not be started.*--workers"):
+        prepare(corpus, tmp_path / "out", str(tmp_path / "mine"), workers=2)
+    assert not (tmp_path / "out").exists()

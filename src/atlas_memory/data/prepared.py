@@ -266,14 +266,22 @@ def _tokenised(source: Source, tokenizer: str, dtype: str, workers: int) -> Iter
     try:
         pending: deque[Future[tuple[Document, np.ndarray]]] = deque()
         for item in work:
-            pending.append(pool.submit(_encode, item))
+            pending.append(_submitted(pool, item))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise OSError(
-            f"one of {workers} processes that tokenise was killed, perhaps for want of memory: take fewer (--workers)"
+            f"one of {workers} processes that tokenise was killed or could not be started, perhaps for want of memory: "
+            "take fewer (--workers)"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _submitted(pool: ProcessPoolExecutor, item: tuple[Document, str]) -> Future[tuple[Document, np.ndarray]]:
+    try:
+        return pool.submit(_encode, item)  # which may start a process
+    except (OSError, ValueError) as error:  # ValueError: the pool closes the pipes of one that was killed meanwhile
+        raise BrokenProcessPool(str(error)) from error
