@@ -6,9 +6,10 @@ from typing import cast
 from torch import Tensor
 from transformers import TextStreamer
 
+from atlas_memory.data.tokens import CONTEXT
 from atlas_memory.evaluation.sampling import printable
 
-CONTEXT, AT_MOST = 8, 64  # tokens that are decoded again: behind the last ones, and in all
+AT_MOST = 64  # tokens that are decoded again and again
 
 
 class CharacterStreamer(TextStreamer):

@@ -23,11 +23,11 @@ from atlas_memory.data.folders import check_new, new_folder
 from atlas_memory.data.sources import Document, Source
 from atlas_memory.data.streams import Tokens
 from atlas_memory.data.text import Corpus, rank
-from atlas_memory.data.tokens import encode, load_tokenizer, warn_of_loss
+from atlas_memory.data.tokens import CONTEXT, encode, load_tokenizer, warn_of_loss
 
 _PART = 2**22  # characters of a text file that are tokenised at once
 _HELD_OUT_AT_MOST = 2**24  # characters
-_DECODED_AT_ONCE, _CONTEXT = 2**18, 8  # tokens
+_DECODED_AT_ONCE = 2**18  # tokens
 logger = logging.getLogger(__name__)
 
 
@@ -230,9 +230,9 @@ def _decoded(tokenizer: Any, ids: np.ndarray) -> Iterator[str]:
     first = 0
     while first < len(ids):
         last = min(first + _DECODED_AT_ONCE, len(ids))
-        behind = ids[max(0, first - _CONTEXT) : first].tolist()
+        behind = ids[max(0, first - CONTEXT) : first].tolist()
         before = tokenizer.decode(behind, skip_special_tokens=True)
-        for _ in range(_CONTEXT):  # of which the last one ends a character
+        for _ in range(CONTEXT):  # of which the last one ends a character
             piece = tokenizer.decode(behind + ids[first:last].tolist(), skip_special_tokens=True)
             if not piece.endswith("\ufffd") or last == len(ids):
                 break

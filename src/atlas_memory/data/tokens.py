@@ -16,6 +16,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 logger = logging.getLogger(__name__)
 END = "<|endoftext|>"
 PAD = "<|pad|>"
+CONTEXT = 8
+"""Tokens behind which others are decoded: what a tokenizer makes of the first token of all it does not make of later
+ones, and a character may be of several tokens."""
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from atlas_memory.data.tokens import CONTEXT
 from atlas_memory.evaluation.perplexity import recent_nats, token_nats
 from atlas_memory.observation.watching import evaluating, memories
 from atlas_memory.observation.writes import memory_writes
 
-CONTEXT = 8  # tokens behind which another is decoded
 AGAIN = 64
 """Tokens of a passage that has to stand a second time, at the least, to count as read again."""
 
@@ -93,8 +93,8 @@ def twice(ids: np.ndarray, again: int, later: int) -> np.ndarray:
 
 
 def pieces_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text; a character of several tokens stands with the last of them. What a tokenizer
-    makes of the first token of all is not what it makes of others, so that each is decoded behind a few before it."""
+    """What each token adds to the text; a character of several tokens stands with the last of them. Each
+    is decoded behind a few before it."""
     found: list[str] = []
     held: list[int] = []
     behind: list[int] = []
@@ -102,7 +102,7 @@ def pieces_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     for token in ids:
         held.append(int(token))
         text = tokenizer.decode(behind + held, clean_up_tokenization_spaces=False)[len(before) :]
-        whole = not text.endswith("\ufffd") or len(held) > 8
+        whole = not text.endswith("\ufffd") or len(held) > CONTEXT
         found.append(text if whole else "")
         if whole:
             behind, held = (behind + held)[-CONTEXT:], []
