@@ -14,6 +14,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from atlas_memory import AtlasConfig, AtlasForCausalLM, OmegaMemory
+from atlas_memory.data import Source
+from atlas_memory.data.bpe import train_tokenizer
 from atlas_memory.forms.compiling import compiled_for_rule
 from atlas_memory.training import load_run, trainer
 from atlas_memory.training.callbacks import Clock
@@ -21,7 +23,7 @@ from atlas_memory.training.config import ConfigError
 from atlas_memory.training.logs import read_log
 from atlas_memory.training.runs import newest_checkpoint
 from atlas_memory.training.trainer import train
-from tests.training.small import settings
+from tests.training.small import settings, write_corpus
 
 
 def losses(folder: Path) -> list[tuple[float, float, float]]:
@@ -354,9 +356,21 @@ def test_one_run_after_another(tmp_path) -> None:
         ("then.model.hidden_size=32", r"then: the weights at the end of the run do not fit the options of the next"),
         ("then.model.widow=3", r"then: unknown key model.widow \(=3\); did you mean model.window"),
         ("then.model.hierarchy.local_chunks=[3]", "then: model: hierarchy shard=8 must be a multiple"),
+        ("then.data.tokenizer=./missing", r"then: data.tokenizer='./missing' does not exist"),
+        ("then.data.seq_len=80000", r"then: data.seq_len=80000 times 2 rows is more than the training text"),
     ],
 )
 def test_what_cannot_follow_is_said_before_anything_is_written(tmp_path, override, message) -> None:
     with pytest.raises(ValueError, match=message):
         train(settings(tmp_path, *STAGES, override))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_follows_reads_the_same_tokens(tmp_path) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    train_tokenizer(Source(str(corpus)), tmp_path / "tokens", 300)
+    with pytest.raises(ValueError, match=r"then: data.tokenizer='.*tokens' of data.path='.*' has other tokens than"):
+        train(settings(tmp_path, "train.steps=2", f"then.data.tokenizer={tmp_path / 'tokens'}"))
+    with pytest.raises(ValueError, match=r"then: data.order='stream' keeps what rows remember, and the state"):
+        train(settings(tmp_path, "model.rule=dot", "data.order=packed", "then.data.order=stream"))
     assert not (tmp_path / "run").exists()

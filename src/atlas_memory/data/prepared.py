@@ -40,7 +40,7 @@ class Prepared:
         source: What was prepared.
         documents, tokens, skipped: How many.
         dtype: Of the ids.
-        name_of_tokenizer: As it was given.
+        name_of_tokenizer: As it was given; of a folder, its whole path.
     """
 
     folder: Path
@@ -134,6 +134,8 @@ def prepare(
     """
     folder = check_new(folder)
     known = load_tokenizer(tokenizer)
+    if tokenizer != "bytes" and (home := Path(tokenizer).expanduser()).is_dir():
+        tokenizer = str(home.resolve())  # so that a run anywhere knows it again
     dtype = np.dtype("<u2" if len(known) <= 2**16 else "<u4")
     end = np.asarray([known.eos_token_id], dtype)
     source.largest = _PART

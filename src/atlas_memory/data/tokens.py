@@ -52,6 +52,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def is_one_tokenizer(name: str, other: str) -> bool:
+    """Whether two names, as `load_tokenizer` takes them, are of the same tokenizer: equal, or of the same folder."""
+    folders = [Path(one).expanduser() for one in (name, other)]
+    return name == other or (all(folder.is_dir() for folder in folders) and folders[0].samefile(folders[1]))
+
+
 def load_tokenizer(name: str) -> Any:
     """`"bytes"`, or the name or folder of a fast tokenizer with an end-of-text token; ValueError
     otherwise."""

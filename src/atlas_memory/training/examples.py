@@ -16,7 +16,7 @@ from transformers import default_data_collator
 from atlas_memory.data import Corpus, Document, RandomCrops, Segments, Source, Tokens, load_tokenizer
 from atlas_memory.data.counting import counting
 from atlas_memory.data.prepared import Prepared
-from atlas_memory.data.tokens import is_byte_tokenizer, warn_of_loss
+from atlas_memory.data.tokens import is_byte_tokenizer, is_one_tokenizer, warn_of_loss
 from atlas_memory.training.config import ConfigError, DataSection, RunConfig
 from atlas_memory.training.processes import process, processes
 from atlas_memory.training.vocabulary import check_tokenizer
@@ -54,7 +54,8 @@ class Text:
             check_tokenizer(config, tokenizer, f"data.tokenizer={data.tokenizer!r}")
             console = console or Console(stderr=True, quiet=process() > 0)
             return cls(*_read_and_tokenise(data, tokenizer, console)).warned()
-        if data.tokenizer not in ("bytes", prepared.name_of_tokenizer, prepared.tokenizer):
+        names = ("bytes", prepared.name_of_tokenizer, prepared.tokenizer)
+        if not any(is_one_tokenizer(data.tokenizer, name) for name in names):
             raise ConfigError(
                 f"data.tokenizer={data.tokenizer!r}, but {str(prepared.folder)!r} was prepared with "
                 f"{prepared.name_of_tokenizer!r}: leave data.tokenizer out, or prepare the text again"
@@ -180,12 +181,15 @@ def _digest(texts: Iterable[str]) -> str:
     return found.hexdigest()
 
 
-def check_there(data: DataSection) -> None:
-    """ValueError unless there is text where `data` says; no more of it is read than the first document."""
-    if Prepared.open(data.path) is None:
-        source = Source(**{name: value for name, value in data.source.items() if name != "held_out"})
-        if next(source.documents(), None) is None:
-            raise ValueError(source.without_text())
+def check_there(data: DataSection) -> Any:
+    """The tokenizer of the text that `data` names. ValueError unless there is any; no more of it is read than the first
+    document."""
+    if (prepared := Prepared.open(data.path)) is not None:
+        return prepared.load_tokenizer()
+    source = Source(**{name: value for name, value in data.source.items() if name != "held_out"})
+    if next(source.documents(), None) is None:
+        raise ValueError(source.without_text())
+    return load_tokenizer(data.tokenizer)
 
 
 def _read_and_tokenise(

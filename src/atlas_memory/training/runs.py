@@ -21,9 +21,10 @@ from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.training import sharded
 from atlas_memory.training.checkpoints import DIGESTS, WEIGHTS, broken, newest_checkpoint, newest_step, number, shapes
 from atlas_memory.training.config import ConfigError, RunConfig, load_saved
-from atlas_memory.training.examples import check_there
+from atlas_memory.training.examples import Text, check_there
 from atlas_memory.training.finite import finite
 from atlas_memory.training.names import nearest
+from atlas_memory.training.vocabulary import knows
 
 
 def model_config(config: RunConfig, tokenizer: Any, first: AtlasConfig | None = None) -> AtlasConfig:
@@ -61,21 +62,44 @@ def model_config(config: RunConfig, tokenizer: Any, first: AtlasConfig | None = 
         raise ConfigError(f"model: {' '.join(str(error).split())}") from error
 
 
-def check_next(config: RunConfig, tokenizer: Any, architecture: AtlasConfig) -> None:
-    """ConfigError unless the run after this one can begin with this one's model, and has text."""
+def check_next(config: RunConfig, tokenizer: Any, architecture: AtlasConfig, text: Text | None) -> None:
+    """ConfigError unless the run after this one can begin with this one's model, and has text: enough of it, where it
+    is the `text` of this one."""
     after = config.next()
     if after is None:
         return
     try:
-        if after.data.source != config.data.source:
-            check_there(after.data)
+        if _reads(after) != _reads(config):
+            text, own = None, tokenizer
+            tokenizer = check_there(after.data)
+            if not knows(tokenizer, own):
+                raise ConfigError(
+                    f"data.tokenizer={after.data.tokenizer!r} of data.path={after.data.path!r} has other tokens than "
+                    "the run before, whose model goes on: take the tokenizer of that run"
+                )
+        elif text is not None:
+            text.examples(after)
         changed = model_config(after, tokenizer, architecture)
         with torch.device("meta"):
             before, behind = AtlasForCausalLM(architecture), AtlasForCausalLM(changed)
         _compare(_shapes_of(before), behind, "the weights at the end of the run", "the options of the next")
+        check_growth(after, behind)
     except ValueError as error:
         raise ConfigError(f"then: {error}") from error
-    check_next(after, tokenizer, changed)
+    check_next(after, tokenizer, changed, text)
+
+
+def _reads(config: RunConfig) -> tuple[Any, ...]:
+    return (*config.data.source.items(), config.data.tokenizer)
+
+
+def check_growth(config: RunConfig, model: Any) -> None:
+    """ConfigError if rows are to keep what a state that grows for ever has read."""
+    if config.data.order == "stream" and any(getattr(layer, "grows", False) for layer in model.modules()):
+        raise ConfigError(
+            "data.order='stream' keeps what rows remember, and the state of this model grows with what it reads: "
+            "take data.order=packed or crops"
+        )
 
 
 def first_model(config: RunConfig, architecture: AtlasConfig) -> Any:

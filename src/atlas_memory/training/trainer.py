@@ -37,7 +37,7 @@ from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
 from atlas_memory.training.processes import largest, process, processes
 from atlas_memory.training.rates import split_by_rate
-from atlas_memory.training.runs import check_fit, check_next, first_model, model_config, saved_config
+from atlas_memory.training.runs import check_fit, check_growth, check_next, first_model, model_config, saved_config
 from atlas_memory.training.watching import MemoryWatch, OnAlarm
 
 
@@ -105,20 +105,16 @@ def _locked(
     # A run that goes on needs the model that it began with no more.
     begins = checkpoint is None or config.model.init_from is None
     architecture = model_config(config, text.tokenizer) if begins else saved_config(cast(Path, checkpoint))
-    check_next(config, text.tokenizer, architecture)
     sharded.check_model(config, architecture)
     text.check_ids(architecture.vocab_size)
     examples = text.examples(config)
+    check_next(config, text.tokenizer, architecture, text)
     warn(config, architecture, console)
     model = first_model(config, architecture) if begins else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     _set_execution(config, model)
-    if config.data.order == "stream" and any(getattr(layer, "grows", False) for layer in model.modules()):
-        raise ConfigError(
-            "data.order='stream' keeps what rows remember, and the state of this model grows with what it reads: "
-            "take data.order=packed or crops"
-        )
+    check_growth(config, model)
     console.print(text.about, highlight=False, soft_wrap=True, markup=False)
     begun, preset = config.model.init_from, config.model.preset
     what = preset if begun is None else f"{begun} (of preset {preset} no more than the learning rate)"

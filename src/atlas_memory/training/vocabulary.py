@@ -20,10 +20,15 @@ def check_tokenizer(config: RunConfig, tokenizer: Any, name: str) -> None:
     having = [path.parent for path in (*folder.glob(TOKENIZER), *folder.glob(f"checkpoint-*/{TOKENIZER}"))]
     if not having:  # a model alone; or no model, as another check says
         return
-    own = load_tokenizer(str(having[0])).get_vocab()
-    if not own.items() <= tokenizer.get_vocab().items():
+    own = load_tokenizer(str(having[0]))
+    if not knows(tokenizer, own):
         option = "set data.tokenizer=" if name.startswith("data.") else "prepare the text with --tokenizer "
         raise ConfigError(
             f"{name} is not the tokenizer that the model in model.init_from={config.model.init_from!r} was trained "
-            f"with, which has {len(own):,} tokens: {option}{having[0]}"
+            f"with, which has {len(own.get_vocab()):,} tokens: {option}{having[0]}"
         )
+
+
+def knows(tokenizer: Any, own: Any) -> bool:
+    """Whether every token of the tokenizer `own` is the same in `tokenizer`."""
+    return bool(own.get_vocab().items() <= tokenizer.get_vocab().items())
