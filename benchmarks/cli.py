@@ -18,6 +18,7 @@ import typer
 from benchmarks import peak as peaks
 from benchmarks import results
 from benchmarks.learning import OF_FRESH_MEMORIES, STUDIES
+from benchmarks.learning.study import ASKED_SEED
 from benchmarks.learning.study import run as measure_learning
 from benchmarks.registry import Benchmark, Missing, Row
 from benchmarks.run import Settings, demand_device
@@ -89,7 +90,7 @@ def learn(
     out: Annotated[
         Path | None, typer.Option(help="Folder for NAME.json; default docs/learning, of fresh memories docs/starting.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Processes of one thread each.")] = os.cpu_count() or 1,
+    workers: Annotated[int, typer.Option(help="Processes of one thread each.", min=1)] = os.cpu_count() or 1,
     text: Annotated[
         Path | None, typer.Option(help="Of studies of whole models: a text or folder; default stdlib.")
     ] = None,
@@ -121,18 +122,20 @@ def learn(
         chosen_too = "".join(f" --{name} {quote(str(value))}" for name, value in given.items() if value is not None)
         command = f"python -m benchmarks learn {study.name}{chosen_too}{settings}{' --quick' if quick else ''}"
         path, numbers = folder / f"{study.name}.json", _numbers("seeds", seeds)
-        earlier = _earlier(path, settings)
+        if ASKED_SEED in numbers:
+            raise ValueError(f"seeds {seeds!r}: {ASKED_SEED} draws what models are asked in the end, take others")
+        earlier = _earlier(path, settings, quick)
         say = partial(print, file=sys.stderr, flush=True)
         for result in measure_learning(study, chosen, heads, numbers, quick, workers, command, say, earlier):
             results.save(result | {"settings": settings}, folder)
         print(f"{results.table(result)}\n{path}")
 
 
-def _earlier(path: Path, settings: str) -> list[Row]:
+def _earlier(path: Path, settings: str, quick: bool) -> list[Row]:
     """The rows of a study's file, to go on with.
 
     Raises:
-        ValueError: they were made with other settings.
+        ValueError: they were made with other settings, or these are quick and those are not, or the other way round.
     """
     if not path.exists():
         return []
@@ -140,6 +143,9 @@ def _earlier(path: Path, settings: str) -> list[Row]:
     if result["settings"] != settings:
         was = result["settings"] or " no settings"
         raise ValueError(f"{path} has rows made with{was}, these are with{settings or ' none'}: give another --out")
+    if result["quick"] != quick:
+        was = "made with --quick" if result["quick"] else "not made with --quick"
+        raise ValueError(f"{path} has rows {was}: give another --out")
     return result["rows"]
 
 

@@ -118,7 +118,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "training": _bits("training"),
     **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "0-64", "512-1,024", *LATE)},
     "held out": _bits("held out"),
-    **{f"gate {step}": _share(f"gate {step}") for step in (100, 200, 400)},
+    **{f"gate at {share}": _share(f"gate at {share}") for share in ("1/4", "1/2", "the end")},
     "writes save": _bits("written"),
     "alarms": _value("alarms"),
     **{name: _share(name) for name in ("share", "branch")},

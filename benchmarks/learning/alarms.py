@@ -18,7 +18,7 @@ from atlas_memory.layers.gates import GateProjection
 from atlas_memory.training import load_config, train
 from atlas_memory.training.logs import read_log
 
-from .study import WIDTH, Study
+from .study import Study, heads
 
 STEPS = 200
 HYBRID = ("model.rule=titans", "model.attention_window=64")
@@ -64,7 +64,7 @@ def raised(
 ) -> dict[str, float]:
     """See ``ALARMS``."""
     model, _, how = case.partition(": ")
-    given = ["model.preset=tiny", f"model.num_attention_heads={WIDTH // dim}", *HEALTHY[model], "data.seq_len=128"]
+    given = ["model.preset=tiny", f"model.num_attention_heads={heads(dim)}", *HEALTHY[model], "data.seq_len=128"]
     given += ["train.batch_size=16", f"train.steps={2 if quick else steps}", f"train.watch_every={1 if quick else 100}"]
     given += [f"train.seed={seed}", "train.evaluate_every=0", "train.save_every=100000", "train.device=cpu"]
     given += [] if text is None else [f"data.path={text}"]

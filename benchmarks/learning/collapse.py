@@ -24,7 +24,8 @@ from atlas_memory.observation.writes import memory_writes
 from .language import BATCH, LENGTH
 from .study import Study
 
-STEPS, WINDOW, LOOKS = 400, 16, (100, 200, 400)
+STEPS, WINDOW = 400, 16
+LOOKS = {"gate at 1/4": 0.25, "gate at 1/2": 0.5, "gate at the end": 1.0}
 TOO_LONG = 38.0
 """Times a bare step of a normalised key: as far as the steps of the public run that collapsed went."""
 STABLE = RULES["omeganet"].vary(
@@ -145,9 +146,9 @@ def collapse(
             (loss - options["entropy"] * entropy).backward()
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimiser.step()
-            for look in LOOKS:
-                if step + 1 == max(1, look * steps // STEPS):
-                    result[f"gate {look}"] = statistics.fmean(float(mixer.share.detach()) for mixer in net.mixers)
+            for look, share in LOOKS.items():
+                if step + 1 == max(1, int(share * steps)):
+                    result[look] = statistics.fmean(float(mixer.share.detach()) for mixer in net.mixers)
         rows = RandomCrops(held_out, 512, 2 if quick else 64, 0)
         ids = torch.stack([rows[i]["input_ids"] for i in range(len(rows))])
         with torch.inference_mode():
@@ -162,15 +163,16 @@ def collapse(
 COLLAPSE = Study(
     name="collapse",
     shows="A byte model of two blocks in which a gate g, 1/2 at first, mixes a memory and attention over 16 tokens, "
-    "g * memory + (1 - g) * attention: the mean of g after 100, 200 and 400 steps of 2,048 bytes; bits a byte of the "
-    "last 50 steps and of 64 held-out stretches of 512; and how many more without what the memory writes. Wild writes: "
+    "g * memory + (1 - g) * attention: the mean of g after a quarter, half and all of the steps (400 of 2,048 bytes); "
+    "bits a byte of the last 50 steps and of 64 held-out stretches of 512; and how many more without what the memory "
+    "writes. Wild writes: "
     f"bare steps {TOO_LONG:.0f} times as long, rows kept at their length; untaught: no gradient to keys, values and "
     "the memory's gates. The remedies in the rows after that are of wild writes untaught.",
     cases=tuple(CASES),
     widths=(16,),
     measure=collapse,
     columns=(
-        "candidate", "gate 100", "gate 200", "gate 400", "training", "held out", "writes save", "seconds", "seeds",
+        "candidate", *LOOKS, "training", "held out", "writes save", "seconds", "seeds",
         "revision",
     ),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 
-from .study import MATRIX, VARIANTS, WIDTH, Study
+from .study import MATRIX, VARIANTS, Study, heads
 
 BATCH, LENGTH, HELD_OUT = 16, 128, 1024
 PLACES = ((0, 128), (128, 512), (512, 1024))
@@ -35,7 +35,7 @@ def model(case: str, dim: int, **options: Any) -> AtlasForCausalLM:
     also a rule's, or one of ``VARIANTS``; ``options``: of ``AtlasConfig``."""
     rule, changes = VARIANTS.get(case, (case, None))
     kind = {"rule": rule, "rule_options": changes} if rule in RULES else {"block": case.removeprefix("block ")}
-    return AtlasForCausalLM(AtlasConfig.preset("tiny", num_attention_heads=WIDTH // dim, **kind, **options))
+    return AtlasForCausalLM(AtlasConfig.preset("tiny", num_attention_heads=heads(dim), **kind, **options))
 
 
 def as_large(case: str, dim: int) -> AtlasForCausalLM:

@@ -22,7 +22,7 @@ from atlas_memory.training import load_config, load_run, train
 from atlas_memory.training.logs import read_log
 from atlas_memory.training.runs import Run
 
-from .study import WIDTH, Study
+from .study import Study, heads
 
 LENGTH, HELD_OUT, STREAMS, STEPS = 128, 8192, 24, 900
 TWICE = ((128, 0), (512, 0), (4096, 0), (512, 2048))
@@ -70,7 +70,7 @@ def bits(case: str, dim: int, seed: int, quick: bool, text: str | None = None, s
 def trained(options: Sequence[str], dim: int, seed: int, quick: bool, text: str | None, steps: int) -> dict[str, float]:
     """What a model of bytes learns of a text in so many steps of 16 rows of 128 bytes, if ``options`` of `atlas train`
     do not say otherwise; one of words, with ``data.tokenizer=words``, reads tokens of a BPE of the same text."""
-    given = ["model.preset=tiny", f"model.num_attention_heads={WIDTH // dim}", f"data.seq_len={LENGTH}"]
+    given = ["model.preset=tiny", f"model.num_attention_heads={heads(dim)}", f"data.seq_len={LENGTH}"]
     given += ["train.batch_size=16", f"train.steps={2 if quick else steps}", "train.warmup_steps=20"]
     given += [f"train.seed={seed}", "train.evaluate_every=0", "train.save_every=100000", "train.device=cpu"]
     given += [*options, *([] if text is None else [f"data.path={text}"])]

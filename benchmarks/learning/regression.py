@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from atlas_memory.memory import RULES
 
 from .recall import HEADS, learn, mixer
-from .study import Study
+from .study import ASKED_SEED, Study
 
 COORDINATES, EXAMPLES, QUESTIONS = 8, 48, 16
 
@@ -49,7 +49,7 @@ def regress(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
         return (model(tokens) - answers).square().mean()
 
     learn(model, (loss() for _ in range(steps)), steps)
-    tokens, answers = batch(256, torch.Generator().manual_seed(7))
+    tokens, answers = batch(256, torch.Generator().manual_seed(ASKED_SEED))
     with torch.no_grad():
         return {"regression left": float((model.eval()(tokens) - answers).square().mean() / answers.square().mean())}
 

@@ -20,12 +20,22 @@ CHUNK = 16
 """Tokens of a chunk in all studies."""
 WIDTH = 128
 """Of the models of text, whatever their heads are: of preset ``tiny``."""
+ASKED_SEED = 7
+"""The seed of what trained models are asked."""
 MATRIX = "omeganet: a matrix"
 VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     MATRIX: ("omeganet", {"network": {"kind": "Linear"}}),
     "titans: 256 hidden units": ("titans", {"network": {"expansion": 16}}),
 }
 """Cases that are a rule with a change."""
+
+
+def heads(dim: int) -> int:
+    """Of how many heads of ``dim`` the models of text are; ValueError if they are none as wide as ``WIDTH``."""
+    if WIDTH % dim:
+        raise ValueError(f"--widths {dim}: models of text are {WIDTH} wide, and heads divide that")
+    return WIDTH // dim
+
 
 Measure = Callable[[str, int, int, bool], dict[str, float]]
 """Numbers by name, of a case, heads of a width, a seed, and whether it is only to be seen that it works."""

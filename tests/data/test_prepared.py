@@ -219,7 +219,7 @@ def test_a_process_that_is_killed_is_missed(tmp_path) -> None:
                     os.kill(child.pid, signal.SIGKILL)
 
     byte_tokenizer().save_pretrained(tmp_path / "mine")
-    with pytest.raises(OSError, match=r"one of 2 processes that tokenise was killed.*--workers"):
+    with pytest.raises(RuntimeError, match=r"^one of 2 processes that tokenise was killed.*--workers"):
         prepare(Killing(str(tmp_path)), tmp_path / "out", str(tmp_path / "mine"), workers=2)
     assert not (tmp_path / "out").exists()
 
@@ -234,6 +234,6 @@ def test_a_process_that_cannot_start_is_one_line(tmp_path, monkeypatch, error: E
     monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", start)
     byte_tokenizer().save_pretrained(tmp_path / "mine")
     corpus = Source(str(write_corpus(tmp_path / "corpus")))
-    with pytest.raises(OSError, match=r"one of 2 processes that tokenise .* could not be started.*--workers"):
+    with pytest.raises(RuntimeError, match=r"^one of 2 processes that tokenise .* could not be started.*--workers"):
         prepare(corpus, tmp_path / "out", str(tmp_path / "mine"), workers=2)
     assert not (tmp_path / "out").exists()

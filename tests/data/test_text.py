@@ -125,7 +125,7 @@ def test_crops() -> None:
     assert len(crops) == 200
     for item in (crops[i] for i in range(200)):
         assert torch.equal(item["input_ids"], torch.arange(8) + item["input_ids"][0])
-        assert torch.equal(item["labels"], item["input_ids"])
+        assert torch.equal(item["labels"][1:], item["input_ids"][1:]) and item["labels"][0] == -100
     starts = [int(crops[i]["input_ids"][0]) for i in range(200)]
     assert (min(starts), max(starts)) == (0, 42)
     again, other = RandomCrops(tokens, 8, 300, seed=1), RandomCrops(tokens, 8, 200, seed=2)

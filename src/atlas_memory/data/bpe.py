@@ -32,7 +32,8 @@ def train_tokenizer(
     Args:
         vocab_size: Tokens, at least 258. Fewer are learned if the text has too few different pairs.
         held_out: The share of documents that is left out, those that `atlas train` and `atlas data prepare` hold out of
-            the same text at the same share; but the first document is read in any case, and a single one whole.
+            the same text at the same share. The first document is read in any case; and where no name's hash is low
+            enough, as in a text of a few documents, so is what is held out instead, one of them or the end of one.
 
     Raises:
         ValueError: The folder is not empty; too small a vocabulary; there is no text; what `Source.documents` raises.

@@ -11,7 +11,8 @@ class RandomCrops(Dataset[dict[str, torch.Tensor]]):
     """`count` crops of `seq_len` tokens; crop i depends on `(seed, i)` alone, so a resumed run sees the same
     ones.
 
-    Items are `{"input_ids", "labels"}`, both int64 `[seq_len]` and equal: the model shifts its labels itself.
+    Items are `{"input_ids", "labels"}`, both int64 `[seq_len]` and equal but for the first label, which nothing
+    predicts: it is -100, so that whoever counts labels counts what is predicted. The model shifts its labels itself.
     ValueError if `tokens` is shorter than one crop.
     """
 
@@ -30,4 +31,6 @@ class RandomCrops(Dataset[dict[str, torch.Tensor]]):
         last = len(self.tokens) - self.seq_len
         start = int(np.random.default_rng((self.seed, index)).integers(last + 1))
         ids = torch.from_numpy(self.tokens[start : start + self.seq_len].astype(np.int64))
-        return {"input_ids": ids, "labels": ids.clone()}
+        labels = ids.clone()
+        labels[:1] = -100
+        return {"input_ids": ids, "labels": labels}

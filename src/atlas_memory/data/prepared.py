@@ -274,7 +274,7 @@ def _tokenised(source: Source, tokenizer: str, dtype: str, workers: int) -> Iter
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
-        raise OSError(
+        raise RuntimeError(
             f"one of {workers} processes that tokenise was killed or could not be started, perhaps for want of memory: "
             "take fewer (--workers)"
         ) from error

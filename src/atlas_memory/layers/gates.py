@@ -5,8 +5,9 @@ measurement (docs/starting.md):
 
 * alpha: heads forget at different rates, with half-lives spread evenly in logarithm over ``HALF_LIVES`` tokens;
 * theta: ``START_THETA``, however often the memory makes a step (``every``), since theta acts once a step;
-* eta: in (0, 1), a share of a full write, starting at ``START_ETA`` in a memory of one matrix, at ``DEEP_ETA`` in a
-  deeper one with a squared error, and at ``FULL_ETA`` in the others. Where steps are bare (``bounded=False``), it starts at that over the squared length of a lifted unit key.
+* eta: in (0, 1), a share of a full write, starting at ``START_ETA`` in a memory of one matrix and at ``DEEP_ETA`` in a
+  deeper one, ``MOMENTUM_ETA`` if steps have momentum. Where steps are bare (``bounded=False``), it starts at that over
+  the squared length of a lifted unit key.
   Bare steps of Muon have the length eta, whatever the gradient: there eta is at most ``every / chunk``, so that the
   steps of one chunk add up to a spectral norm of at most about 1, and it starts at a quarter of that (``largest_step``
   and ``bare_eta`` of the optimiser). Where what is written does not depend on what is answered (``is_linear``, and
@@ -33,10 +34,10 @@ from ..mathematics.functions import no_autocast
 from ..mathematics.sizes import check_size
 from ..memory import Gates, Rule
 
-START_ETA, DEEP_ETA, FULL_ETA = 0.5, 0.7, 0.95
+START_ETA, DEEP_ETA, MOMENTUM_ETA = 0.5, 0.95, 0.7
 """A write of the first leaves a matrix a quarter of the squared error at its key, and more of what was written before:
-layers learn sooner which tokens to write (docs/starting.md). A deep memory answers less of what a step aims at; and
-where the loss is not quadratic, or the memory is settled, a step answers less again."""
+layers learn sooner which tokens to write (docs/starting.md). A deep memory answers less of what a step aims at. Momentum
+adds to a step what comes after it, 1 / (1 - theta) in all, unless steps get their length anew, as Muon's do."""
 START_THETA, SPREAD = 0.2, 0.2
 HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.475, 0.35, 1.0
 """The same of Hebbian rules, which write a value whatever is answered; the second eta where writes wait for a step
@@ -99,11 +100,11 @@ class GateProjection(nn.Module):
 
     def _first_eta(self, rule: Rule) -> float:
         """Where eta starts. Bare steps write under a key k in proportion to eta |phi(k)|^2."""
-        width, start = self.dim // self.heads, FULL_ETA
+        width, start = self.dim // self.heads, DEEP_ETA
         if len(rule.network.lifted) == 1 and not _is_hebbian(rule):
             start = START_ETA
-        elif rule.bias.is_quadratic and not rule.retention.settles:
-            start = DEEP_ETA
+        elif rule.optimiser.has_momentum and not rule.optimiser.mixes_rows:
+            start = MOMENTUM_ETA
         if rule.optimiser.bounded:
             return start
         if rule.optimiser.bare_eta:

@@ -18,7 +18,10 @@ SHUT = 0.01
 
 AGAIN = "Train anew, into another output_dir, with"
 """Settings cannot be changed under a run."""
-SLOWER = f"{AGAIN} train.gate_rate=0.1 (gates learn at a tenth of the rate) or a lower train.learning_rate"
+SLOWER = (
+    f"{AGAIN} train.gate_rate=0.1 (gates learn at a tenth of the rate; not those of block hope) or a lower "
+    "train.learning_rate"
+)
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,11 @@ def _about(numbers: dict[str, Any]) -> str:
     steps = ""
     if numbers["steps"] is not None:
         steps = f"{numbers['steps']:,} steps in {duration(numbers['training_seconds'])}, "
+    trained = f"trained on {numbers['training_length']:,} tokens at a time"
+    if not numbers["training_length_is_known"]:
+        trained = f"its folder does not say on how many tokens at a time: {numbers['training_length']:,} are assumed"
     return html.escape(
-        f"{numbers['run']}: {size(numbers)}; {steps}trained on {numbers['training_length']:,} tokens at a time. "
+        f"{numbers['run']}: {size(numbers)}; {steps}{trained}. "
         f"Read: {numbers['text']}, {numbers['read']}. Made {numbers['date']} on {numbers['machine']}."
     )
 

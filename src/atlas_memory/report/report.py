@@ -37,7 +37,7 @@ from atlas_memory.report.reading import reading_page
 from atlas_memory.report.words import count, raised, size
 from atlas_memory.training.config import RunConfig
 from atlas_memory.training.examples import digest_of_held_out
-from atlas_memory.training.logs import MEMORY, read_log
+from atlas_memory.training.logs import LOG, MEMORY, read_log
 from atlas_memory.training.runs import Run, load_run
 from atlas_memory.training.texts import text_of
 
@@ -73,7 +73,8 @@ def write_report(
     seen = trace(run.model, torch.from_numpy(ids)[None], piece=SEGMENT)
     cost = cast(torch.Tensor, seen.nats)[0].double().numpy() / math.log(2)
     prompt = run.tokenizer.decode(ids[:PROMPT], skip_special_tokens=True).rstrip("\ufffd")
-    log, looks = read_log(run.folder), read_log(run.folder, MEMORY)
+    # A run that goes on, or was killed, has logged steps after those of its newest checkpoint.
+    log, looks = ([e for e in read_log(run.folder, name) if e["step"] <= run.step] for name in (LOG, MEMORY))
     numbers = _run(run, trained, log) | {"text": text, "data": place(data), "read": _read(scores[0], documents)}
     numbers["text_digest"] = digest_of_held_out(documents)
     numbers |= _scores(*scores, trained)
@@ -129,6 +130,7 @@ def _run(run: Run, trained: int, log: Sequence[dict[str, Any]]) -> dict[str, Any
         "steps": int(log[-1]["step"]) if log else None,
         "training_seconds": log[-1]["elapsed"] if log else None,
         "training_length": trained,
+        "training_length_is_known": run.config is not None,
     }
 
 

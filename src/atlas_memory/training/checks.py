@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,10 +21,11 @@ from atlas_memory.models import PRESETS, AtlasConfig
 from atlas_memory.training import sharded
 from atlas_memory.training.checkpoints import SAVING, number
 from atlas_memory.training.config import ConfigError, DataSection, ModelSection, RunConfig, load_saved
-from atlas_memory.training.examples import ABOUT, Text
+from atlas_memory.training.examples import Text
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, read_log
 from atlas_memory.training.plan import available, of_model, without_weights
 from atlas_memory.training.processes import process, processes
+from atlas_memory.training.settings import ABOUT
 
 LARGE = 20_000_000  # parameters from which on memory is looked at before training
 # What may differ between a run and its resumption: everything else would make it another run.
@@ -230,8 +232,9 @@ def usable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        remedy = "make room, or " if error.errno == errno.ENOSPC else ""
         raise ConfigError(
-            f"output_dir={str(folder)!r} cannot be written to ({error.strerror}): choose another"
+            f"output_dir={str(folder)!r} cannot be written to ({error.strerror}): {remedy}choose another"
         ) from error
 
 

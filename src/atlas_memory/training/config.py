@@ -321,7 +321,11 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
+    known = set(keys(RunConfig))
+    parts = [str(part) for part in first["loc"]]
+    # What stands behind a key says where in its value, or of which type, the error is.
+    whole = next((n for n in range(1, len(parts)) if ".".join(parts[:n]) in known), len(parts))
+    key = ".".join(parts[:whole])
     if first["type"] == "extra_forbidden":
         section, dot, name = str(first["loc"][-1]).partition(".")
         if dot:

@@ -19,10 +19,10 @@ from atlas_memory.data.prepared import Prepared
 from atlas_memory.data.tokens import is_byte_tokenizer, is_one_tokenizer, warn_of_loss
 from atlas_memory.training.config import ConfigError, DataSection, RunConfig
 from atlas_memory.training.processes import process, processes
+from atlas_memory.training.settings import ABOUT, BYTES
 from atlas_memory.training.vocabulary import check_tokenizer
 
 Examples = RandomCrops | Segments
-ABOUT = "data.json"
 LANES = 16  # against one: docs/training.md
 LONG = 2**20  # characters, which take a tokenizer about a second
 SEGMENTS = 8  # of a row in an epoch, at least, where lanes are not given
@@ -102,7 +102,8 @@ class Text:
         once."""
         if not (folder / ABOUT).is_file():
             partial = folder / f"{ABOUT}.partial"
-            about = self._mark() | {"rows": _rows(config), "settings": config.resolved().model_dump()}
+            noted = {"rows": _rows(config), "settings": config.resolved().model_dump()}
+            about = self._mark() | noted | {BYTES: is_byte_tokenizer(self.tokenizer)}
             partial.write_text(json.dumps(about) + "\n", encoding="utf-8")
             partial.replace(folder / ABOUT)
 
@@ -119,7 +120,8 @@ class Text:
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
             had, whole = before["tokens"], "held_out" in before
-            before.pop("settings", None)  # which check_folder compares
+            for name in ("settings", BYTES):  # the first is compared by check_folder
+                before.pop(name, None)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{str(path)!r} is damaged: delete it, if the text is still that with which the run began"

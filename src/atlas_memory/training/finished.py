@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import TrainerState
 from atlas_memory.training.card import write_card
 from atlas_memory.training.checkpoints import DIGESTS, SAVING, WEIGHTS, make_readable, shapes, writing
 from atlas_memory.training.examples import Text
-from atlas_memory.training.processes import process, processes
+from atlas_memory.training.processes import largest, process, processes
 from atlas_memory.training.runs import read_weights, saved_config, saved_step
 
 STATE = "trainer_state.json"
@@ -25,7 +27,7 @@ def save_model(
     whole or as it was. All processes must call, and return when it is there."""
     if process() == 0:
         made = folder / SAVING / "model"
-        with writing(folder / WEIGHTS):
+        with writing(folder / WEIGHTS), _removed(folder / SAVING):
             model.save_pretrained(made, state_dict=weights)
             text.tokenizer.save_pretrained(made)
             state.save_to_json(str(made / STATE))
@@ -36,16 +38,25 @@ def save_model(
                     shutil.rmtree(folder / path.name)
                 path.replace(folder / path.name)
             write_card(folder, model, text.about, state.global_step, bits)
-            shutil.rmtree(folder / SAVING)
     if processes() > 1:
         torch.distributed.barrier()
+
+
+@contextmanager
+def _removed(folder: Path) -> Iterator[None]:
+    """Without the folder behind it, also where what was to be made in it is only half there: the disk may be full."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_again(folder: Path, checkpoint: Path, text: Text, bits: float | None) -> bool:
     """Save the model of a finished run from its last checkpoint, unless it is there; whether that was needed. All
     processes must call."""
     state = TrainerState.load_from_json(str(checkpoint / STATE))
-    if _is_saved(folder, checkpoint, state.global_step):
+    # The first process decides for all: another one might look when it has been saved again, and never wait.
+    if not largest(process() == 0 and not _is_saved(folder, checkpoint, state.global_step))[0]:
         return False
     model = read_weights(checkpoint, saved_config(checkpoint)) if process() == 0 else None
     save_model(folder, model, state, text, bits)

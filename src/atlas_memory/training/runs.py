@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from atlas_memory.layers.gates import GateProjection
 from atlas_memory.mathematics.sizes import check_size
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.training import sharded
@@ -84,6 +85,7 @@ def check_next(config: RunConfig, tokenizer: Any, architecture: AtlasConfig, tex
             before, behind = AtlasForCausalLM(architecture), AtlasForCausalLM(changed)
         _compare(_shapes_of(before), behind, "the weights at the end of the run", "the options of the next")
         check_growth(after, behind)
+        check_gates(after, behind)
     except ValueError as error:
         raise ConfigError(f"then: {error}") from error
     check_next(after, tokenizer, changed, text)
@@ -99,6 +101,15 @@ def check_growth(config: RunConfig, model: Any) -> None:
         raise ConfigError(
             "data.order='stream' keeps what rows remember, and the state of this model grows with what it reads: "
             "take data.order=packed or crops"
+        )
+
+
+def check_gates(config: RunConfig, model: Any) -> None:
+    """ConfigError if gates are to have a learning rate of their own, and there are none that could."""
+    if config.train.gate_rate != 1 and not any(isinstance(module, GateProjection) for module in model.modules()):
+        raise ConfigError(
+            f"train.gate_rate={config.train.gate_rate} is the learning rate of gates, and block="
+            f"{model.config.block!r} has none that are learned by themselves: leave it out"
         )
 
 
@@ -143,13 +154,14 @@ def _merged(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model (in eval mode), its tokenizer, its folder and, if the folder has one, its
-    configuration."""
+    """A trained model (in eval mode), its tokenizer, its folder, the configuration of the run, if the folder or that of
+    which it is a checkpoint has one, and the step that the weights are of (infinite where that is not known)."""
 
     model: Any
     tokenizer: Any
     folder: Path
     config: RunConfig | None
+    step: float
 
 
 def load_run(folder: str | Path) -> Run:
@@ -176,8 +188,10 @@ def load_run(folder: str | Path) -> Run:
         raise ValueError(f"the tokenizer in {str(source)!r} is missing or damaged") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {str(source)!r} knows no end of text: its tokenizer_config.json is missing")
-    config = load_saved(folder) if (folder / "run.yaml").is_file() else None
-    return Run(model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, folder, config)
+    home = folder.resolve().parent if not (folder / "run.yaml").is_file() and (folder / DIGESTS).is_file() else folder
+    config = load_saved(home) if (home / "run.yaml").is_file() else None
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return Run(model, tokenizer, folder, config, saved_step(source))
 
 
 def _newest_model(folder: Path) -> Path:

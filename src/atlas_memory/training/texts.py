@@ -11,8 +11,9 @@ from atlas_memory.data.prepared import Prepared, load_corpus
 from atlas_memory.data.sources import Document, Source, is_dataset_name
 from atlas_memory.data.tokens import warn_of_loss
 from atlas_memory.training.config import RunConfig
-from atlas_memory.training.examples import ABOUT, is_held_out
+from atlas_memory.training.examples import is_held_out
 from atlas_memory.training.runs import Run
+from atlas_memory.training.settings import ABOUT
 
 logger = logging.getLogger(__name__)
 

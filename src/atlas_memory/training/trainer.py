@@ -37,7 +37,15 @@ from atlas_memory.training.optimisers import M3, m3_groups
 from atlas_memory.training.periods import MultiPeriod, split_by_period
 from atlas_memory.training.processes import largest, process, processes
 from atlas_memory.training.rates import split_by_rate
-from atlas_memory.training.runs import check_fit, check_growth, check_next, first_model, model_config, saved_config
+from atlas_memory.training.runs import (
+    check_fit,
+    check_gates,
+    check_growth,
+    check_next,
+    first_model,
+    model_config,
+    saved_config,
+)
 from atlas_memory.training.watching import MemoryWatch, OnAlarm
 
 
@@ -115,6 +123,7 @@ def _locked(
         model.gradient_checkpointing_enable()
     _set_execution(config, model)
     check_growth(config, model)
+    check_gates(config, model)
     console.print(text.about, highlight=False, soft_wrap=True, markup=False)
     begun, preset = config.model.init_from, config.model.preset
     what = preset if begun is None else f"{begun} (of preset {preset} no more than the learning rate)"
@@ -180,7 +189,8 @@ def _run(
     if resume:
         console.print(f"resuming at step {done}", highlight=False)
         if process() == 0:
-            cut_logs(folder, done)
+            with writing(folder / LOG):
+                cut_logs(folder, done)
 
     run = config.train
     interrupt = StopOnInterrupt()
