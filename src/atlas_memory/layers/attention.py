@@ -184,6 +184,8 @@ class SlidingWindowAttention(_Attention):
             return read_documents(self, x, state, mask, document_starts, prefix=prefix)
         state = self._start(x, self.window - 1, state, AttentionState)
         batch, time, dim = x.shape
+        if prefix is not None and (prefix.dim() != 2 or prefix.shape[1] != dim):
+            raise ValueError(f"prefix must be [tokens, {dim}], as wide as x, got {list(prefix.shape)}")
         if mask is None:
             lengths = torch.full((batch,), time, device=x.device)
         else:

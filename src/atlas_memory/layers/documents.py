@@ -130,6 +130,8 @@ class Documents:
         check_mask("document_starts", starts)
         batch, time = starts.shape
         starts = starts.to(x.device).bool()
+        if mask is not None and not isinstance(mask, Tensor):
+            raise ValueError(f"mask must be a tensor [batch, time], got a {type(mask).__name__}")
         if mask is not None and mask.shape != starts.shape:
             raise ValueError(
                 f"mask has shape {list(mask.shape)} but document_starts {list(starts.shape)}; give the same"
@@ -230,7 +232,7 @@ def before_each(mask: Tensor) -> Tensor:
     """The place of the real token before each token of `mask` `[batch, time]`, int64 `[batch, time]`; -1: none."""
     places = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     nearest = torch.where(mask.bool(), places, -1)
-    return torch.nn.functional.pad(nearest[:, :-1], (1, 0), value=-1).cummax(1).values
+    return torch.nn.functional.pad(nearest, (1, 0), value=-1)[:, :-1].cummax(1).values
 
 
 def at_real_tokens(starts: Tensor, mask: Tensor) -> Tensor:

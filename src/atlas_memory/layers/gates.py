@@ -36,8 +36,8 @@ from ..memory import Gates, Rule
 
 START_ETA, DEEP_ETA, MOMENTUM_ETA = 0.5, 0.95, 0.7
 """A write of the first leaves a matrix a quarter of the squared error at its key, and more of what was written before:
-layers learn sooner which tokens to write (docs/starting.md). A deep memory answers less of what a step aims at. Momentum
-adds to a step what comes after it, 1 / (1 - theta) in all, unless steps get their length anew, as Muon's do."""
+layers learn sooner which tokens to write (docs/starting.md). A deep memory answers less of what a step aims at.
+Momentum repeats a step in those after it, 1 / (1 - theta) in all, unless steps get their length anew, as Muon's do."""
 START_THETA, SPREAD = 0.2, 0.2
 HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.475, 0.35, 1.0
 """The same of Hebbian rules, which write a value whatever is answered; the second eta where writes wait for a step
@@ -117,7 +117,8 @@ class GateProjection(nn.Module):
         """What the bias of a gate starts with, ``[heads]``: the logit (for delta its softplus's input) of its starting
         value."""
         if name == "alpha":
-            half_life = torch.logspace(math.log10(HALF_LIVES[0]), math.log10(HALF_LIVES[1]), self.heads)
+            first, last = map(math.log10, HALF_LIVES)
+            half_life = torch.logspace(first, last, self.heads, dtype=torch.float64)  # bfloat16 would make alpha 1
             return torch.logit(0.5 ** (1.0 / half_life))
         delta = math.log(math.expm1(self.start_delta))  # of a softplus
         start = {"eta": _logit(self.start_eta), "theta": _logit(START_THETA), "delta": delta}

@@ -54,7 +54,10 @@ class MemoryGate(nn.Module):
 
     def forward(self, attention: Tensor, memory: Tensor) -> Tensor:
         """What attention and memory give, `[batch, time, dim]` each; of the same shape."""
-        return (self.attention_norm(attention) + self.bias.to(attention.dtype)) * F.silu(self.memory_norm(memory))
+        # Under autocast both are narrower than the norms' vectors, for which PyTorch has no fused norm.
+        wide = self.bias.dtype
+        gate = F.silu(self.memory_norm(memory.to(wide)))
+        return ((self.attention_norm(attention.to(wide)) + self.bias) * gate).to(attention.dtype)
 
 
 class MemoryAsGate(Stateful):
@@ -144,5 +147,7 @@ class MemoryAsLayer(Stateful):
             return read_documents(self, x, state, mask, document_starts)
         self.check_state(state, HybridState)
         m, memory_state = self.memory(x, state.memory if state else None, mask)
+        if mask is not None:  # what stands at padding would reach the gradient of the norm
+            x = x.where(mask.bool()[..., None], 0.0)
         y, attention_state = self.attention(self.norm(x + m), state.attention if state else None, mask)
         return m + y, HybridState(memory_state, attention_state)

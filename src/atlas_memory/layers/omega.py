@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..forms.graphed import Graphs
 from ..forms.grid import starts_chunk
 from ..mathematics.functions import is_transformed
-from ..mathematics.precision import Form
+from ..mathematics.precision import Form, check_memory_state
 from ..mathematics.sizes import check_size
 from ..memory import (
     Gates,
@@ -192,12 +192,14 @@ class OmegaMemory(Stateful):
         A fresh memory where ``state`` is None.
 
         Raises:
-            ValueError: q of another number of heads, width or dtype, or of another batch than the state's.
+            ValueError: q of another number of heads or width, or a state of another rule, size or batch.
         """
         self.check_state(state, MemoryState)
         self.check_heads("q", q)
         if state is not None and len(q) != len(state.seen):
             raise ValueError(f"q has batch size {len(q)} but the state has {len(state.seen)}; give the same rows")
+        if state is not None:
+            check_memory_state(self.rule, q.shape[0], q.shape[1], q.shape[-1], state)
         if state is None:
             kept = q.to(torch.promote_types(q.dtype, torch.float32))
             state = initial_state(self.rule, self.params.initial, kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -60,10 +61,10 @@ class GateReadout(nn.Module):
     def reset_parameters(self) -> None:
         """Small random weights, and the starts described above."""
         nn.init.normal_(self.weight, std=SPREAD * self.weight.shape[-1] ** -0.5)
-        first, last = torch.tensor(HALF_LIVES).log2()
-        half_lives = torch.full(self.bias.shape[1:], HALF_LIVES[0])
-        half_lives[0] = torch.logspace(first, last, self.bias.shape[2], base=2.0)
-        eta = torch.full(self.bias.shape[1:], START_ETAS[1])
+        first, last = map(math.log2, HALF_LIVES)
+        half_lives = torch.full(self.bias.shape[1:], HALF_LIVES[0], dtype=torch.float64)  # bfloat16 would make alpha 1
+        half_lives[0] = torch.logspace(first, last, self.bias.shape[2], base=2.0, dtype=torch.float64)
+        eta = torch.full(self.bias.shape[1:], START_ETAS[1], dtype=torch.float64)
         eta[0] = START_ETAS[0]
         with torch.no_grad():
             self.bias.copy_(torch.stack([eta, 0.5 ** (1.0 / half_lives)]).logit())

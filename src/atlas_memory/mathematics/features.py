@@ -316,9 +316,16 @@ class PolynomialFeatures(nn.Module):
         return self.map.size(self.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """phi(x): ``[..., dim] -> [..., size]``."""
+        """phi(x): ``[..., dim] -> [..., size]``; ValueError for an x of another width."""
+        self._check(x)
         return self.map.expand(x, self.sqrt_a)
 
     def kernel(self, x: Tensor, y: Tensor) -> Tensor:
-        """phi(x_i) . phi(y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``."""
+        """phi(x_i) . phi(y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``; ValueError for another width."""
+        self._check(x)
+        self._check(y)
         return self.map.kernel(x, y, self.sqrt_a)
+
+    def _check(self, x: Tensor) -> None:
+        if x.shape[-1] != self.dim:
+            raise ValueError(f"inputs must be [..., {self.dim}], got {list(x.shape)}: dim={self.dim} is their length")

@@ -53,14 +53,14 @@ def compute(
 
 
 class Broken(NamedTuple):
-    """Tokens whose key, phi(k), value or gates are not finite. From such a token on the memory is lost, and its outputs
+    """Tokens whose key, phi(k), value or gates are not finite. From a real one on the memory is lost, and its outputs
     are NaN. But in a product over the tokens of a chunk, 0 x NaN would reach back to outputs before it. So the memory
     is computed with zeros in place of these tokens, and NaN is put into outputs and state afterwards.
 
     Attributes:
-        token: which tokens are such, ``[batch, heads, time]`` bool; None: it was seen that none is, and that no number
-            is beyond +-``FAR``, or the ``far`` of the features.
-        since: which tokens are such or come after one, of the same shape; or None.
+        token: which tokens are such, padding included, ``[batch, heads, time]`` bool; None: it was seen that none is,
+            and that no number is beyond +-``FAR``, or the ``far`` of the features.
+        since: which tokens are real and such, or come after one, of the same shape; or None.
     """
 
     token: Tensor | None
@@ -74,7 +74,7 @@ class Broken(NamedTuple):
 
     @staticmethod
     def among(rule: Rule, k: Tensor, v: Tensor, gates: Gates) -> Broken:
-        """Which of the real tokens are such; padding does not count."""
+        """Which tokens are such."""
         features = rule.features
         others = (v, gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta)
         near = at_hand(k) and _is_near(k, features.far or FAR)
@@ -87,9 +87,10 @@ class Broken(NamedTuple):
         for gate in (gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta):
             if gate is not None:
                 token = token | ~(gate.isfinite() if gate.dim() == 3 else _finite(gate))
+        lost = token
         if gates.length is not None:
-            token = token & (torch.arange(k.shape[-2], device=k.device) < gates.length[:, None, None])
-        return Broken(token, token.cumsum(-1) > 0)
+            lost = token & (torch.arange(k.shape[-2], device=k.device) < gates.length[:, None, None])
+        return Broken(token, lost.cumsum(-1) > 0)
 
     def taken_out(self, x: Tensor, far: float = FAR) -> Tensor:
         """x with zero in place of these tokens, and cut to +-``far``; an x that is not ``[batch, heads, time, ...]``,
@@ -175,7 +176,7 @@ def check_inputs(
             "[batch, heads, time]"
         )
     if state is not None:
-        _check_state(rule, batch, heads, dim, state)
+        check_memory_state(rule, batch, heads, dim, state)
 
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -193,7 +194,8 @@ def _check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
 
 
-def _check_state(rule: Rule, batch: int, heads: int, dim: int, state: MemoryState) -> None:
+def check_memory_state(rule: Rule, batch: int, heads: int, dim: int, state: MemoryState) -> None:
+    """ValueError unless the state is one of this rule, for so many rows and heads of this width."""
     if not isinstance(state, MemoryState):
         raise ValueError(f"state must be the MemoryState that an earlier call returned, got a {type(state).__name__}")
     check_count(state.seen)

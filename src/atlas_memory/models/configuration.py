@@ -62,14 +62,14 @@ class AtlasConfig(PreTrainedConfig):
             is written to it; "hope", a memory whose projections and gates are memories too, with `rule="hope"` or a
             variation of it, and without `gate_rank`; and without memory, "swa", sliding-window attention, and
             "attention", full attention. A block without memory takes no option of one: `rule` to
-            `persistent_tokens`, `conv_size` and `key_lag`.
+            `persistent_tokens`, `conv_size`, `key_lag` and `gate_rank`.
         window: Tokens that a write of the memory optimises over (c of the Omega rule); None keeps the rule's.
         chunk_size: Tokens whose gradients are taken at one state of the memory (b); None keeps the rule's.
         hierarchy: One global and N local memories of the rule instead of one (TNT), as the fields of `Hierarchy`:
             `{"global_chunk": 64, "local_chunks": [8, 16], "shard": 64}`. Then `chunk_size` has no use. Not in "mac".
         persistent_tokens: Learned tokens in front of the sequence, in "mac" of every segment (Titans, Eq. 19).
         attention_window: Tokens that the attention of "mag", "mal" and "swa" sees, and the length of a segment in
-            "mac"; None takes 64. No use in "lmm" and "attention".
+            "mac"; None takes 64. No use in "lmm", "hope" and "attention".
         conv_size: Length of the memory's short convolution.
         key_lag: Tokens by which keys begin behind values (`NeuralMemory.reset_parameters`). None takes 1, so that a
             fresh memory answers with what came next, as a language model needs; 0 where `conv_size` is 1.

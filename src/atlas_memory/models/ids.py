@@ -22,6 +22,18 @@ def check_ids(name: str, ids: Any, vocab_size: int) -> None:
     _check_range(name, ids, vocab_size)
 
 
+def check_embeds(embeds: Any, width: int) -> None:
+    """ValueError unless what stands for embedded tokens is floating `[batch, time, width]`."""
+    if (
+        not isinstance(embeds, Tensor)
+        or embeds.dim() != 3
+        or embeds.shape[2] != width
+        or not embeds.is_floating_point()
+    ):
+        got = f"{embeds.dtype} {list(embeds.shape)}" if isinstance(embeds, Tensor) else f"a {type(embeds).__name__}"
+        raise ValueError(f"inputs_embeds must be floating [batch, time, {width}], got {got}")
+
+
 def check_labels(name: str, labels: Any, inputs: Tensor, vocab_size: int, ignored: int = IGNORED) -> None:
     """ValueError unless labels are int64 `[batch, time]` for inputs `[batch, time, ...]`, and (seen on a CPU only) of
     the vocabulary or ``ignored``."""

@@ -14,7 +14,7 @@ from ..layers.documents import Documents
 from .cache import AtlasCache, check_cache
 from .configuration import AtlasConfig
 from .generating import AtlasGenerationMixin
-from .ids import IGNORED, check_ids, check_labels, mask_of_call
+from .ids import IGNORED, check_embeds, check_ids, check_labels, mask_of_call
 from .packing import refuse_unknown, starts_of_documents
 
 
@@ -144,6 +144,8 @@ class AtlasModel(AtlasPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if input_ids is not None:
             check_ids("input_ids", input_ids, self.config.vocab_size)
+        else:
+            check_embeds(inputs_embeds, self.config.hidden_size)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         time, mask = x.shape[1], mask_of_call(attention_mask, x, past_key_values is not None)
         writes = use_cache is not False
@@ -223,12 +225,14 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
         Args:
             labels: `[batch, time]` int64, the inputs themselves (they are shifted here); -100 does not count.
             logits_to_keep: Compute logits of the last so many positions (0: of all), or of these positions.
-            kwargs: `shift_labels`, `[batch, time]` int64, in place of labels: what follows each token, also the last
-                one. (Every argument that is named after labels is one that Trainer waits for.) What transformers
-                passes to every model is accepted as well.
+            kwargs: `shift_labels`, `[batch, time]` int64, in place of labels, which are then not read: what follows
+                each token, also the last one. (Every argument that is named after labels is one that Trainer waits
+                for.) What transformers passes to every model is accepted as well.
         """
         shift_labels = kwargs.pop("shift_labels", None)
         refuse_unknown(kwargs)
+        if inputs_embeds is not None:
+            check_embeds(inputs_embeds, self.config.hidden_size)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         for name, given in (("labels", labels), ("shift_labels", shift_labels)):
             if given is not None and inputs is not None:

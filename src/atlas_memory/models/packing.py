@@ -71,7 +71,9 @@ def starts_of_documents(
     return torch.stack([_of_the_tokens("document_starts", starts, x).bool() for starts in found]).any(0)
 
 
-def _of_the_tokens(name: str, value: Tensor, x: Tensor) -> Tensor:
+def _of_the_tokens(name: str, value: Any, x: Tensor) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor [batch, time], got a {type(value).__name__}")
     if value.dim() != 2 or value.shape[1] != x.shape[1] or value.shape[0] not in (1, x.shape[0]):
         raise ValueError(
             f"{name} has shape {list(value.shape)} but the tokens are [batch, time] = {list(x.shape[:2])}; "
@@ -99,7 +101,9 @@ def _where_ids_change(ids: Tensor, mask: Tensor | None) -> Tensor:
     return real & ((nearest < 0) | (ids != ids.gather(1, nearest.clamp(min=0))))
 
 
-def _where_lengths_end(cu_seq_lens_q: Tensor, x: Tensor) -> Tensor:
+def _where_lengths_end(cu_seq_lens_q: Any, x: Tensor) -> Tensor:
+    if not isinstance(cu_seq_lens_q, Tensor):
+        raise ValueError(f"cu_seq_lens_q must be a tensor [documents + 1], got a {type(cu_seq_lens_q).__name__}")
     ends = cu_seq_lens_q.to(x.device).long()
     batch, time = x.shape[:2]
     whole = ends.dim() == 1 and len(ends) > 1 and int(ends[0]) == 0 and int(ends[-1]) == time
