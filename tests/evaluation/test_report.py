@@ -181,6 +181,20 @@ def test_a_damaged_model_is_refused_with_the_checkpoint_to_take(tmp_path: Path) 
     assert write_report(tmp_path / "run", streams=2, sample_tokens=5)["steps"] == 6
 
 
+def test_a_run_that_was_killed_is_told_up_to_its_checkpoint(tmp_path: Path) -> None:
+    train(settings(tmp_path, "train.save_every=4"))
+    run = tmp_path / "run"
+    (run / "model.safetensors").unlink()
+    shutil.rmtree(run / "checkpoint-6")
+    assert write_report(run, streams=2, sample_tokens=5)["steps"] == 4
+    found = write_report(run / "checkpoint-4", streams=2, sample_tokens=5)
+    assert found["training_length"] == 16 and found["training_length_is_known"]
+    alone = shutil.copytree(run / "checkpoint-4", tmp_path / "alone")
+    (tmp_path / "text.txt").write_text("a text of its own. " * 9)
+    assert not write_report(alone, tmp_path / "text.txt", streams=2, sample_tokens=5)["training_length_is_known"]
+    assert "its folder does not say on how many tokens" in (alone / "report-text" / "report.html").read_text()
+
+
 def _page(run: Path) -> str:
     return (Path(write_report(run, streams=2, sample_tokens=5)["folder"]) / "report.html").read_text()
 

@@ -123,7 +123,10 @@ def test_wrong_starts_are_refused():
         mixer(x, state, document_starts=starts)
     y, _ = mixer(x, document_starts=torch.zeros(2, TIME))
     assert torch.equal(y, mixer(x)[0])
+    with pytest.raises(ValueError, match=r"mask must be a tensor \[batch, time\], got a list"):
+        mixer(x, mask=[[1] * TIME] * 2, document_starts=starts)
     assert mixer(x[:, :0], document_starts=starts[:, :0])[0].shape == (2, 0, DIM)
+    assert mixer(x[:, :0], mask=starts[:, :0], document_starts=starts[:, :0])[0].shape == (2, 0, DIM)
 
 
 def model(**options):

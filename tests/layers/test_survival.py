@@ -1,6 +1,8 @@
 """What once broke memories: inputs of any size, tokens that are no numbers, empty batches, float32 at any split; and
 the transforms of torch.func, under which nobody may look at a number."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,6 +43,51 @@ def test_a_token_that_is_no_number_does_not_reach_back(name, bad):
         assert broken_state.memory.weights[0][0].isnan().all()
         again, _ = memory(x[:, :3], broken_state)  # and it stays lost
         assert again[0].isnan().all() and torch.equal(again[1], memory(x[:, :3], state)[0][1])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_padding_that_is_no_number_reaches_nothing(name):
+    """The convolution carries what the last tokens are into padding, and nobody says what stands there at first."""
+    memory = layer(name, chunk_size=8).double()
+    x = torch.randn(2, 16, 16, dtype=torch.float64)
+    mask = torch.ones(2, 16)
+    mask[1, 10:] = 0
+    broken = x.clone()
+    broken[1, 9:] = float("nan")
+    with torch.no_grad():
+        y, _ = memory(x, None, mask)
+        moved, state = memory(broken, None, mask)
+    torch.testing.assert_close(moved[1, :9], y[1, :9], rtol=0, atol=1e-10)
+    assert torch.equal(moved[0], y[0]) and moved[1, 9].isnan().all() and not moved[1, 10:].any()
+    assert state.memory.weights[0][1].isnan().all()
+
+    q = k = v = torch.randn(1, 2, 12, 8, dtype=torch.float64)
+    alone = OmegaMemory(8, 2, memory.memory.rule).double()
+    gates = replace(alone.gates(x[:1, :12]), length=torch.tensor([7]))
+    wanted, kept = alone(q, k, v, gates)
+    v = v.clone()
+    v[:, :, 7:] = float("nan")
+    found, state = alone(q, k, v, gates)
+    torch.testing.assert_close(found[:, :, :7], wanted[:, :, :7], rtol=0, atol=1e-10)
+    for one, other in zip(state.weights, kept.weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_layers_made_in_any_dtype_begin_alike(dtype):
+    """In bfloat16 0.5 ** (1 / 8192) is 1, and the gate of such an alpha never learns."""
+    before = torch.get_default_dtype()
+    wanted = [m.state_dict() for m in (NeuralMemory(32, 4, "titans"), SelfModifyingMemory(32, 4))]
+    try:
+        torch.set_default_dtype(dtype)
+        found = [m.state_dict() for m in (NeuralMemory(32, 4, "titans"), SelfModifyingMemory(32, 4))]
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(found, wanted, strict=True):
+        for name, tensor in one.items():
+            assert tensor.isfinite().all(), name
+            if name.endswith("gates.bias"):
+                torch.testing.assert_close(tensor.float(), other[name].float(), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("size", [1e4, 1e8, 1e19, 1e30])

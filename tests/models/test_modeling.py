@@ -122,6 +122,12 @@ def test_loss_is_the_shifted_cross_entropy(model: AtlasForCausalLM) -> None:
         ({"input_ids": torch.tensor([3, 4])}, r"input_ids must be token ids \[batch, time\] of int64, got .*\[2\]"),
         ({"input_ids": torch.rand(1, 4)}, "of int64, got torch.float32"),
         ({"input_ids": [[3, 4]]}, "of int64, got a list"),
+        (
+            {"input_ids": None, "inputs_embeds": [[3.0]]},
+            r"inputs_embeds must be floating \[batch, time, 16\], got a list",
+        ),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 8)}, r"got torch.float32 \[1, 2, 8\]"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 16).long()}, r"got torch.int64 \[1, 2, 16\]"),
         ({"labels": torch.tensor([[3, 40]])}, "labels must be from 0 to 30, or -100 where .*; they are from 3 to 40"),
         ({"labels": torch.tensor([[3, -1]])}, "labels must be from 0 to 30, or -100 where .*; they are from -1 to 3"),
         ({"labels": torch.tensor([[3]])}, r"labels must be int64 \[batch, time\] = \[1, 2\], got torch.int64 \[1, 1\]"),

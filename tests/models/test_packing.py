@@ -87,10 +87,15 @@ def test_what_is_not_known_is_refused_by_name(make) -> None:
         ({"cu_seq_lens_q": torch.tensor([0, 4, 10])}, "cu_seq_lens_q of shape .* does not cut"),
         ({"position_ids": torch.arange(10)[None]}, r"position_ids has shape \[1, 10\] but the tokens are"),
         ({"seq_idx": torch.arange(11)}, r"document_ids has shape \[11\] but"),
+        ({"position_ids": [[0] * 11]}, r"position_ids must be a tensor \[batch, time\], got a list"),
+        ({"cu_seq_lens_q": [0, 4, 11]}, r"cu_seq_lens_q must be a tensor \[documents \+ 1\], got a list"),
         ({"document_ids": torch.ones(1, 11), "past_key_values": model(ids).past_key_values}, "does not tell whether"),
     ):
         with pytest.raises(ValueError, match=message):
             model(ids, **wrong)
+    none = ids[:, :0]
+    for name in ("position_ids", "document_ids"):
+        assert model(none, **{name: none}).logits.shape[:2] == (1, 0)
 
 
 def test_a_prompt_of_several_documents(make) -> None:

@@ -52,6 +52,12 @@ def test_gates_that_do_not_learn(tmp_path, optimizer: str) -> None:
     assert all(torch.equal(still[name], first[name]) for name in names)
 
 
+def test_a_rate_of_gates_that_are_none(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"train.gate_rate=0.1 is the learning rate of gates, and block='hope' has"):
+        train(settings(tmp_path, "model.block=hope", "model.rule=hope", "train.gate_rate=0.1"))
+    assert not (tmp_path / "run").exists()
+
+
 def at_the_beginning(tmp_path, *more: str) -> dict[str, torch.Tensor]:
     slow = ("train.learning_rate=1e-30", "train.weight_decay=0", f"output_dir={tmp_path / 'first'}")
     train(settings(tmp_path, *more, *slow))
