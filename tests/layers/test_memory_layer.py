@@ -236,7 +236,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="q has batch size 2 but the state has 3; give the same rows"):
         OmegaMemory(8, 2).retrieve(q.transpose(1, 2), OmegaMemory(8, 2).initial_state(3))
     other = OmegaMemory(8, 2, "gated-deltanet").initial_state(2)
-    with pytest.raises(ValueError, match=r"state must hold memories of shapes .* it is of another rule, batch or width"):
+    with pytest.raises(ValueError, match=r"state must hold memories of shapes .* it is of another rule,"):
         OmegaMemory(8, 2).retrieve(q.transpose(1, 2), other)
     with pytest.raises(ValueError, match="gate_rank=4 is of the gates that gates=False leaves out"):
         OmegaMemory(8, 2, "titans", gates=False, gate_rank=4)
