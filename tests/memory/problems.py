@@ -1,5 +1,6 @@
 """Random instances of the inner problem, and the error measure every comparison uses."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,10 +112,11 @@ def everything(form, problem: Problem, state: MemoryState | None = None) -> dict
 
 
 def error(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |b|, or |a - b| where b is zero."""
+    """|a - b| / |b|, or |a - b| where b is zero; infinite where that is no number, since ``max`` passes over NaN."""
     assert a.shape == b.shape
     distance, size = (a.double() - b.double()).norm(), b.double().norm()
-    return (distance / size if size > 1e-12 else distance).item()
+    found = (distance / size if size > 1e-12 else distance).item()
+    return found if math.isfinite(found) else math.inf
 
 
 def worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, str]:

@@ -1,5 +1,6 @@
 """Three forms, one function: chunkwise and incremental against the recurrence, forward, state and every gradient."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -136,6 +137,7 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, 
         allowed = 1e-6 if rule.network.norm and isinstance(rule.features, Exponential) else 1e-8
         if gap >= allowed:  # a problem this ill-conditioned the definition does not answer any better
             moved = max(worst(everything(recurrent, nudged(problem, draw)), oracle)[0] for draw in range(3))
+            assert moved < math.inf
             allowed = max(allowed, min(3.0 * moved, 1e-7))
         assert gap < allowed, f"{name}: {where} is off by {gap:.1e}"
 
@@ -166,6 +168,7 @@ def test_forms_agree_on_the_named_rules(name, dtype):
             # smallest gradients. Both are held against float64, and the form may not be much worse than the definition.
             truth = everything(recurrent, random_problem(rule, seed, time=time, dim=dim))
             allowed = 1e-5 + 10 * worst(oracle, truth)[0]
+            assert allowed < math.inf
         for form, compute in FORMS.items():
             gap, where = worst(everything(compute, problem), oracle if truth is None else truth)
             assert gap < allowed, f"{form}: {where} is off by {gap:.1e} at time={time} dim={dim} c={size} b={chunk}"
