@@ -294,8 +294,11 @@ def test_closed_gates_and_gates_left_out(form):
     zero = torch.zeros_like(problem.gates.alpha).requires_grad_()
     hard = problem.gates.gamma.detach().round().requires_grad_()
     closed = replace(problem, gates=Gates(problem.gates.eta, zero, zero.clone(), hard))
-    gap, where = worst(everything(form, closed), everything(recurrent, closed))
-    assert gap < 1e-8, where
+    found = everything(form, closed)
+    assert all(x.isfinite().all() for x in found.values())
+    if form is not recurrent:
+        gap, where = worst(found, everything(recurrent, closed))
+        assert gap < 1e-8, where
     ones = torch.ones_like(zero)
     y, _ = form(*replace(problem, gates=Gates(problem.gates.eta)).arguments())
     y2, _ = form(*replace(problem, gates=Gates(problem.gates.eta, ones, zero, torch.ones_like(hard))).arguments())
