@@ -44,8 +44,10 @@ class Problem:
 
 
 def resized(rule: Rule, size: int, chunk: int) -> Rule:
-    """``rule`` with window c and chunk b; c stays 1 where it must."""
+    """``rule`` with window c and chunk b; c stays 1 where it must, and a horizon is one that short texts go beyond."""
     single = isinstance(rule.optimiser, DeltaGradientDescent)
+    if rule.features.horizon is not None:
+        rule = rule.vary(features={"horizon": 5})
     return rule.vary(window={"size": 1 if single else size, "chunk": chunk})
 
 
