@@ -1,7 +1,12 @@
 """The smallest run worth the name, shared by the tests of training, evaluation and the command."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from atlas_memory.layers.mlp import SwiGLU
 from atlas_memory.training import RunConfig, load_config
 
 SMALL = (
@@ -37,3 +42,16 @@ def overrides(folder: Path, *more: str) -> list[str]:
 
 def settings(folder: Path, *more: str) -> RunConfig:
     return load_config(None, overrides(folder, *more))
+
+
+def count_in_training(patch: pytest.MonkeyPatch) -> list[None]:
+    """An entry for each time that the MLP of a block is computed with gradients, from now on."""
+    forward, calls = SwiGLU.forward, []
+
+    def counted(self: SwiGLU, x: Any) -> Any:
+        if torch.is_grad_enabled() and self.training:
+            calls.append(None)
+        return forward(self, x)
+
+    patch.setattr(SwiGLU, "forward", counted)
+    return calls

@@ -1,11 +1,13 @@
 """Runs: what they leave, that a resumed one is the same one, that nothing is destroyed."""
 
+import itertools
 import json
 import os
 import shutil
 import signal
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from atlas_memory import AtlasConfig, AtlasForCausalLM, OmegaMemory
 from atlas_memory.forms.compiling import compiled_for_rule
-from atlas_memory.training import load_run, trainer
+from atlas_memory.training import callbacks, load_run, trainer
 from atlas_memory.training.callbacks import Clock
 from atlas_memory.training.config import ConfigError
 from atlas_memory.training.logs import read_log
 from atlas_memory.training.runs import newest_checkpoint
 from atlas_memory.training.trainer import train
-from tests.training.small import settings
+from tests.training.small import count_in_training, settings
 
 
 def losses(folder: Path) -> list[tuple[float, float, float]]:
@@ -75,8 +77,11 @@ def test_the_same_seed_gives_the_same_run(whole, tmp_path) -> None:
     assert losses(tmp_path / "other") != losses(whole)
 
 
-def test_gradient_checkpointing_changes_no_loss(whole, tmp_path) -> None:
-    train(settings(tmp_path, "train.gradient_checkpointing=true"))
+def test_gradient_checkpointing_changes_no_loss(whole, tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        read = count_in_training(patch)
+        train(settings(tmp_path, "train.gradient_checkpointing=true"))
+    assert len(read) == 6 * 2 * 2, "in six steps the MLPs of two blocks were not computed a second time"
     for one, two in zip(losses(whole), losses(tmp_path / "run"), strict=True):
         assert one == pytest.approx(two, rel=1e-5)
 
@@ -239,7 +244,10 @@ def test_mistakes_leave_no_folder(tmp_path, override: str, message: str) -> None
     assert not (tmp_path / "run").exists()
 
 
-def test_minutes_end_a_run_and_its_schedule(tmp_path) -> None:
+def test_minutes_end_a_run_and_its_schedule(tmp_path, monkeypatch) -> None:
+    """A twentieth of a second passes whenever the clock is looked at."""
+    passed = itertools.count(0.0, 0.05)
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: next(passed)))
     outcome = train(settings(tmp_path, "train.steps=100000", "train.max_minutes=0.06"))
     assert 1 <= outcome.steps < 100000
     assert not outcome.interrupted
