@@ -1,5 +1,6 @@
 """The smallest run worth the name, shared by the tests of training, evaluation and the command."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,14 @@ def overrides(folder: Path, *more: str) -> list[str]:
     if not corpus.exists():
         write_corpus(corpus)
     return [*SMALL, f"data.path={corpus}", f"output_dir={folder / 'run'}", *more]
+
+
+def copied(run: Path, folder: Path) -> Path:
+    """A copy of a run and of the text beside it, as if it had been trained in folder / "run"."""
+    shutil.copytree(run.parent, folder, dirs_exist_ok=True)
+    described = folder / run.name / "run.yaml"
+    described.write_text(described.read_text().replace(str(run.parent), str(folder)))
+    return folder / run.name
 
 
 def settings(folder: Path, *more: str) -> RunConfig:

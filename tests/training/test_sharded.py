@@ -16,7 +16,7 @@ from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.logs import read_log
 from atlas_memory.training.runs import newest_checkpoint
 from atlas_memory.training.trainer import train
-from tests.training.small import count_in_training, settings
+from tests.training.small import copied, count_in_training, settings
 from tests.training.test_orders import losses, near, part, same, start, together, weights
 
 MORE = (
@@ -44,11 +44,7 @@ def whole(tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(whole, tmp_path) -> Path:
     """The same run in a folder that a test may change, beside its text."""
-    shutil.copytree(whole, tmp_path / "run")
-    text = (tmp_path / "run" / "run.yaml").read_text()
-    (tmp_path / "run" / "run.yaml").write_text(text.replace(str(whole.parent), str(tmp_path)))
-    shutil.copytree(whole.parent / "corpus", tmp_path / "corpus")
-    return tmp_path / "run"
+    return copied(whole, tmp_path)
 
 
 def alike(one: Path, two: Path) -> None:

@@ -23,7 +23,7 @@ from atlas_memory.training.config import ConfigError
 from atlas_memory.training.logs import read_log
 from atlas_memory.training.runs import newest_checkpoint
 from atlas_memory.training.trainer import train
-from tests.training.small import count_in_training, settings
+from tests.training.small import copied, count_in_training, settings
 
 
 def losses(folder: Path) -> list[tuple[float, float, float]]:
@@ -34,27 +34,20 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+@pytest.fixture
+def whole(six_steps) -> Path:
     """A run of six steps in one go."""
-    folder = tmp_path_factory.mktemp("whole")
-    outcome = train(settings(folder))
-    assert (outcome.steps, outcome.interrupted) == (6, False)
-    return folder / "run"
+    return six_steps
 
 
 @pytest.fixture
 def copy(whole, tmp_path) -> Path:
     """The same run in a folder that a test may damage."""
-    shutil.copytree(whole.parent, tmp_path / "copy")
-    return tmp_path / "copy" / "run"
+    return copied(whole, tmp_path / "copy")
 
 
 def resume(run: Path, *more: str) -> trainer.Outcome:
     """Resume a copied run, whose corpus stands beside it."""
-    text = (run / "run.yaml").read_text()
-    old = next(line for line in text.splitlines() if line.startswith("output_dir")).split(": ")[1]
-    (run / "run.yaml").write_text(text.replace(str(Path(old).parent), str(run.parent)))
     return train(settings(run.parent, *more), resume=True)
 
 
