@@ -45,7 +45,7 @@ def test_memory_is_what_a_step_takes(rule, again) -> None:
     command = [sys.executable, "-c", PEAK, rule, str(again)]
     measured = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     estimate = found.activations + found.logits
-    assert 1 / 1.3 < estimate / measured < 1.3
+    assert 0.86 < estimate / measured < 1.3  # four rows: of many, whose memory grows faster than the estimate, 1 / 1.3
 
 
 def test_counts_are_those_of_the_model_and_its_run(tmp_path) -> None:
