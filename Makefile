@@ -17,12 +17,15 @@ demo: $(STAMP) $(TOKENS)/tokenizer.json
 $(TOKENS)/tokenizer.json: | $(STAMP)
 	$(BIN)/atlas tokenizer train --out $(TOKENS) --vocab-size 4096
 
+# The linters run beside the tests. What they say is shown at the end, and only when one of them fails.
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy src benchmarks && $(BIN)/lint-imports
+
 test: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy src benchmarks
-	$(BIN)/lint-imports
-	$(BIN)/pytest -n 2 --dist worksteal
+	@said=$$(mktemp); \
+	{ $(LINT); } >"$$said" 2>&1 & lint=$$!; \
+	$(BIN)/pytest -n 2 --dist worksteal; failed=$$?; \
+	wait $$lint || { failed=1; cat "$$said"; }; \
+	rm "$$said"; exit $$failed
 
 # What every rule does over 2,000 training steps: half an hour.
 test-slow: $(STAMP)

@@ -70,21 +70,23 @@ def served(*runs: Path) -> Iterator[str]:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "atlas_memory", "dashboard", "--no-browser", "--port", str(port)]
-    server = subprocess.Popen([*command, *map(str, runs)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        address = f"http://localhost:{port}"
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{address}/_stcore/health", timeout=1).close()
-                break
-            except OSError:
-                if server.poll() is not None:
-                    raise RuntimeError(f"the dashboard ended: {server.communicate()[0]}") from None
-                time.sleep(0.1)
-        yield address
-    finally:
-        server.terminate()
-        server.wait()
+    with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads holds 64 kB, and then the server
+        server = subprocess.Popen([*command, *map(str, runs)], stdout=said, stderr=subprocess.STDOUT)
+        try:
+            address = f"http://localhost:{port}"
+            for _ in range(600):
+                try:
+                    urllib.request.urlopen(f"{address}/_stcore/health", timeout=1).close()
+                    break
+                except OSError:
+                    if server.poll() is not None:
+                        said.seek(0)
+                        raise RuntimeError(f"the dashboard ended: {said.read()}") from None
+                    time.sleep(0.1)
+            yield address
+        finally:
+            server.terminate()
+            server.wait()
 
 
 def chromium() -> str | None:

@@ -6,6 +6,7 @@ a process: two that wait for each other over small tensors take thirty times as 
 import gc
 import os
 import zlib
+from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # 0: for tests/gpu
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,3 +30,23 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(scope="session")
+def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of tests/training/small.py, beside its text: to be read. What a test may change is ``finished``."""
+    from atlas_memory.training import train
+    from tests.training.small import settings
+
+    folder = tmp_path_factory.mktemp("six-steps")
+    outcome = train(settings(folder))
+    assert (outcome.steps, outcome.interrupted) == (6, False)
+    return folder / "run"
+
+
+@pytest.fixture
+def finished(six_steps: Path, tmp_path: Path) -> Path:
+    """The same run as if it had been trained in tmp_path / "run", on the text tmp_path / "corpus"."""
+    from tests.training.small import copied
+
+    return copied(six_steps, tmp_path)

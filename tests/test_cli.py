@@ -26,11 +26,9 @@ from atlas_memory.training.trainer import train
 from tests.training.small import overrides, settings
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("cli")
-    assert main(["train", *overrides(folder)]) == 0
-    return folder / "run"
+@pytest.fixture
+def run(six_steps) -> Path:
+    return six_steps
 
 
 def refused(capsys, *arguments: object) -> tuple[int, str]:

@@ -68,7 +68,9 @@ def test_every_rule_has_a_page_and_every_page_a_rule() -> None:
 def test_the_numbers_of_the_index() -> None:
     """Bytes and multiply-adds in three figures."""
     units = {"k": 1e3, "M": 1e6, "G": 1e9}
-    for name, state, work in re.findall(r"^\| \[(.+?)\]\(.+?\|.+?\| (\S+) \| (\S+) \|$", INDEX, re.MULTILINE):
+    rows = re.findall(r"^\| \[(.+?)\]\(.+?\|.+?\| (\S+) \| (\S+) \|$", INDEX, re.MULTILINE)
+    assert len(rows) == len(RULES)
+    for name, state, work in rows:
         for printed, exact in ((state, state_bytes(RULES[name], 64, 4)), (work, multiply_adds(RULES[name], 64, 4))):
             if printed == "grows":
                 assert exact is None

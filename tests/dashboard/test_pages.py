@@ -14,9 +14,7 @@ from playwright.sync_api import expect
 
 from atlas_memory.dashboard.texts import MARKED, with_passage
 from atlas_memory.evaluation.reading import AGAIN
-from atlas_memory.training import train
 from benchmarks.dashboard import append, browser, chromium, made_run, served
-from tests.training.small import settings
 
 WAIT = 60_000  # milliseconds: this machine may be busy
 expect.set_options(timeout=WAIT)
@@ -29,6 +27,24 @@ def opened() -> Iterator[Any]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A folder of runs and the address where it is served."""
+    folder = tmp_path_factory.mktemp("runs")
+    only = made_run(folder / "only", steps=1)  # the command refuses a folder without one
+    with served(folder) as address:
+        shutil.rmtree(only)
+        yield folder, address
+
+
+@pytest.fixture
+def shared(home: tuple[Path, str]) -> Iterator[tuple[Path, str]]:
+    """The same folder for one test, empty before it and after it. Its runs have names that no other test's have."""
+    yield home
+    for run in home[0].iterdir():
+        shutil.rmtree(run)
+
+
 def open_page(opened: Any, address: str, heading: str, width: int = 1400) -> Any:
     page = opened.new_page(viewport={"width": width, "height": 2400})
     page.goto(address)
@@ -37,29 +53,29 @@ def open_page(opened: Any, address: str, heading: str, width: int = 1400) -> Any
 
 
 @needs_browser
-def test_runs_are_shown_and_followed(opened: Any, tmp_path: Path) -> None:
-    healthy = made_run(tmp_path / "healthy", steps=300)
-    ill = made_run(tmp_path / "ill", steps=300, alarm=200, seed=1)
+def test_runs_are_shown_and_followed(opened: Any, shared: tuple[Path, str]) -> None:
+    folder, address = shared
+    healthy = made_run(folder / "healthy", steps=300)
+    ill = made_run(folder / "ill", steps=300, alarm=200, seed=1)
     with (ill / "log.jsonl").open("a") as file:
         file.write('{"step": 30')
         file.write('{"step": 31}\n{"step": 32, "loss": null, "elapsed": 4}\n')
     append(ill / "memory.jsonl", {"step": 301, "seconds": 0.1, "memories": [{"name": "m"}]})
-    with served(tmp_path) as address:
-        page = open_page(opened, address, "Runs")
-        expect(page.get_by_text("ill, after step 200: layer 0 writes nothing: lower train.gate_rate")).to_be_visible(
-            timeout=WAIT
-        )
-        expect(page.get_by_text("ill: 3 damaged lines of its logs left out")).to_be_visible()
-        assert page.get_by_text("after step").count() == 1  # the healthy run raised none
-        expect(page.get_by_role("row").filter(has_text="healthy").get_by_text("300 of 300")).to_be_visible()
-        expect(page.locator("svg.marks")).to_have_count(4)
-        page.get_by_text("learning rate and gradients").click()
-        expect(page.locator("svg.marks")).to_have_count(6)
-        append(healthy / "log.jsonl", {"step": 301, "loss": 1.0, "learning_rate": 0.0, "grad_norm": 1, "elapsed": 130})
-        expect(page.get_by_role("row").filter(has_text="healthy").get_by_text("301 of 300")).to_be_visible()
-        page.get_by_role("button", name="Clear all").click()
-        expect(page.get_by_text("Choose a run on the left.")).to_be_visible()
-        page.close()
+    page = open_page(opened, address, "Runs")
+    expect(page.get_by_text("ill, after step 200: layer 0 writes nothing: lower train.gate_rate")).to_be_visible(
+        timeout=WAIT
+    )
+    expect(page.get_by_text("ill: 3 damaged lines of its logs left out")).to_be_visible()
+    assert page.get_by_text("after step").count() == 1  # the healthy run raised none
+    expect(page.get_by_role("row").filter(has_text="healthy").get_by_text("300 of 300")).to_be_visible()
+    expect(page.locator("svg.marks")).to_have_count(4)
+    page.get_by_text("learning rate and gradients").click()
+    expect(page.locator("svg.marks")).to_have_count(6)
+    append(healthy / "log.jsonl", {"step": 301, "loss": 1.0, "learning_rate": 0.0, "grad_norm": 1, "elapsed": 130})
+    expect(page.get_by_role("row").filter(has_text="healthy").get_by_text("301 of 300")).to_be_visible()
+    page.get_by_role("button", name="Clear all").click()
+    expect(page.get_by_text("Choose a run on the left.")).to_be_visible()
+    page.close()
 
 
 @needs_browser
@@ -91,62 +107,61 @@ def test_runs_appear_and_vanish_while_the_page_is_open(opened: Any, tmp_path: Pa
 
 
 @needs_browser
-def test_no_page_moves_sideways_on_a_phone(opened: Any, tmp_path: Path) -> None:
+def test_no_page_moves_sideways_on_a_phone(opened: Any, shared: tuple[Path, str]) -> None:
+    folder, address = shared
     for seed in range(9):
-        made_run(tmp_path / f"the-run-with-the-seed-{seed}", steps=20, every=10, seed=seed)
-    without = made_run(tmp_path / "without", steps=20)
+        made_run(folder / f"the-run-with-the-seed-{seed}", steps=20, every=10, seed=seed)
+    without = made_run(folder / "without", steps=20)
     (without / "run.yaml").write_text("model: {preset: nano, block: attention}")
-    with served(tmp_path) as address:
-        page = open_page(opened, address, "Runs", width=420)
-        expect(page.locator("svg.marks")).to_have_count(4)
-        for heading, shown in (
-            ("Runs", "minutes"),
-            ("Memories", "Frobenius norm of the memory's matrices M"),
-            ("Settings", "train.seed"),
-            ("Samples", "upon a time"),
-            ("Reading", "tokens at most"),
-        ):
-            if heading != "Runs":
-                page.goto(f"{address}/{heading.lower()}")
-            expect(page.get_by_text(shown).first).to_be_attached()
-            assert page.evaluate("document.documentElement.scrollWidth") <= 420, heading
-            tables = page.locator("div:has(> table)")
-            assert all(table.evaluate("e => e.scrollWidth > e.clientWidth") for table in tables.all()[:1]), heading
-        page.set_viewport_size({"width": 1400, "height": 2400})
-        page.goto(f"{address}/settings")
-        expect(page.get_by_text("train.seed").first).to_be_attached()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 1400
-        page.get_by_role("link", name="Memories").click()
-        page.get_by_role("combobox", name="run", exact=True).click()
-        page.get_by_role("option", name="without").click()
-        expect(page.get_by_text("This model has no memory (model.block=attention).")).to_be_visible()
-        page.close()
+    page = open_page(opened, address, "Runs", width=420)
+    expect(page.locator("svg.marks")).to_have_count(4)
+    for heading, shown in (
+        ("Runs", "minutes"),
+        ("Memories", "Frobenius norm of the memory's matrices M"),
+        ("Settings", "train.seed"),
+        ("Samples", "upon a time"),
+        ("Reading", "tokens at most"),
+    ):
+        if heading != "Runs":
+            page.goto(f"{address}/{heading.lower()}")
+        expect(page.get_by_text(shown).first).to_be_attached()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 420, heading
+        tables = page.locator("div:has(> table)")
+        assert all(table.evaluate("e => e.scrollWidth > e.clientWidth") for table in tables.all()[:1]), heading
+    page.set_viewport_size({"width": 1400, "height": 2400})
+    page.goto(f"{address}/settings")
+    expect(page.get_by_text("train.seed").first).to_be_attached()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1400
+    page.get_by_role("link", name="Memories").click()
+    page.get_by_role("combobox", name="run", exact=True).click()
+    page.get_by_role("option", name="without").click()
+    expect(page.get_by_text("This model has no memory (model.block=attention).")).to_be_visible()
+    page.close()
 
 
 @needs_browser
-def test_memories_and_settings_are_shown(opened: Any, tmp_path: Path) -> None:
+def test_memories_and_settings_are_shown(opened: Any, shared: tuple[Path, str]) -> None:
+    folder, address = shared
     for seed in (0, 1):
-        made_run(tmp_path / f"run-{seed}", steps=300, seed=seed)
-    config = tmp_path / "run-1" / "run.yaml"
+        made_run(folder / f"run-{seed}", steps=300, seed=seed)
+    config = folder / "run-1" / "run.yaml"
     config.write_text(config.read_text().replace("rule: atlas", "preset: tiny"))
-    with served(tmp_path) as address:
-        page = open_page(opened, f"{address}/memories", "Memories")
-        expect(page.get_by_text("Last look after step 300, in 0.50 s.")).to_be_visible()
-        expect(page.locator("svg.marks")).to_have_count(4)
-        page.get_by_role("button", name="distance from M_0").click()
-        expect(page.locator("svg.marks")).to_have_count(5)
-        page.get_by_role("link", name="Settings").click()
-        expect(page.get_by_role("row").filter(has_text="train.seed").first.get_by_text("1")).to_be_visible()
-        rule = page.get_by_role("row").filter(has_text="model.rule").first
-        expect(rule.get_by_text("gated-deltanet")).to_be_visible()  # the preset's: run.yaml names none
-        page.get_by_role("link", name="Samples").click()
-        expect(page.get_by_text("once upon a time 300")).to_be_visible()
-        page.close()
+    page = open_page(opened, f"{address}/memories", "Memories")
+    expect(page.get_by_text("Last look after step 300, in 0.50 s.")).to_be_visible()
+    expect(page.locator("svg.marks")).to_have_count(4)
+    page.get_by_role("button", name="distance from M_0").click()
+    expect(page.locator("svg.marks")).to_have_count(5)
+    page.get_by_role("link", name="Settings").click()
+    expect(page.get_by_role("row").filter(has_text="train.seed").first.get_by_text("1")).to_be_visible()
+    rule = page.get_by_role("row").filter(has_text="model.rule").first
+    expect(rule.get_by_text("gated-deltanet")).to_be_visible()  # the preset's: run.yaml names none
+    page.get_by_role("link", name="Samples").click()
+    expect(page.get_by_text("once upon a time 300")).to_be_visible()
+    page.close()
 
 
 @needs_browser
-def test_a_text_is_read(opened: Any, tmp_path: Path) -> None:
-    train(settings(tmp_path))
+def test_a_text_is_read(opened: Any, finished: Path, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "run", tmp_path / "the other")
     with served(tmp_path / "run", tmp_path / "the other") as address:
         page = open_page(opened, f"{address}/reading", "Reading")

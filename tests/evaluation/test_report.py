@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from matplotlib.figure import Figure
 
 from atlas_memory.report.comparison import write_comparison
 from atlas_memory.report.folders import folder_for
@@ -14,11 +15,25 @@ from atlas_memory.report.report import write_report
 from atlas_memory.report.words import amount, duration, headline
 from atlas_memory.training import load_run, train
 from atlas_memory.training.texts import text_of
-from tests.training.small import settings
+from tests.training.small import copied, settings
 
 
-def test_report(tmp_path: Path) -> None:
-    train(settings(tmp_path, "train.watch_every=2"))
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose memories were looked at three times, beside its text."""
+    folder = tmp_path_factory.mktemp("watched")
+    train(settings(folder, "train.watch_every=2"))
+    return folder / "run"
+
+
+@pytest.fixture
+def words_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are drawn and not saved, which is what takes the time."""
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: path.touch())
+
+
+def test_report(watched: Path, tmp_path: Path) -> None:
+    copied(watched, tmp_path)
     numbers = write_report(tmp_path / "run", streams=2, sample_tokens=5)
     folder = tmp_path / "run" / "report"
     for name in ("loss.png", "training.png", "position.png", "gates.png", "contents.png", "geometry.png"):
@@ -53,8 +68,8 @@ def test_a_report_of_a_model_without_memory(tmp_path: Path) -> None:
     assert "what writing saved" not in (tmp_path / "run" / "report" / "reading.html").read_text()
 
 
+@pytest.mark.usefixtures("finished", "words_only")
 def test_a_report_on_another_text(tmp_path: Path) -> None:
-    train(settings(tmp_path))
     (tmp_path / "run" / "run.yaml").unlink()
     (tmp_path / "poem.txt").write_text("the quick brown fox jumps over the lazy dog. " * 10)
     numbers = write_report(tmp_path / "run", tmp_path / "poem.txt", streams=2, sample_tokens=5)
@@ -63,8 +78,8 @@ def test_a_report_on_another_text(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "report").exists()
 
 
+@pytest.mark.usefixtures("finished", "words_only")
 def test_a_text_given_is_read_whole_as_one_document_a_file(tmp_path: Path) -> None:
-    train(settings(tmp_path))
     text = "the quick brown fox jumps over the lazy dog. " * 6 + "The end."
     (tmp_path / "poem.txt").write_text(text)
     numbers = write_report(tmp_path / "run", tmp_path / "poem.txt", streams=2, sample_tokens=5)
@@ -79,8 +94,8 @@ def test_a_text_given_is_read_whole_as_one_document_a_file(tmp_path: Path) -> No
     assert [document.text for document in documents] == [name + text for name in "abc"]
 
 
+@pytest.mark.usefixtures("finished", "words_only")
 def test_texts_that_cannot_be_read_are_refused_by_the_option(tmp_path: Path) -> None:
-    train(settings(tmp_path))
     (tmp_path / "one.txt").write_text("a")
     with pytest.raises(ValueError, match=r"one.txt: its longest document is a single token, .*: give a longer text"):
         write_report(tmp_path / "run", tmp_path / "one.txt")
@@ -98,8 +113,8 @@ def test_texts_that_cannot_be_read_are_refused_by_the_option(tmp_path: Path) -> 
         write_report(tmp_path / "run")
 
 
+@pytest.mark.usefixtures("finished")
 def test_what_one_stream_alone_reaches_has_no_standard_error(tmp_path: Path) -> None:
-    train(settings(tmp_path))
     (tmp_path / "texts").mkdir()
     for length in (70, 100, 300):
         (tmp_path / "texts" / f"{length}.txt").write_text("".join(chr(97 + i * length % 26) for i in range(length)))
@@ -110,9 +125,10 @@ def test_what_one_stream_alone_reaches_has_no_standard_error(tmp_path: Path) -> 
     assert page.count("in one stream") == 2 and "± 0.0000<" not in page[page.index("128–256") :]
 
 
-def test_alarms_stand_above_the_report(tmp_path: Path) -> None:
-    train(settings(tmp_path, "train.watch_every=2", "train.evaluate_every=0"))
-    run, log = tmp_path / "run", tmp_path / "run" / "memory.jsonl"
+@pytest.mark.usefixtures("words_only")
+def test_alarms_stand_above_the_report(watched: Path, tmp_path: Path) -> None:
+    run = copied(watched, tmp_path)
+    log = run / "memory.jsonl"
     assert "A memory that learns while it reads" in _page(run)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     names = [memory["name"] for memory in lines[0]["memories"]]
@@ -154,13 +170,13 @@ def test_errors_have_two_digits() -> None:
     assert duration(2.25) == "2.2 seconds" and duration(90) == "1.5 minutes"
 
 
+@pytest.mark.usefixtures("finished", "words_only")
 def test_a_model_is_named_by_what_it_is(tmp_path: Path) -> None:
-    train(settings(tmp_path))
     assert ": block lmm, rule deltanet, 2 layers of width 16 with 2 heads" in _page(tmp_path / "run")
 
 
+@pytest.mark.usefixtures("finished", "words_only")
 def test_texts_of_the_same_name_have_reports_of_their_own(tmp_path: Path) -> None:
-    train(settings(tmp_path))
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "book.txt").write_text(f"the book of {folder}. " * 9)
@@ -171,8 +187,8 @@ def test_texts_of_the_same_name_have_reports_of_their_own(tmp_path: Path) -> Non
     assert folder_for(tmp_path, "report", "books/*.txt").name == "report-text"
 
 
+@pytest.mark.usefixtures("finished", "words_only")
 def test_a_damaged_model_is_refused_with_the_checkpoint_to_take(tmp_path: Path) -> None:
-    train(settings(tmp_path))
     weights = tmp_path / "run" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"cut short .*; checkpoint-6 is intact: move model.safetensors away"):
@@ -199,8 +215,8 @@ def _page(run: Path) -> str:
     return (Path(write_report(run, streams=2, sample_tokens=5)["folder"]) / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("finished")
 def test_a_report_needs_a_run(tmp_path: Path) -> None:
-    train(settings(tmp_path))
     (tmp_path / "run" / "run.yaml").unlink()
     with pytest.raises(ValueError, match=r"has no run.yaml"):
         write_report(tmp_path / "run")

@@ -42,7 +42,7 @@ def kernel(rule, params, q, k, v, gates, state=None):
 
 
 def equal(rule, bound=1e-8, spoil=None, **sizes):
-    problem = random_problem(rule, 0, **{"batch": 1, "heads": 2, "time": 37, "dim": 16} | sizes)
+    problem = random_problem(rule, 0, **{"batch": 1, "heads": 2, "time": 21, "dim": 16} | sizes)
     if spoil is not None:
         with torch.no_grad():
             spoil(problem)
@@ -56,7 +56,7 @@ def test_equals_chunkwise(name, network):
     equal(rule_of(name, network={"residual": network.residual}), batch=2)
 
 
-@pytest.mark.parametrize("time,dim,chunk", [(5, 16, 16), (32, 16, 16), (40, 24, 16), (70, 32, 32), (133, 20, 64)])
+@pytest.mark.parametrize("time,dim,chunk", [(5, 16, 16), (32, 16, 16), (40, 24, 16), (70, 32, 32), (69, 20, 64)])
 @pytest.mark.parametrize("name", NAMES)
 def test_shapes(name, time, dim, chunk):
     """Fewer tokens than a chunk, whole chunks, widths that are padded, two and four blocks of 16."""
@@ -65,7 +65,7 @@ def test_shapes(name, time, dim, chunk):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_definition(name):
-    problem = random_problem(rule_of(name), 1, batch=1, heads=1, time=37, dim=16)
+    problem = random_problem(rule_of(name), 1, batch=1, heads=1, time=21, dim=16)
     gap, where = worst(everything(kernel, problem), everything(recurrent, problem))
     assert gap < 1e-8, where
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,8 @@ from benchmarks.suites import BENCHMARKS, ON_GPU
 ROOT = Path(__file__).parents[2]
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     given |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, env=given, cwd=ROOT)
 
@@ -62,9 +63,12 @@ def test_nothing_is_begun_when_the_minutes_are_over(tmp_path, capsys):
     assert "0 minutes were over" in capsys.readouterr().out
 
 
-def test_without_a_gpu_it_says_what_to_do(tmp_path):
-    done = python("benchmarks.gpu", "--out", str(tmp_path), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2 and "--dry-run" in done.stderr
+def test_without_a_gpu_it_says_what_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(gpu.__file__, run_name="__main__")
+    assert ended.value.code == 2 and "--dry-run" in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_command_says_what_to_do_in_one_line(monkeypatch, capsys):

@@ -187,10 +187,10 @@ def model(**changes) -> AtlasForCausalLM:
     return AtlasForCausalLM(AtlasConfig(**(sizes | {"intermediate_size": 32, "continuum_periods": [1, 4]} | changes)))
 
 
-@pytest.mark.parametrize("retention", [{}, {"to_start": True}])
-def test_300_steps_on_random_tokens_stay_finite_and_learn_nothing(retention):
+@pytest.mark.parametrize("to_start", [False, True])
+def test_300_steps_on_random_tokens_stay_finite_and_learn_nothing(to_start):
     """A loss below ln V would mean that labels leak; the memories' own targets could feed on themselves."""
-    options = {"network": {"expansion": 1}, "retention": retention}
+    options = {"network": {"expansion": 1}, "retention": {"to_start": to_start}}
     net = model(block="hope", rule="hope", chunk_size=8, rule_options=options)
     optimiser = torch.optim.AdamW(net.parameters(), lr=3e-3)
     losses = []
@@ -223,7 +223,7 @@ def test_memories_that_hardly_forget_stay_bounded_over_8192_tokens(kind):
     with torch.inference_mode():
         y, state = layer(x)
     assert y.isfinite().all()
-    assert max(w.abs().max() for w in state.memory.weights) < 3.0
+    assert all(w.abs().max() < 3.0 for w in state.memory.weights)
 
 
 def test_as_printed_the_memories_fade_until_keys_are_values_and_to_start_keeps_them_apart():

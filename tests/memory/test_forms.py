@@ -1,5 +1,6 @@
 """Three forms, one function: chunkwise and incremental against the recurrence, forward, state and every gradient."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -136,6 +137,7 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, 
         allowed = 1e-6 if rule.network.norm and isinstance(rule.features, Exponential) else 1e-8
         if gap >= allowed:  # a problem this ill-conditioned the definition does not answer any better
             moved = max(worst(everything(recurrent, nudged(problem, draw)), oracle)[0] for draw in range(3))
+            assert moved < math.inf
             allowed = max(allowed, min(3.0 * moved, 1e-7))
         assert gap < allowed, f"{name}: {where} is off by {gap:.1e}"
 
@@ -151,11 +153,13 @@ def test_forms_agree_on_printed_muon(name, every):
         assert gap < 1e-8, where
 
 
+# Once each: "atlas-c1" with a window of the size of that of "atlas" is "atlas".
+NAMES = [*{resized(rule, 3, 4): name for name, rule in reversed(RULES.items())}.values()][::-1]
 SHAPES = [(1, 4, 3, 4), (3, 5, 6, 4), (19, 4, 2, 8), (23, 3, 9, 5), (12, 8, 1, 1)]  # time, dim, c, b
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_forms_agree_on_the_named_rules(name, dtype):
     for seed, (time, dim, size, chunk) in enumerate(SHAPES):
         rule = resized(RULES[name], size, chunk)
@@ -166,63 +170,74 @@ def test_forms_agree_on_the_named_rules(name, dtype):
             # smallest gradients. Both are held against float64, and the form may not be much worse than the definition.
             truth = everything(recurrent, random_problem(rule, seed, time=time, dim=dim))
             allowed = 1e-5 + 10 * worst(oracle, truth)[0]
+            assert allowed < math.inf
         for form, compute in FORMS.items():
             gap, where = worst(everything(compute, problem), oracle if truth is None else truth)
             assert gap < allowed, f"{form}: {where} is off by {gap:.1e} at time={time} dim={dim} c={size} b={chunk}"
 
 
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.live and rule.window.size > 1])
-@pytest.mark.parametrize("block", [1, 7, 24])
-@pytest.mark.parametrize("channels", [False, True])
-def test_errors_of_windows_in_blocks(monkeypatch, name, block, channels):
+def with_channels(names: list[str]) -> list[tuple[str, bool]]:
+    """Each with gates of heads, and with gates of channels where its optimiser mixes no rows."""
+    return [(name, many) for name in names for many in (False, True) if not (many and RULES[name].optimiser.mixes_rows)]
+
+
+LIVE = [name for name in NAMES if RULES[name].live and RULES[name].window.size > 1]
+
+
+@pytest.mark.parametrize("name,channels", with_channels(LIVE))
+def test_errors_of_windows_in_blocks(monkeypatch, name, channels):
     """The last block of the chunk is a short one with 7 and 24 pairs a block (2 and 8 tokens)."""
-    monkeypatch.setattr(live, "BLOCK", block)
     rule = resized(RULES[name], 3, 13)
-    problem = random_problem(rule, 4, time=31, channels=channels and not isinstance(rule.optimiser, Muon))
-    gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
-    assert gap < 1e-8, where
+    problem = random_problem(rule, 4, time=31, channels=channels)
+    oracle = everything(recurrent, problem)
+    for block in (1, 7, 24):
+        monkeypatch.setattr(live, "BLOCK", block)
+        gap, where = worst(everything(chunkwise, problem), oracle)
+        assert gap < 1e-8, (where, block)
 
 
-FADE_HOME = [name for name, rule in RULES.items() if getattr(rule.retention, "to_start", False)]
+FADE_HOME = [name for name in NAMES if getattr(RULES[name].retention, "to_start", False)]
 
 
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("name", FADE_HOME)
+@pytest.mark.parametrize("name,channels", with_channels(FADE_HOME))
 def test_large_memories_that_fade_to_m_0(monkeypatch, name, channels):
     """As if the matrices were so large that a product pays for the gradient of what is left of them."""
     monkeypatch.setattr(fast_weight, "LARGE", 0)
     rule = resized(RULES[name], 2, 5)
-    problem = random_problem(rule, 5, time=14, channels=channels and not isinstance(rule.optimiser, Muon))
+    problem = random_problem(rule, 5, time=14, channels=channels)
     gap, where = worst(everything(chunkwise, problem), everything(recurrent, problem))
     assert gap < 1e-8, where
 
 
 @pytest.mark.parametrize("every", [1, 2, 4, 8])
-@pytest.mark.parametrize("eigenvalues", [False, True])
-def test_muon_every_r_tokens(every, eigenvalues):
+def test_muon_every_r_tokens(every):
     rule = RULES["atlas"].vary(optimiser={"every": every}, window={"size": 3, "chunk": 8})
     problem = random_problem(rule, 3, time=21)
-    form = partial(chunkwise, spaces=Spaces(eigenvalues=eigenvalues))
-    gap, where = worst(everything(form, problem), everything(recurrent, problem))
-    assert gap < 1e-8, where
+    oracle = everything(recurrent, problem)
+    for eigenvalues in (False, True):
+        form = partial(chunkwise, spaces=Spaces(eigenvalues=eigenvalues))
+        gap, where = worst(everything(form, problem), oracle)
+        assert gap < 1e-8, (where, eigenvalues)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_any_split_into_calls_gives_the_whole(name):
     rule = resized(RULES[name], 4, 5)
     problem = random_problem(rule, 0, batch=1, time=16)
-    whole, end = recurrent(*problem.arguments())
+    with torch.no_grad():
+        whole, end = recurrent(*problem.arguments())
     for cuts in ([5], [1, 2, 10], [7], [0, 15, 16]):  # at a chunk's end, within chunks, at both ends
         for form in (recurrent, chunkwise, incremental):
             state, pieces = None, []
-            for start, stop in zip([0, *cuts], [*cuts, 16], strict=True):
-                y, state = form(*problem.between(start, stop).arguments(), state)
-                pieces.append(y)
+            with torch.set_grad_enabled(form is not recurrent):
+                for start, stop in zip([0, *cuts], [*cuts, 16], strict=True):
+                    y, state = form(*problem.between(start, stop).arguments(), state)
+                    pieces.append(y)
             assert error(torch.cat(pieces, 2), whole) < 1e-10
             assert max(error(a, b) for a, b in zip(state.tensors(), end.tensors(), strict=True)) < 1e-10
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_flow_through_a_carried_state(name):
     rule = resized(RULES[name], 3, 4)
     problem = random_problem(rule, 5, time=11)
@@ -234,33 +249,40 @@ def test_gradients_flow_through_a_carried_state(name):
     assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-8
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_of_different_length_and_phase(name):
     """A ragged batch, then a second ragged call from rows at different phases, equals every row alone."""
     rule = resized(RULES[name], 3, 4)
     first, second = random_problem(rule, 1, batch=3, time=9), random_problem(rule, 2, batch=3, time=7)
     lengths = torch.tensor([9, 3, 0]), torch.tensor([2, 7, 5])
+    calls = [*zip((first, replace(second, params=first.params)), lengths, strict=True)]
+    alone = [read_alone(calls, row) for row in range(3)]
     for form in (recurrent, chunkwise, incremental):
         state, outputs = None, []
-        for problem, length in zip((first, second), lengths, strict=True):
+        for problem, length in calls:
             gates = replace(problem.gates, length=length)
-            y, state = form(rule, first.params, problem.q, problem.k, problem.v, gates, state)
+            y, state = form(*replace(problem, gates=gates).arguments(), state)
             outputs.append(y)
-        for row in range(3):
-            alone = None
-            for problem, length, y in zip((first, second), lengths, outputs, strict=True):
-                n = int(length[row])
-                piece = Problem(rule, first.params, problem.q, problem.k, problem.v, problem.gates).between(0, n)
-                q, k, v = (x[row : row + 1] for x in (piece.q, piece.k, piece.v))
-                y_row, alone = recurrent(
-                    rule, first.params, q, k, v, piece.gates.map(lambda g, r=row: g[r : r + 1]), alone
-                )
-                assert error(y[row : row + 1, :, :n], y_row) < 1e-10
-            for a, b in zip(state.tensors(), alone.tensors(), strict=True):
+        for row, (answers, end) in enumerate(alone):
+            for y, answer in zip(outputs, answers, strict=True):
+                assert error(y[row : row + 1, :, : answer.shape[2]], answer) < 1e-10
+            for a, b in zip(state.tensors(), end.tensors(), strict=True):
                 a = a[row : row + 1]
                 if isinstance(rule.features, Exponential):  # a column for each token of the longest row
                     a = latest_columns(a, b)
                 assert error(a, b) < 1e-10
+
+
+@torch.no_grad()
+def read_alone(calls: list[tuple[Problem, torch.Tensor]], row: int):
+    """What the definition answers to one row of each call, and the state it ends with."""
+    answers, state = [], None
+    for problem, length in calls:
+        rule, params, *qkv, gates = problem.between(0, int(length[row])).arguments()
+        qkv = [x[row : row + 1] for x in qkv]
+        y, state = recurrent(rule, params, *qkv, gates.map(lambda g: g[row : row + 1]), state)
+        answers.append(y)
+    return answers, state
 
 
 def latest_columns(a, b, dim=4):
@@ -291,8 +313,11 @@ def test_closed_gates_and_gates_left_out(form):
     zero = torch.zeros_like(problem.gates.alpha).requires_grad_()
     hard = problem.gates.gamma.detach().round().requires_grad_()
     closed = replace(problem, gates=Gates(problem.gates.eta, zero, zero.clone(), hard))
-    gap, where = worst(everything(form, closed), everything(recurrent, closed))
-    assert gap < 1e-8, where
+    found = everything(form, closed)
+    assert all(x.isfinite().all() for x in found.values())
+    if form is not recurrent:
+        gap, where = worst(found, everything(recurrent, closed))
+        assert gap < 1e-8, where
     ones = torch.ones_like(zero)
     y, _ = form(*replace(problem, gates=Gates(problem.gates.eta)).arguments())
     y2, _ = form(*replace(problem, gates=Gates(problem.gates.eta, ones, zero, torch.ones_like(hard))).arguments())

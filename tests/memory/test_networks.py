@@ -156,7 +156,7 @@ def test_spectral_norms(shape):
     assert (squared_spectral_norm(torch.zeros(3, *shape)) == 0).all()
 
 
-@pytest.mark.parametrize("bias", BIASES, ids=str)
+@pytest.mark.parametrize("bias", [bias for bias in BIASES if bias != DotProduct()], ids=str)
 def test_curvature_bounds_the_bias(bias):
     """|derivative| / |error|, and the Hessian in every direction; of l_3, whose full step goes up to the value and not
     beyond (test_bias.py), half of it."""
@@ -164,8 +164,6 @@ def test_curvature_bounds_the_bias(bias):
     for size in (1e-4, 0.3, 1.0, 10.0):
         e, delta = size * torch.randn(3, dtype=torch.float64), torch.rand(1, dtype=torch.float64)
         v = torch.cat([torch.zeros(3).double(), delta]) if bias.has_delta else torch.zeros(3).double()
-        if isinstance(bias, DotProduct):
-            continue
         bound = bias.curvature(e, v)
         assert bias.derivative(e, v).norm() <= bound * e.norm() * (1 + 1e-9)
         if not isinstance(bias, Huber):  # whose mixture jumps

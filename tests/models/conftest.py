@@ -39,8 +39,8 @@ def make() -> Callable[..., AtlasForCausalLM]:
 
 # Every block, those with a memory also behind persistent tokens; the first two as fits "atlas".
 MODELS: dict[str, dict[str, Any]] = {
-    "lmm": {"block": "lmm"},
-    "mag": {"block": "mag"},
+    "lmm": {"block": "lmm", "rule_options": {"network": {"expansion": 1}}},
+    "mag": {"block": "mag", "rule_options": {"network": {"expansion": 1}}},
     "lmm-persistent": {"block": "lmm", "rule": "titans", "window": 1, "persistent_tokens": 2},
     "mag-persistent": {"block": "mag", "rule": "omeganet", "persistent_tokens": 2},
     "mal": {"block": "mal", "rule": "omeganet"},

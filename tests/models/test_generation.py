@@ -230,7 +230,8 @@ def test_one_cache_for_several_texts(model: AtlasForCausalLM) -> None:
         model.generate(new, past_key_values=cache, use_cache=False, **LONG)
 
 
-def test_a_cache_does_not_keep_the_text(model: AtlasForCausalLM) -> None:
+def test_a_cache_does_not_keep_the_text(make: Make) -> None:
+    model = make(rule="titans")
     cache = _copy(model, prompt(1, 60))
     model.generate(prompt(1, 4), past_key_values=cache, **LONG)
     for ids in (cache._last_ids, _copy(model, prompt(1, 60))._last_ids):

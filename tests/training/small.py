@@ -1,7 +1,13 @@
 """The smallest run worth the name, shared by the tests of training, evaluation and the command."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from atlas_memory.layers.mlp import SwiGLU
 from atlas_memory.training import RunConfig, load_config
 
 SMALL = (
@@ -35,5 +41,26 @@ def overrides(folder: Path, *more: str) -> list[str]:
     return [*SMALL, f"data.path={corpus}", f"output_dir={folder / 'run'}", *more]
 
 
+def copied(run: Path, folder: Path) -> Path:
+    """A copy of a run and of the text beside it, as if it had been trained in folder / "run"."""
+    shutil.copytree(run.parent, folder, dirs_exist_ok=True)
+    described = folder / run.name / "run.yaml"
+    described.write_text(described.read_text().replace(str(run.parent), str(folder)))
+    return folder / run.name
+
+
 def settings(folder: Path, *more: str) -> RunConfig:
     return load_config(None, overrides(folder, *more))
+
+
+def count_in_training(patch: pytest.MonkeyPatch) -> list[None]:
+    """An entry for each time that the MLP of a block is computed with gradients, from now on."""
+    forward, calls = SwiGLU.forward, []
+
+    def counted(self: SwiGLU, x: Any) -> Any:
+        if torch.is_grad_enabled() and self.training:
+            calls.append(None)
+        return forward(self, x)
+
+    patch.setattr(SwiGLU, "forward", counted)
+    return calls

@@ -30,21 +30,16 @@ def same(one: Path, two: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+@pytest.fixture
+def whole(six_steps) -> Path:
     """A run of six steps, with checkpoints after the third and the sixth."""
-    folder = tmp_path_factory.mktemp("whole")
-    train(settings(folder, *QUIET))
-    return folder / "run"
+    return six_steps
 
 
 @pytest.fixture
-def copy(whole, tmp_path) -> Path:
+def copy(finished) -> Path:
     """The same run in a folder that a test may damage, beside its text."""
-    shutil.copytree(whole.parent, tmp_path, dirs_exist_ok=True)
-    text = (tmp_path / "run" / "run.yaml").read_text()
-    (tmp_path / "run" / "run.yaml").write_text(text.replace(str(whole.parent), str(tmp_path)))
-    return tmp_path / "run"
+    return finished
 
 
 def resume(run: Path, *more: str) -> Any:

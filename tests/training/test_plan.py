@@ -29,7 +29,7 @@ def peak():  # getrusage would begin with that of the process which started this
 model = AtlasForCausalLM(AtlasConfig.preset("tiny", rule=sys.argv[1])).train()
 if sys.argv[2] == "True":
     model.gradient_checkpointing_enable()
-ids = torch.randint(0, 256, (16, 256))
+ids = torch.randint(0, 256, (4, 256))
 small = model(input_ids=ids[:1, :32], labels=ids[:1, :32]).loss.backward()  # what a first call alone takes
 before = peak()
 model(input_ids=ids, labels=ids).loss.backward()
@@ -40,12 +40,12 @@ print(peak() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("rule,again", [("titans", False), ("gated-deltanet", True)])
 def test_memory_is_what_a_step_takes(rule, again) -> None:
-    given = ["model.preset=tiny", f"model.rule={rule}", "train.batch_size=16", "data.seq_len=256"]
+    given = ["model.preset=tiny", f"model.rule={rule}", "train.batch_size=4", "data.seq_len=256"]
     (found,) = plan(load_config(None, [*given, f"train.gradient_checkpointing={again}"]))
     command = [sys.executable, "-c", PEAK, rule, str(again)]
     measured = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     estimate = found.activations + found.logits
-    assert 1 / 1.3 < estimate / measured < 1.3
+    assert 0.86 < estimate / measured < 1.3  # four rows: of many, whose memory grows faster than the estimate, 1 / 1.3
 
 
 def test_counts_are_those_of_the_model_and_its_run(tmp_path) -> None:

@@ -1,21 +1,23 @@
 """Sharded runs: the same runs as others, by processes that each hold a part; killed, resumed by more or fewer, read."""
 
+import os
 import shutil
-import time
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from atlas_memory.training import load_run, sharded
+from atlas_memory.training import load_run, sharded, trainer
 from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.logs import read_log
 from atlas_memory.training.runs import newest_checkpoint
 from atlas_memory.training.trainer import train
-from tests.training.small import settings
-from tests.training.test_orders import losses, near, same, start, together, weights
+from tests.training.small import copied, count_in_training, settings
+from tests.training.test_orders import losses, near, part, same, start, together, weights
 
 MORE = (
     "model.rule=titans",
@@ -42,11 +44,7 @@ def whole(tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(whole, tmp_path) -> Path:
     """The same run in a folder that a test may change, beside its text."""
-    shutil.copytree(whole, tmp_path / "run")
-    text = (tmp_path / "run" / "run.yaml").read_text()
-    (tmp_path / "run" / "run.yaml").write_text(text.replace(str(whole.parent), str(tmp_path)))
-    shutil.copytree(whole.parent / "corpus", tmp_path / "corpus")
-    return tmp_path / "run"
+    return copied(whole, tmp_path)
 
 
 def alike(one: Path, two: Path) -> None:
@@ -72,21 +70,41 @@ def test_a_sharded_run_is_the_run(whole, tmp_path) -> None:
         assert (whole / name).read_text() == (tmp_path / "run" / name).read_text()
 
 
+def recomputing(*given: Any) -> None:
+    """One process of a run of two steps, which fails unless the MLPs of its two blocks are computed twice in each."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = count_in_training(patch)
+        part(*given)
+    assert len(read) == 2 * 2 * 2, len(read)
+
+
 def test_copies_on_two_machines_and_recomputation(tmp_path) -> None:
     """Four processes, two a machine; blocks that are computed anew in the backward pass."""
     one, four, more = tmp_path / "one", tmp_path / "four", ("train.steps=2", "train.evaluate_every=0")
     train(settings(one, *MORE, *more, "train.batch_size=4"))
-    together(config(four, *more, "train.batch_size=1", "train.gradient_checkpointing=true"), 4)
+    together(config(four, *more, "train.batch_size=1", "train.gradient_checkpointing=true"), 4, target=recomputing)
     alike(one / "run", four / "run")
 
 
+def killed(*given: Any) -> None:
+    """One process that is killed as it begins the sixth step."""
+    compute_loss, calls = trainer._Trainer.compute_loss, iter(range(6))
+
+    def and_die(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return compute_loss(self, *args, **kwargs)
+
+    trainer._Trainer.compute_loss = and_die
+    part(*given)
+
+
 def test_a_killed_run_ends_bitwise_the_same(whole, tmp_path) -> None:
-    parts = start(config(tmp_path))
-    while len(read_log(tmp_path / "run")) < 5 and all(process.is_alive() for process in parts):
-        time.sleep(0.01)
+    parts = start(config(tmp_path), target=killed)
     for process in parts:
-        process.kill()
-        process.join(60)
+        process.join(120)
+    assert -signal.SIGKILL in [process.exitcode for process in parts]
+    assert len(read_log(tmp_path / "run")) == 5
     assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-3"
     together(config(tmp_path), resume=True)
     assert losses(tmp_path / "run") == losses(whole) and same(tmp_path / "run", whole)

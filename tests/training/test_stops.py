@@ -136,21 +136,18 @@ def test_minutes_between_checkpoints(tmp_path) -> None:
     assert found == [f"checkpoint-{step}" for step in range(1, 7)]
 
 
-def test_a_run_that_is_made_longer_has_the_longer_ones_rate_at_once(tmp_path) -> None:
-    train(settings(tmp_path, *QUIET))
+def test_a_run_that_is_made_longer_has_the_longer_ones_rate_at_once(finished, tmp_path) -> None:
     train(settings(tmp_path, *QUIET, "train.steps=9"), resume=True)
     train(settings(tmp_path, *QUIET, "train.steps=9", f"output_dir={tmp_path / 'nine'}"))
     rates = [[entry["learning_rate"] for entry in read_log(tmp_path / name)] for name in ("run", "nine")]
     assert rates[0][6:] == rates[1][6:] and rates[0][6] > 0
 
 
-def test_a_text_that_was_moved_is_the_same_text(tmp_path) -> None:
-    train(settings(tmp_path, *QUIET, f"output_dir={tmp_path / 'whole'}"))
-    train(settings(tmp_path, *QUIET))
+def test_a_text_that_was_moved_is_the_same_text(six_steps, finished, tmp_path) -> None:
     shutil.rmtree(tmp_path / "run" / "checkpoint-6")
     (tmp_path / "corpus").rename(tmp_path / "moved")
     train(settings(tmp_path, *QUIET, f"data.path={tmp_path / 'moved'}"), resume=True)
-    assert same(tmp_path / "run", tmp_path / "whole")
+    assert same(tmp_path / "run", six_steps)
     assert f"path: {tmp_path / 'moved'}" in (tmp_path / "run" / "run.yaml").read_text()
     shutil.rmtree(tmp_path / "corpus")
     (tmp_path / "other").mkdir()
@@ -213,9 +210,8 @@ def test_a_run_yaml_that_was_changed_by_hand_is_refused(tmp_path, capsys) -> Non
     assert len(read_log(folder)) == 7
 
 
-def test_weights_can_be_read_by_whoever_reads_the_run(tmp_path) -> None:
-    train(settings(tmp_path, *QUIET))
-    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-6"):
+def test_weights_can_be_read_by_whoever_reads_the_run(six_steps) -> None:
+    for folder in (six_steps, six_steps / "checkpoint-6"):
         modes = {(folder / name).stat().st_mode for name in ("config.json", "model.safetensors")}
         assert len(modes) == 1
 

@@ -17,12 +17,11 @@ from tests.data.test_tokens import word_tokenizer
 from tests.training.small import overrides, settings
 
 
-def test_a_text_with_one_other_letter_is_not_resumed(tmp_path) -> None:
+def test_a_text_with_one_other_letter_is_not_resumed(finished, tmp_path) -> None:
     """Nor is one whose held-out part has changed; a run that an earlier version began compares what it noted."""
-    train(settings(tmp_path))
     corpus = tmp_path / "corpus"
     held, trained = (part[0].name for part in (Corpus.load(corpus).held_out, Corpus.load(corpus).train))
-    note = tmp_path / "run" / "data.json"
+    note = finished / "data.json"
     for name, says in ((trained, r"\(other text in the same [\d,]+ tokens\)"), (held, r"\(other held-out text\)")):
         text = (corpus / name).read_text()
         (corpus / name).write_text(text.replace("document", "dokument"))

@@ -1,11 +1,13 @@
 """Runs: what they leave, that a resumed one is the same one, that nothing is destroyed."""
 
+import itertools
 import json
 import os
 import shutil
 import signal
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,13 +19,13 @@ from atlas_memory import AtlasConfig, AtlasForCausalLM, OmegaMemory
 from atlas_memory.data import Source
 from atlas_memory.data.bpe import train_tokenizer
 from atlas_memory.forms.compiling import compiled_for_rule
-from atlas_memory.training import load_run, trainer
+from atlas_memory.training import callbacks, load_run, trainer
 from atlas_memory.training.callbacks import Clock
 from atlas_memory.training.config import ConfigError
 from atlas_memory.training.logs import read_log
 from atlas_memory.training.runs import newest_checkpoint
 from atlas_memory.training.trainer import train
-from tests.training.small import settings, write_corpus
+from tests.training.small import copied, count_in_training, settings, write_corpus
 
 
 def losses(folder: Path) -> list[tuple[float, float, float]]:
@@ -34,27 +36,20 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+@pytest.fixture
+def whole(six_steps) -> Path:
     """A run of six steps in one go."""
-    folder = tmp_path_factory.mktemp("whole")
-    outcome = train(settings(folder))
-    assert (outcome.steps, outcome.interrupted) == (6, False)
-    return folder / "run"
+    return six_steps
 
 
 @pytest.fixture
 def copy(whole, tmp_path) -> Path:
     """The same run in a folder that a test may damage."""
-    shutil.copytree(whole.parent, tmp_path / "copy")
-    return tmp_path / "copy" / "run"
+    return copied(whole, tmp_path / "copy")
 
 
 def resume(run: Path, *more: str) -> trainer.Outcome:
     """Resume a copied run, whose corpus stands beside it."""
-    text = (run / "run.yaml").read_text()
-    old = next(line for line in text.splitlines() if line.startswith("output_dir")).split(": ")[1]
-    (run / "run.yaml").write_text(text.replace(str(Path(old).parent), str(run.parent)))
     return train(settings(run.parent, *more), resume=True)
 
 
@@ -77,8 +72,11 @@ def test_the_same_seed_gives_the_same_run(whole, tmp_path) -> None:
     assert losses(tmp_path / "other") != losses(whole)
 
 
-def test_gradient_checkpointing_changes_no_loss(whole, tmp_path) -> None:
-    train(settings(tmp_path, "train.gradient_checkpointing=true"))
+def test_gradient_checkpointing_changes_no_loss(whole, tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        read = count_in_training(patch)
+        train(settings(tmp_path, "train.gradient_checkpointing=true"))
+    assert len(read) == 6 * 2 * 2, "in six steps the MLPs of two blocks were not computed a second time"
     for one, two in zip(losses(whole), losses(tmp_path / "run"), strict=True):
         assert one == pytest.approx(two, rel=1e-5)
 
@@ -241,7 +239,10 @@ def test_mistakes_leave_no_folder(tmp_path, override: str, message: str) -> None
     assert not (tmp_path / "run").exists()
 
 
-def test_minutes_end_a_run_and_its_schedule(tmp_path) -> None:
+def test_minutes_end_a_run_and_its_schedule(tmp_path, monkeypatch) -> None:
+    """A twentieth of a second passes whenever the clock is looked at."""
+    passed = itertools.count(0.0, 0.05)
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: next(passed)))
     outcome = train(settings(tmp_path, "train.steps=100000", "train.max_minutes=0.06"))
     assert 1 <= outcome.steps < 100000
     assert not outcome.interrupted

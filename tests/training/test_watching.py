@@ -1,6 +1,7 @@
 """Memories are looked at during training, and what is of no use is told."""
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
@@ -93,11 +94,12 @@ def test_an_alarm_is_told_once(tmp_path: Path) -> None:
     assert [len(line["alarms"]) for line in lines] == [0, 2, 2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9/", "http://[bad", "http://127.0.0.1:9/\u00fc"])
+@pytest.mark.parametrize("address", ["http://127.0.0.1:{port}/", "http://[bad", "http://127.0.0.1:{port}/\u00fc"])
 def test_training_goes_on_where_nobody_listens(tmp_path: Path, address: str) -> None:
     console = quiet()
-    with spoilt(SPOILT["eta at 0"]):
-        hook = f"train.alarm_webhook={address}"
+    with spoilt(SPOILT["eta at 0"]), socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # taken, so that nobody else listens there
+        hook = f"train.alarm_webhook={address.format(port=deaf.getsockname()[1])}"
         train(settings(tmp_path, "train.watch_every=2", "train.steps=4", hook), console=console)
     assert "could not be told" in said(console)
     assert load_run(tmp_path / "run").folder == tmp_path / "run"
