@@ -130,13 +130,8 @@ class Documents:
         check_mask("document_starts", starts)
         batch, time = starts.shape
         starts = starts.to(x.device).bool()
-        if mask is not None and not isinstance(mask, Tensor):
-            raise ValueError(f"mask must be a tensor [batch, time], got a {type(mask).__name__}")
-        if mask is not None and mask.shape != starts.shape:
-            raise ValueError(
-                f"mask has shape {list(mask.shape)} but document_starts {list(starts.shape)}; give the same"
-            )
         if mask is not None:
+            _check_like(mask, starts)
             starts = at_real_tokens(starts, mask.to(starts.device))
         if not time or not starts.any():
             return None
@@ -226,6 +221,13 @@ def _read(layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, options:
                 f"{list(tensor.shape)}"
             )
     return y, after
+
+
+def _check_like(mask: Any, starts: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"mask must be a tensor [batch, time], got a {type(mask).__name__}")
+    if mask.shape != starts.shape:
+        raise ValueError(f"mask has shape {list(mask.shape)} but document_starts {list(starts.shape)}; give the same")
 
 
 def before_each(mask: Tensor) -> Tensor:
