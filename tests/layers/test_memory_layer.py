@@ -349,7 +349,16 @@ def test_gates_of_narrow_layers_learn_as_fast(rule, widths):
 
 @pytest.mark.parametrize(
     "rule,eta",
-    [("titans", 0.95), ("gated-deltanet", 0.5), ("ttt-linear", 0.5), ("dla", 0.475), ("swdt", 0.475), ("lact", 0.35)],
+    [
+        ("titans", 0.7),
+        ("omeganet", 0.95),
+        ("atlas", 0.95),
+        ("gated-deltanet", 0.5),
+        ("ttt-linear", 0.5),
+        ("dla", 0.475),
+        ("swdt", 0.475),
+        ("lact", 0.35),
+    ],
 )
 def test_where_eta_begins(rule, eta):
     """Lower in a matrix that corrects its answer, and where what is written does not depend on what is answered."""

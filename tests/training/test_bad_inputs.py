@@ -69,7 +69,7 @@ def wrong(tmp_path) -> Path:
         ("data.lengths={{3: 32, 5: 32}}", "data.lengths: 32 from step 5 on is no multiple of 32 before it"),
         ("data.lengths={{0: 32}}", "data.lengths: 0 is no step after the first: set data.seq_len=32"),
         ("data.lengths={{3: 64}}", "make train.batch_size a multiple of 4"),
-        ("data.lengths={{half: 32}}", "data.lengths.half.[key]='half': input should be a valid integer"),
+        ("data.lengths={{half: 32}}", "data.lengths='half': input should be a valid integer"),
         ("output_dir={}/file", "is a file"),
         ("output_dir={}/file/run", "file"),
     ],
