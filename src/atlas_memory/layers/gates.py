@@ -7,12 +7,11 @@ measurement (docs/starting.md):
 * theta: ``START_THETA``, however often the memory makes a step (``every``), since theta acts once a step;
 * eta: in (0, 1), a share of a full write, starting at ``START_ETA`` in a memory of one matrix and at ``DEEP_ETA`` in a
   deeper one, ``MOMENTUM_ETA`` if steps have momentum. Where steps are bare (``bounded=False``), it starts at that over
-  the squared length of a lifted unit key.
-  Bare steps of Muon have the length eta, whatever the gradient: there eta is at most ``every / chunk``, so that the
-  steps of one chunk add up to a spectral norm of at most about 1, and it starts at a quarter of that (``largest_step``
-  and ``bare_eta`` of the optimiser). Where what is written does not depend on what is answered (``is_linear``, and
-  nothing is taken out), noise adds up: there, with bounded steps, eta starts lower and all gates with larger weights,
-  to learn soon which tokens to leave out (``HEBBIAN_ETA``, ``HEBBIAN_SPREAD``);
+  the squared length of a lifted unit key. Bare steps of Muon have the length eta, whatever the gradient: there eta is
+  at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most about 1, and it starts
+  at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser). Where what is written does not depend on
+  what is answered (``is_linear``, and nothing is taken out), noise adds up: there, with bounded steps, eta starts lower
+  and all gates with larger weights, to learn soon which tokens to leave out (``HEBBIAN_ETA``, ``HEBBIAN_SPREAD``);
 * delta: no sigmoid but a softplus, starting where the bias says;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 
