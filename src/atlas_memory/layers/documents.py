@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mathematics.state import State
-from .padding import check_mask
+from .padding import check_mask, check_tensor
 from .stateful import Stateful
 
 
@@ -120,8 +120,7 @@ class Documents:
         """
         if starts is None or isinstance(starts, Documents):
             return starts
-        if not isinstance(starts, Tensor):
-            raise ValueError(f"document_starts must be a tensor [batch, time], got a {type(starts).__name__}")
+        check_tensor("document_starts", starts)
         if starts.shape != x.shape[:2]:
             raise ValueError(
                 f"document_starts has shape {list(starts.shape)} but the tokens are [batch, time] = "
@@ -224,8 +223,7 @@ def _read(layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, options:
 
 
 def _check_like(mask: Any, starts: Tensor) -> None:
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"mask must be a tensor [batch, time], got a {type(mask).__name__}")
+    check_tensor("mask", mask)
     if mask.shape != starts.shape:
         raise ValueError(f"mask has shape {list(mask.shape)} but document_starts {list(starts.shape)}; give the same")
 

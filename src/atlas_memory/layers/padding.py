@@ -5,6 +5,8 @@ advance the position. So every layer moves the real tokens of each row (a sequen
 their order, reads the packed rows, and puts the results back.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,7 @@ def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ValueError: mask is not of shape `[batch, time]`, or (seen on a CPU only) has negative numbers or NaN, as masks
             have that are added to scores of attention.
     """
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"mask must be a tensor [batch, time], got a {type(mask).__name__}")
+    check_tensor("mask", mask)
     if mask.shape != x.shape[:2]:
         raise ValueError(
             f"mask has shape {list(mask.shape)} but x has [batch, time] = {list(x.shape[:2])}; "
@@ -40,6 +41,12 @@ def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     behind = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
     packed = x.gather(1, _like(order, x).expand_as(x)).masked_fill(_like(behind, x), 0)
     return packed, lengths, order
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """ValueError for a list, or anything else that is no tensor with an entry for each token."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor [batch, time], got a {type(value).__name__}")
 
 
 def check_mask(name: str, mask: Tensor) -> None:

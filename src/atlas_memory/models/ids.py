@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layers.padding import check_mask
+from ..layers.padding import check_mask, check_tensor
 from ..mathematics.functions import at_hand, can_look
 
 IGNORED = -100
@@ -60,8 +60,7 @@ def mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, x: Tensor, goes
         mask = next((m for m in mask.values() if m is not None), None)
     if mask is None:
         return None
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"attention_mask must be a tensor [batch, time], got a {type(mask).__name__}")
+    check_tensor("attention_mask", mask)
     if mask.dim() != 2 or len(mask) != batch or mask.shape[1] < time or (mask.shape[1] > time and not goes_on):
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)}; give [batch, time] with {batch} rows and an entry for each "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layers.documents import before_each
+from ..layers.padding import check_tensor
 
 # What transformers, peft and their like pass to every model; a memory needs none of it, and the loss reads its own.
 _PASSED = {"cache_position", "token_type_ids", "output_attentions", "output_router_logits", "is_causal"}
@@ -72,8 +73,7 @@ def starts_of_documents(
 
 
 def _of_the_tokens(name: str, value: Any, x: Tensor) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name} must be a tensor [batch, time], got a {type(value).__name__}")
+    check_tensor(name, value)
     if value.dim() != 2 or value.shape[1] != x.shape[1] or value.shape[0] not in (1, x.shape[0]):
         raise ValueError(
             f"{name} has shape {list(value.shape)} but the tokens are [batch, time] = {list(x.shape[:2])}; "
