@@ -224,6 +224,9 @@ def test_a_report_needs_a_run(tmp_path: Path) -> None:
 
 def test_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(settings(tmp_path, f"output_dir={tmp_path}/with", "train.watch_every=2"))
+    described = tmp_path / "with" / "run.yaml"
+    assert "  rule: deltanet\n" in described.read_text()
+    described.write_text(described.read_text().replace("  rule: deltanet\n", ""))  # as if its preset had decided
     train(
         settings(
             tmp_path,
@@ -245,6 +248,7 @@ def test_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     rows = [[re.sub("<.*?>", "", cell) for cell in row.split("</td>")] for row in text.split("<tr>")]
     assert ["with", "deltanet"] in [[row[0], row[2]] for row in rows if len(row) > 3]
     assert any(row[0] == "model.block" and row[2] == "swa" for row in rows)
+    assert any(row[:2] == ["model.rule", "deltanet"] for row in rows)  # which its settings do not name
     assert "share.png" in text and "memory's share" in text and "read on different texts" in text
     (tmp_path / "book.txt").write_text("a text of its own. " * 9)
     other = write_comparison([tmp_path / "with", tmp_path / "without#2"], tmp_path / "book.txt", sample_tokens=5)

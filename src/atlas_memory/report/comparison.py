@@ -43,7 +43,7 @@ def write_comparison(
     target = folder_for(above, "comparison", data)
     logs = [read_log(path) for path in paths]
     looks = {name: read_log(path, MEMORY) for name, path in zip(names, paths, strict=True)}
-    settings = [flat_settings(path) for path in paths]
+    settings = [flat_settings(path) | _rule(report) for path, report in zip(paths, reports, strict=True)]
     with written(target) as made:
         has_logs = any(len(log) > 1 for log in logs)
         if has_logs:
@@ -58,6 +58,11 @@ def write_comparison(
         (made / "comparison.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         (made / "comparison.html").write_text(page, encoding="utf-8")
     return target / "comparison.html"
+
+
+def _rule(report: dict[str, Any]) -> dict[str, Any]:
+    """The setting ``model.rule`` of a run, which the preset decides where its settings do not name it."""
+    return {"model.rule": report["rule"]} if report["rule"] else {}
 
 
 def _beside(paths: Sequence[Path]) -> tuple[Path, list[str]]:
