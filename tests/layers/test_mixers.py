@@ -1,11 +1,32 @@
 """The contract of every mixer: causal, isolated, the same in every mode, at any split, under any padding."""
 
+import inspect
+
 import pytest
 import torch
 
-from .mixers import DIM, MIXERS, OWN, build, grows, tensors
+from atlas_memory.layers.blocks import BLOCKS
+
+from .mixers import DIM, HEADS, MIXERS, OWN, build, grows, tensors
 
 NEAR = {"rtol": 0.0, "atol": 1e-8}
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block not in OWN])
+def test_arguments_stand_in_one_order(block):
+    """So that one mixer can take another's place."""
+    order = list(inspect.signature(BLOCKS[block].make(DIM, HEADS).forward).parameters)
+    assert order[:4] == ["x", "state", "mask", "document_starts"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block not in OWN])
+@pytest.mark.filterwarnings("error:Mismatch dtype between input and weight")
+def test_autocast_makes_every_output_narrow(block, dtype):
+    """Also of what an autocast layer before this one gave; and PyTorch has a fused norm for all of it."""
+    x = torch.randn(2, 9, DIM, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert BLOCKS[block].make(DIM, HEADS)(x)[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", MIXERS)

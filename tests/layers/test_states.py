@@ -60,6 +60,30 @@ def test_a_state_in_a_file(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_state_in_a_checkpoint_of_your_own(name, tmp_path):
+    """``torch.save`` beside anything else; ``torch.load`` runs no code of such a file. States are compared by what they
+    are, as tensors and modules are in a dictionary."""
+    state = layer(name).initial_state(2).detach()
+    torch.save({"step": 3, "state": state}, tmp_path / "own.pt")
+    again = torch.load(tmp_path / "own.pt", weights_only=True)["state"]
+    assert type(again) is type(state) and repr(again) == repr(state)
+    assert all(torch.equal(a, b) for a, b in zip(again.tensors(), state.tensors(), strict=True))
+    assert state in [state] and again not in [state]
+
+
+def test_a_state_on_another_device():
+    state = layer("mag").initial_state().to("meta")
+    assert {t.device.type for t in state.tensors()} == {"meta"}
+    assert {t.dtype for t in state.tensors()} == {torch.float64, torch.int64}
+
+
+@pytest.mark.parametrize("batch", [-1, 2.0, True, torch.zeros(2, 3)])
+def test_a_batch_that_is_none_is_named(batch):
+    with pytest.raises(ValueError, match="batch must be a whole number of sequences, at least 0, got"):
+        layer("lmm").initial_state(batch)
+
+
 def test_bare_memories():
     for memory in (OmegaMemory(8, 2, "atlas-c1"), HierarchicalMemory(8, 2, "tnt", Hierarchy(8, (4,), shard=8))):
         state = memory.initial_state(5)

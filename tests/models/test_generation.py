@@ -1,6 +1,7 @@
 """`generate` with a memory as its cache, against reading everything again at each token."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,6 +237,16 @@ def test_a_cache_does_not_keep_the_text(make: Make) -> None:
     model.generate(prompt(1, 4), past_key_values=cache, **LONG)
     for ids in (cache._last_ids, _copy(model, prompt(1, 60))._last_ids):
         assert ids is not None and ids.untyped_storage().nbytes() == 16 * 8
+
+
+def test_a_cache_in_a_file(make: Make, tmp_path: Path) -> None:
+    """It is read without running any code of the file, and goes on as the one that was written."""
+    model, new = make(rule="titans"), prompt(1, 4)
+    cache = _copy(model, prompt(1, 20))
+    torch.save(cache, tmp_path / "read.pt")
+    again = torch.load(tmp_path / "read.pt", weights_only=True)
+    expected = model.generate(new, past_key_values=cache, **LONG)
+    assert torch.equal(model.generate(new, past_key_values=again, **LONG), expected)
 
 
 def test_stop_strings(model: AtlasForCausalLM) -> None:

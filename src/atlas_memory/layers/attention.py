@@ -16,7 +16,7 @@ from .rotary import check_heads, rotary, rotate
 from .stateful import Stateful
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class AttentionState(State):
     """What attention keeps of the past.
 
@@ -33,7 +33,7 @@ class AttentionState(State):
     seen: Tensor
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class FullAttentionState(AttentionState):
     """That of full attention, whose keys are rotated."""
 
@@ -71,7 +71,7 @@ class _Attention(Stateful):
         other = type(state) is not kind or (kind is AttentionState and state.keys.shape[2] != slots)
         if held != [self.heads, self.head_dim] or other:
             raise ValueError(
-                f"state has keys {list(state.keys.shape)} in a {type(state).__name__}: it is of an attention of "
+                f"state has keys {list(state.keys.shape)}, {type(state).__name__}: it is of an attention of "
                 "another kind, window, head count or width"
             )
         return state
@@ -161,8 +161,9 @@ class SlidingWindowAttention(_Attention):
         x: Tensor,
         state: AttentionState | None = None,
         mask: Tensor | None = None,
-        prefix: Tensor | None = None,
         document_starts: Tensor | None = None,
+        *,
+        prefix: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
         """Attend; continue from `state` if there is one.
 
@@ -170,9 +171,9 @@ class SlidingWindowAttention(_Attention):
             x: `[batch, time, dim]`, time may be 0.
             state: What the last call returned, or None at the start.
             mask: `[batch, time]`, nonzero for real tokens; padding may be anywhere and its outputs are zero.
+            document_starts: `[batch, time]`, nonzero at the first token of every document, which sees none before it.
             prefix: `[tokens, dim]`, tokens that every token sees beside its window (Titans, Fig. 3b). They have no
                 position: their distance would grow with the stream, beyond all distances met in training.
-            document_starts: `[batch, time]`, nonzero at the first token of every document, which sees none before it.
 
         Returns:
             y `[batch, time, dim]` in x's dtype, and the new state.

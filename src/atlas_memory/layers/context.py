@@ -19,7 +19,7 @@ from .rotary import check_heads, rotary, rotate
 from .stateful import Stateful
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class ContextState(State):
     """What `MemoryAsContext` carries; its size is constant.
 

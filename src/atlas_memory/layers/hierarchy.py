@@ -111,7 +111,7 @@ class Hierarchy:
         return (rule.vary(window={"chunk": self.global_chunk, "read": "frozen"}), *local)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class HierarchicalState(State):
     """What ``HierarchicalMemory`` carries; its size is constant, and every tensor has the batch first.
 

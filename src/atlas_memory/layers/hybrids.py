@@ -18,7 +18,7 @@ START_ATTENTION = 0.3
 """The vector of the norm on what attention gives, in a fresh `MemoryGate`."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class HybridState(State):
     """The states of a memory and of the attention beside or after it."""
 
@@ -57,7 +57,7 @@ class MemoryGate(nn.Module):
         # Under autocast both are narrower than the norms' vectors, for which PyTorch has no fused norm.
         wide = self.bias.dtype
         gate = F.silu(self.memory_norm(memory.to(wide)))
-        return ((self.attention_norm(attention.to(wide)) + self.bias) * gate).to(attention.dtype)
+        return ((self.attention_norm(attention.to(wide)) + self.bias) * gate).to(memory.dtype)
 
 
 class MemoryAsGate(Stateful):
@@ -106,7 +106,7 @@ class MemoryAsGate(Stateful):
         self.check_state(state, HybridState)
         prefix = self.memory.tokens.weight if isinstance(self.memory, WithPersistentTokens) else None
         memory, memory_state = self.memory(x, state.memory if state else None, mask)
-        attention, attention_state = self.attention(x, state.attention if state else None, mask, prefix)
+        attention, attention_state = self.attention(x, state.attention if state else None, mask, prefix=prefix)
         return self.gate(attention, memory), HybridState(memory_state, attention_state)
 
 
@@ -149,5 +149,6 @@ class MemoryAsLayer(Stateful):
         m, memory_state = self.memory(x, state.memory if state else None, mask)
         if mask is not None:  # what stands at padding would reach the gradient of the norm
             x = x.where(mask.bool()[..., None], 0.0)
-        y, attention_state = self.attention(self.norm(x + m), state.attention if state else None, mask)
+        normed = self.norm((x + m).to(self.norm.weight.dtype))
+        y, attention_state = self.attention(normed, state.attention if state else None, mask)
         return m + y, HybridState(memory_state, attention_state)

@@ -33,7 +33,7 @@ LARGEST = 1e6
 """Values are cut to +-``LARGEST``: where a deep memory holds values of 1e8, outer gradients can overflow float32."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class LayerState(State):
     """What a memory layer carries from call to call.
 
@@ -64,7 +64,8 @@ class NeuralMemory(Stateful):
         heads: memory heads of width dim / heads.
         rule: a name in ``RULES`` or a ``Rule``.
         window: c, the tokens in the inner loss; None: the rule's.
-        chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's.
+        chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's. A rule that takes its step at
+            the end of a chunk (``lact``) has written nothing in a sequence that is shorter.
         conv_size: taps of the convolution.
         key_lag: by how many tokens keys are behind values in a fresh layer; see ``reset_parameters``. 0: a token's
             value is written under its own key; 1: under that of the token before, so that a query is answered with
@@ -276,7 +277,7 @@ class NeuralMemory(Stateful):
     def _project(self, y: Tensor, x: Tensor) -> Tensor:
         """The layer's output ``[batch, time, dim]``: what the heads answer, ``[batch, heads, time, dim / heads]``,
         normed, gated by x and projected."""
-        y = self.norm(y.to(x.dtype)).transpose(1, 2).flatten(2)
+        y = self.norm(y.to(self.norm.weight.dtype)).transpose(1, 2).flatten(2)
         return self.out(y * F.silu(self.gate(x)))
 
 

@@ -196,7 +196,7 @@ class SelfModifyingMemory(Stateful):
                 y, memory = self._learn_by_token(q, u, memory, length)
             else:
                 y, memory = self._learn(q, u, memory, length, state is None or starts_chunk(self.rule, memory))
-        y = self.norm(y.to(x.dtype)).transpose(1, 2).flatten(2)
+        y = self.norm(y.to(self.norm.weight.dtype)).transpose(1, 2).flatten(2)
         return self.out(y * F.silu(self.gate(x))), LayerState(memory, past)
 
     def _look(self, x: Tensor, past: Tensor | None, length: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

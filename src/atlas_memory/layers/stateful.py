@@ -94,14 +94,16 @@ class Stateful(nn.Module):
 
     def initial_state(self, batch: int = 1) -> Any:
         """The state of ``batch`` sequences before their first token. It is made from the learned M_0: a loss on what is
-        read from it trains M_0."""
+        read from it trains M_0. ValueError unless ``batch`` is a whole number of at least 0."""
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
+            raise ValueError(f"batch must be a whole number of sequences, at least 0, got {batch!r}")
         return self(*self.empty(batch))[1]
 
     def save_state(self, state: State, path: str | Path) -> None:
         """Write a state to a safetensors file, whole or not at all, with the layer's kind and rules beside it.
 
         Raises:
-            ValueError: no state, or one of another layer; ``path`` is a folder.
+            ValueError: no state, or one whose tensors are not those of this layer's states; ``path`` is a folder.
             FileNotFoundError: the folder of ``path`` does not exist.
         """
         if not isinstance(state, State):

@@ -20,11 +20,12 @@ class Gates:
         eta: step size >= 0, ``[batch, heads, time]``; or channel-wise, ``[batch, heads, time, dim]``, where diag(eta)
             multiplies from the left and each channel serves rows / dim adjoining rows of a matrix (Miras section 5.4).
             Not for Muon, whose steps mix rows.
-        alpha: retention in [0, 1], shaped as eta may be; multiplies the old memory. None: 1.
+        alpha: retention in [0, 1], shaped as eta may be; multiplies the old memory. None: 1. Rules that forget
+            nothing (``Keep``) do not read it.
         theta: momentum decay in [0, 1], ``[batch, heads, time]``. None: 0. Read by momentum and Muon.
         gamma: window gates in [0, 1], ``[batch, heads, time, c]``; entry j of token t weighs token t - j. None: 1.
         delta: the threshold or shift of a bias that has one (``Huber``, ``RobustL2``), > 0, ``[batch, heads, time]``.
-            None: 1.
+            None: 1. Other biases do not read it.
         length: ``[batch]`` int64, how many tokens of each row are real; the rest is right padding, neither written nor
             counted, its outputs undefined. None: all.
     """

@@ -46,11 +46,20 @@ def _named(name: str, tree: Tree) -> Iterator[tuple[str, Tensor]]:
 
 class State:
     """What states share: they are dataclasses of tensors, other states, None and tuples of these. Every tensor has the
-    batch as its first dimension, so that sequences can be selected, repeated and reordered."""
+    batch as its first dimension, so that sequences can be selected, repeated and reordered. Once their class
+    has been imported, ``torch.load`` takes what ``torch.save`` wrote of them with ``weights_only=True``."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        torch.serialization.add_safe_globals([cls])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
-        """The state with ``fn`` applied to every tensor, e.g. ``state.map(lambda x: x.to("cuda"))``."""
+        """The state with ``fn`` applied to every tensor, e.g. ``state.map(lambda x: x[:1])``, its first row."""
         return type(self)(*(_map(fn, getattr(self, f.name)) for f in fields(self)))  # type: ignore[arg-type]
+
+    def to(self, device: torch.device | str) -> Self:
+        """The state on another device. Its dtypes are those in which memories are computed, and stay."""
+        return self.map(lambda t: t.to(device))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor and where it stands, such as ``memory.matrices.0.weights``."""
@@ -94,7 +103,7 @@ class State:
         return f"{type(self).__name__}({', '.join(parts)}: {self.nbytes:,} bytes)"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Matrix(State):
     """One matrix of a memory, and what is kept beside it, ``[batch, heads, rows, columns]`` each. On phi*, the infinite
     features of ``Exponential``, the columns are those of M_0 and then one for every key.
@@ -112,7 +121,7 @@ class Matrix(State):
     dual: Tensor | None = None
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class MemoryState(State):
     """A memory between two calls: its matrices, and what the next token needs of the past.
 

@@ -195,6 +195,10 @@ class AtlasCache(Cache):
         return check_cache(self, len(self.layers))
 
 
+# torch.load then reads them with weights_only=True, as it reads states.
+torch.serialization.add_safe_globals([AtlasCache, AtlasCacheLayer])
+
+
 def check_cache(cache: Any, num_hidden_layers: int) -> list[AtlasCacheLayer]:
     """The layers of a cache given as `past_key_values`.
 
