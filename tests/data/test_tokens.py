@@ -25,7 +25,7 @@ TEXTS = st.lists(PIECES).map("".join)
 @settings(deadline=None)
 @given(TEXTS)
 def test_bytes_round_trip(text: str) -> None:
-    ids = BYTES(text).input_ids
+    ids = BYTES(text, split_special_tokens=True).input_ids
     assert ids == list(text.encode()) == encode(BYTES, text).tolist()
     assert BYTES.decode(ids) == text
 
@@ -35,6 +35,15 @@ def test_special_tokens() -> None:
     assert (BYTES.bos_token_id, BYTES.eos_token_id, BYTES.pad_token_id) == (256, 256, 257)
     assert BYTES.decode([256, 97, 257], skip_special_tokens=True) == "a"
     assert BYTES(["a", "abc"], padding=True).input_ids == [[257, 257, 97], [97, 98, 99]]
+
+
+def test_names_of_special_tokens_in_a_text() -> None:
+    """They are the tokens in a chat, and plain bytes in a text that is read for training."""
+    assert BYTES("a<|endoftext|>").input_ids == [97, 256]
+    assert encode(BYTES, "a<|endoftext|>").tolist() == list(b"a<|endoftext|>")
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    chat = BYTES.apply_chat_template([{"role": "user", "content": "hi"}], chat_template=template)
+    assert chat["input_ids"] == [*b"user: hi", 256]
 
 
 def test_saved_and_loaded(tmp_path) -> None:

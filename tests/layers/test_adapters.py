@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from atlas_memory import NeuralMemory, set_execution
+from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.layers.context import MemoryAsContext
 
 
@@ -40,6 +41,33 @@ def test_an_adapter_of_the_projection_is_asked_wherever_the_weight_is():
             torch.testing.assert_close(theirs, mine)
     state = memory(x)[1]
     torch.testing.assert_close(adapted.retrieve(x, state.memory), memory.retrieve(x, state.memory))
+
+
+class Wrapped(nn.Module):
+    """As tutorials of LoRA write it: without a ``weight``."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.added = base, nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.added(x)
+
+
+@pytest.mark.parametrize("block", ["lmm", "mag", "mal", "mac", "hope", "swa", "attention"])
+def test_a_wrapper_without_a_weight(block):
+    torch.manual_seed(0)
+    mixer = BLOCKS[block].make(16, 2)
+    wrapped = [(parent, name) for parent in mixer.modules() for name in ("qkv", "q") if hasattr(parent, name)]
+    assert wrapped
+    for parent, name in wrapped:
+        if isinstance(getattr(parent, name), nn.Linear):
+            setattr(parent, name, Wrapped(getattr(parent, name)))
+    x = torch.randn(2, 9, 16)
+    y, state = mixer(x)
+    mixer(x, state)[0].sum().backward()
+    assert y.shape == x.shape
+    assert all(m.added.weight.grad.any() for m in mixer.modules() if isinstance(m, Wrapped))
 
 
 def test_memory_as_context_with_an_adapter():

@@ -366,6 +366,13 @@ def test_where_eta_begins(rule, eta):
     assert torch.allclose(gates(torch.zeros(1, 1, 16)).eta, torch.tensor(eta))
 
 
+def test_where_bare_steps_begin():
+    """At that over the squared length of a lifted unit key, here 1 + 1 + 1/2; and of Muon's at a length of its own."""
+    for rule, eta in (("swla", 0.32 / 2.5), ("omeganet", 0.95 / 2.5), ("gated-deltanet", 0.5)):
+        gates = GateProjection(16, 2, RULES[rule].vary(optimiser={"bounded": False}))
+        assert torch.allclose(gates(torch.zeros(1, 1, 16)).eta, torch.tensor(eta))
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_a_first_write_takes_half_of_the_loss(name):
     """What one write at the gates' starting values leaves of the loss at its key, heads of 32: of the rule's own loss,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteria
 
 from atlas_memory.data import byte_tokenizer
 from atlas_memory.models import AtlasCache, AtlasForCausalLM
@@ -157,6 +157,25 @@ def test_rows_that_have_ended_read_no_padding(make: Make, block: str) -> None:
     torch.testing.assert_close(after, model(more, attention_mask=mask).logits[:, -1], rtol=1e-4, atol=1e-5)
 
 
+class _FirstRowIsDone(StoppingCriteria):
+    """The first row has ended when it has nine tokens, by its text; the others go on."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor([input_ids.shape[1] >= 9] + [False] * (len(input_ids) - 1))
+
+
+def test_rows_that_have_ended_without_an_end_token_are_written_on(make: Make) -> None:
+    """As transformers has it, which pads behind them only where a criterion knows an end-of-text token; the cache has
+    then read what was written."""
+    model = make("lmm", "titans", eos_token_id=None, pad_token_id=None)  # any token may be written
+    done: dict[str, Any] = {"stopping_criteria": [_FirstRowIsDone()], "max_new_tokens": 7, "do_sample": False}
+    out = model.generate(prompt(), return_dict_in_generate=True, **done)
+    assert torch.equal(out.sequences, model.generate(prompt(), use_cache=False, **done))
+    text = torch.cat([out.sequences, prompt(2, 3)], 1)
+    on = model.generate(text, past_key_values=out.past_key_values, max_new_tokens=4, do_sample=False)
+    assert torch.equal(on, model.generate(text, max_new_tokens=4, do_sample=False))
+
+
 @pytest.mark.parametrize("block", ["lmm", "mac", "attention"])
 def test_a_cache_of_beams_is_refused(make: Make, block: str) -> None:
     model = make(block)
@@ -215,6 +234,19 @@ def test_ids_are_known_again_in_rows_that_moved(model: AtlasForCausalLM) -> None
     assert cache.is_read_in(torch.zeros(3, 41)), "of embeddings there are no ids to compare"
 
 
+def test_an_edit_far_back_is_seen(model: AtlasForCausalLM) -> None:
+    """Wherever it is, and of whatever tokens; of parts that were read in calls of their own as of one."""
+    ids, new = prompt(1, 40), prompt(1, 4)
+    cache = _copy(model, ids[:, :13])
+    model(ids[:, 13:], past_key_values=cache)
+    assert cache.is_read_in(torch.cat([ids, new], 1))
+    swapped = ids.clone()
+    swapped[0, [2, 5]] = swapped[0, [5, 2]]
+    assert not torch.equal(swapped, ids)
+    with pytest.raises(ValueError, match="do not begin with the 40 that it has read"):
+        cache.is_read_in(torch.cat([swapped, new], 1))
+
+
 def test_one_cache_for_several_texts(model: AtlasForCausalLM) -> None:
     """Beams and samples of one prompt go on from its one row; without use_cache a state is read and left as it was."""
     read, new = prompt(1, 11), prompt(1, 4)
@@ -235,8 +267,8 @@ def test_a_cache_does_not_keep_the_text(make: Make) -> None:
     model = make(rule="titans")
     cache = _copy(model, prompt(1, 60))
     model.generate(prompt(1, 4), past_key_values=cache, **LONG)
-    for ids in (cache._last_ids, _copy(model, prompt(1, 60))._last_ids):
-        assert ids is not None and ids.untyped_storage().nbytes() == 16 * 8
+    for ids in (cache._ids, _copy(model, prompt(1, 60))._ids):
+        assert ids is not None and ids.untyped_storage().nbytes() == 8
 
 
 def test_a_cache_in_a_file(make: Make, tmp_path: Path) -> None:

@@ -114,6 +114,28 @@ def test_loss_is_the_shifted_cross_entropy(model: AtlasForCausalLM) -> None:
     torch.testing.assert_close(summed, expected * (labels[:, 1:] != -100).sum() / 7)
 
 
+@pytest.mark.parametrize("side", ["left", "right", "between"])
+def test_the_loss_of_a_padded_row_is_that_of_the_row(make: Make, side: str) -> None:
+    """No label counts that would be predicted at padding, also in a call that goes on."""
+    model, ids = make(rule="titans"), tokens(1, 12)
+    real = torch.ones(12, dtype=torch.bool)
+    real[{"left": slice(0, 4), "right": slice(8, 12), "between": slice(5, 7)}[side]] = False
+    labels = ids.masked_fill(~real, -100)
+    alone, next_one = ids[:, real], ids.roll(-1, 1)
+    if side == "between":  # the last token before the padding has no label
+        expected = F.cross_entropy(model(alone).logits[0, [0, 1, 2, 3, 5, 6, 7, 8]], alone[0, [1, 2, 3, 4, 6, 7, 8, 9]])
+    else:
+        expected = model(alone, labels=alone).loss
+    torch.testing.assert_close(model(ids, attention_mask=real[None].long(), labels=labels).loss, expected)
+    shifted = model(ids, attention_mask=real[None].long(), shift_labels=next_one).loss
+    logits = model(ids, attention_mask=real[None].long()).logits
+    torch.testing.assert_close(shifted, F.cross_entropy(logits[0, real], next_one[0, real]))
+    cache = model(tokens(1, 3), use_cache=True).past_key_values
+    longer = F.pad(real[None].long(), (3, 0), value=1)
+    after = model(ids, attention_mask=longer, labels=labels, past_key_values=cache).loss
+    assert after.isfinite() and not torch.isclose(after, expected)
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
+import torch.nn.functional as F
 from transformers import Trainer, TrainingArguments
 
 from atlas_memory.models import AtlasForCausalLM
@@ -33,3 +35,18 @@ def test_trainer_evaluates_and_loads_the_best_model(make: Callable[..., AtlasFor
     assert predicted.predictions.shape == (6, 12, 31)
     assert (predicted.label_ids == ids.numpy()).all()
     assert predicted.metrics["test_loss"] == min(losses)
+
+
+def test_a_smoothed_loss_is_of_the_next_token(make: Callable[..., AtlasForCausalLM], tmp_path: Path) -> None:
+    """Trainer smooths labels itself, and shifts them for the models that transformers knows to be causal."""
+    ids = torch.randint(0, 29, (4, 12), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    model = make(rule="gated-deltanet")
+    arguments = TrainingArguments(
+        str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    with torch.no_grad():
+        logits = model(ids).logits[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1).item()
+    found = Trainer(model, arguments, eval_dataset=rows).evaluate()["eval_loss"]
+    assert found == pytest.approx(expected, rel=1e-5)

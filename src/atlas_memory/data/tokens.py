@@ -34,9 +34,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer whose ids 0..255 are the bytes of UTF-8; 256 is `<|endoftext|>` (bos and eos), 257
     `<|pad|>`.
 
-    `decode(encode(text)) == text` for every text that UTF-8 can hold; the names of the special tokens inside
-    a text are plain bytes. It is an ordinary fast tokenizer (byte-level BPE without merges), so it saves
-    beside a model.
+    `decode(encode(text)) == text` for every text that UTF-8 can hold. The names of the special tokens inside a text are
+    those tokens, as a chat template needs them; `encode`, which reads texts for training, takes them as plain bytes. It
+    is an ordinary fast tokenizer (byte-level BPE without merges), so it saves beside a model.
     """
     backend = Tokenizer(models.BPE(vocab=_byte_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -48,7 +48,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        split_special_tokens=True,
     )
 
 

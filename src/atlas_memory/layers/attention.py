@@ -58,7 +58,7 @@ class _Attention(Stateful):
         Raises:
             ValueError: x or the state is of another kind, or of another batch size.
         """
-        self.check_x(x, self.qkv.weight)
+        self.check_x(x, self.qkv)
         self.check_state(state, kind)
         batch = x.shape[0]
         if state is None:

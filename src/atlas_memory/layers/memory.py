@@ -186,7 +186,7 @@ class NeuralMemory(Stateful):
         Raises:
             ValueError: x, state or mask of a shape that does not fit.
         """
-        self.check_x(x, self.qkv.weight)
+        self.check_x(x, self.qkv)
         self.check_state(state, LayerState)
         if document_starts is not None:
             return read_documents(self, x, state, mask, document_starts)
@@ -209,7 +209,7 @@ class NeuralMemory(Stateful):
             ValueError: another state than that of this layer's memory, such as a whole ``LayerState``; x of another
                 width or dtype.
         """
-        self.check_x(x, self.qkv.weight)
+        self.check_x(x, self.qkv)
         plain = type(self.qkv) is nn.Linear  # or else an adapter or a quantised layer, whose weight is not all
         q = F.linear(x, self.qkv.weight[: self.dim]) if plain else self.qkv(x)[..., : self.dim]
         q = F.silu(q).to(kept_dtype(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -171,7 +171,7 @@ class SelfModifyingMemory(Stateful):
         Raises:
             ValueError: x, state or mask of a shape that does not fit.
         """
-        self.check_x(x, self.q.weight)
+        self.check_x(x, self.q)
         self.check_state(state, LayerState)
         if document_starts is not None:
             return read_documents(self, x, state, mask, document_starts)

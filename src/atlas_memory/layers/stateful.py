@@ -33,9 +33,10 @@ class Stateful(nn.Module):
         like = next(self.parameters(), torch.zeros(()))  # a layer may have none
         return (torch.zeros(batch, 0, self.dim, dtype=like.dtype, device=like.device),)
 
-    def check_x(self, x: Tensor, weight: Any) -> None:
-        """Raise ValueError unless x is ``[batch, time, dim]`` and can be multiplied by ``weight``, a tensor, or what a
-        layer of another library, quantised perhaps, has in its place."""
+    def check_x(self, x: Tensor, first: nn.Module) -> None:
+        """Raise ValueError unless x is ``[batch, time, dim]`` and can be read by ``first``, a linear layer, or what
+        another library, of adapters or quantised layers perhaps, has put in its place."""
+        weight = getattr(first, "weight", None)
         if not isinstance(x, Tensor):
             raise ValueError(f"x must be a tensor [batch, time, {self.dim}], got {_brief(x)}")
         if x.dim() != 3 or x.shape[-1] != self.dim:

@@ -102,8 +102,13 @@ class Ended(StoppingCriteriaList):
         return done
 
 
-# How many of the ids that were read a cache keeps, to know them again.
-_KEPT = 16
+def _digest(ids: Tensor, first: int) -> Tensor:
+    """A number, int64 `[batch]`, by which ids `[batch, time]` that stand from the place `first` of their rows on are
+    known again. The numbers of parts of a row add up to that of the row."""
+    # A factor for each place, as the random generator splitmix64 mixes its counter; products and sums are of 64 bits.
+    place = torch.arange(first + 1, first + 1 + ids.shape[1], device=ids.device) * -0x61C8864680B583EB
+    place = (place ^ (place >> 30)) * -0x40A7B892E31B1A47
+    return (ids.long() * (place ^ (place >> 27))).sum(1)
 
 
 class AtlasCache(Cache):
@@ -123,16 +128,20 @@ class AtlasCache(Cache):
 
     def __init__(self, num_hidden_layers: int, keep_graph: bool = False, anchored: bool = False) -> None:
         super().__init__(layers=[AtlasCacheLayer(keep_graph, anchored) for _ in range(num_hidden_layers)])
-        self._last_ids: Tensor | None = None  # [batch, at most _KEPT]; None where they are not known
+        self._ids: Tensor | None = None  # the digest of those that were read, [batch]; None where they are not known
+        self._first = 0  # the place where they begin
         self.ended: Ended | None = None  # while `generate` writes
         self.of_beams = False  # what was read is of beam search
 
     def note(self, ids: Tensor | None) -> None:
-        """Keep the last of the ids that were read, int64 `[batch, time]`; None after embeddings."""
-        if ids is not None and self._last_ids is not None:
-            ids = torch.cat([self._last_ids, ids], 1)
-        # A copy: a slice would keep, and a file would hold, all the ids of which it is the end.
-        self._last_ids = None if ids is None else ids[:, -_KEPT:].clone()
+        """Remember the ids that were read last, int64 `[batch, time]`, by a number; None after embeddings."""
+        if ids is None:
+            self._ids = None
+            return
+        first = self.get_seq_length() - ids.shape[1]
+        if self._ids is None:
+            self._ids, self._first = ids.new_zeros(len(ids), dtype=torch.int64), first
+        self._ids = self._ids.to(ids.device) + _digest(ids, first)
 
     def is_read_in(self, ids: Tensor) -> bool:
         """Whether ids `[batch, time]` for `generate` begin with what was read, and are not new ones alone.
@@ -141,11 +150,10 @@ class AtlasCache(Cache):
             ValueError: They are longer and begin otherwise, or they are just what was read.
         """
         seen, time = self.get_seq_length(), ids.shape[1]
-        last = self._last_ids
-        if not seen or time < seen or last is None or len(last) != len(ids):
+        read = self._ids
+        if not seen or time < seen or read is None or len(read) != len(ids):
             return time > seen
-        last = last[:, -seen:]
-        known = bool((ids[:, seen - last.shape[1] : seen] == last.to(ids.device)).all())
+        known = bool((_digest(ids[:, self._first : seen], self._first) == read.to(ids.device)).all())
         if known == (time > seen):
             return known
         what = "are what past_key_values has read" if known else f"do not begin with the {seen} that it has read"
@@ -164,7 +172,7 @@ class AtlasCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self._last_ids, self.of_beams = None, False
+        self._ids, self.of_beams = None, False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
@@ -176,12 +184,12 @@ class AtlasCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        if self._last_ids is not None:
-            self._last_ids = self._last_ids.repeat_interleave(repeats, dim=0)
+        if self._ids is not None:
+            self._ids = self._ids.repeat_interleave(repeats)
 
     def _take_rows(self, rows: Tensor) -> None:
-        if self._last_ids is not None:
-            self._last_ids = self._last_ids[torch.as_tensor(rows, device=self._last_ids.device)]
+        if self._ids is not None:
+            self._ids = self._ids[torch.as_tensor(rows, device=self._ids.device)]
 
     def detach(self) -> None:
         """Keep what was read, and let go of the graph by which it was made."""

@@ -57,10 +57,12 @@ class AtlasGenerationMixin(GenerationMixin):
         return updated
 
     def _sample(self, input_ids: Any, logits_processor: Any, stopping_criteria: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers has it, but for the padding behind rows that have ended, which the cache does not read."""
+        """As transformers has it, but for the padding behind rows that have ended, which the cache does not read. Where
+        no criterion has an end-of-text token, transformers writes on in such rows, and they are read."""
         parent: Any = super()
         cache = kwargs.get("past_key_values")
-        if not isinstance(cache, AtlasCache):
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        if not isinstance(cache, AtlasCache) or not pads:
             return parent._sample(input_ids, logits_processor, stopping_criteria, *args, **kwargs)
         cache.ended = Ended(stopping_criteria)
         try:

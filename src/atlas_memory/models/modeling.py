@@ -3,10 +3,12 @@
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
 from ..layers.blocks import MemoryBlock
@@ -223,7 +225,9 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
         """Predict next tokens; arguments as for `AtlasModel.forward`, and these.
 
         Args:
-            labels: `[batch, time]` int64, the inputs themselves (they are shifted here); -100 does not count.
+            labels: `[batch, time]` int64, the inputs themselves (they are shifted here); -100 does not count, nor does
+                the first token behind padding, which nothing predicts. That of a document which `document_starts`
+                marks counts, unless its label is -100.
             logits_to_keep: Compute logits of the last so many positions (0: of all), or of these positions.
             kwargs: `shift_labels`, `[batch, time]` int64, in place of labels, which are then not read: what follows
                 each token, also the last one. (Every argument that is named after labels is one that Trainer waits
@@ -257,7 +261,12 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss = None
         if labels is not None or shift_labels is not None:
+            real = mask_of_call(attention_mask, logits, past_key_values is not None)
+            ignored = kwargs.get("ignore_index", IGNORED)
+            if labels is not None and real is not None:  # what follows padding is predicted from nothing
+                labels = labels.masked_fill(F.pad(~real[:, :-1], (1, 0)), ignored)
             if shift_labels is not None:
+                shift_labels = shift_labels if real is None else shift_labels.masked_fill(~real, ignored)
                 kwargs["shift_labels"] = shift_labels.contiguous()
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
@@ -289,3 +298,5 @@ def _read_before(mask: Tensor | dict[str, Tensor | None] | None, cache: AtlasCac
 
 AutoModel.register(AtlasConfig, AtlasModel)
 AutoModelForCausalLM.register(AtlasConfig, AtlasForCausalLM)
+# By the name of the class in this table Trainer knows that labels are to be shifted where it smooths them itself.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AtlasConfig.model_type] = AtlasForCausalLM.__name__
