@@ -182,6 +182,18 @@ def test_wrong_texts(run, tmp_path, capsys) -> None:
         assert (code, message in line) == (1, True)
 
 
+def test_a_table_with_a_column_of_its_own(run, tmp_path, capsys) -> None:
+    table = tmp_path / "table.jsonl"
+    table.write_text("".join(json.dumps({"content": f"row {i} of a table"}) + "\n" for i in range(9)))
+    for command in ("evaluate", "report"):
+        code, line = refused(capsys, command, run, "--data", table)
+        assert (code, "has no column 'text': set --column to one of content" in line) == (1, True)
+        code, line = refused(capsys, command, run, "--column", "content")
+        assert (code, "give --data too" in line) == (1, True)
+    assert main(["evaluate", str(run), "--data", str(table), "--column", "content", "--writes", "on", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory_on"]["bytes"] == 9 * len("row 0 of a table")
+
+
 def test_wrong_runs(run, tmp_path, capsys) -> None:
     code, line = refused(capsys, "train", *overrides(tmp_path), f"output_dir={run}")
     assert (code, "is not empty" in line) == (2, True)

@@ -47,7 +47,8 @@ def test_a_run_reads_with_it(tmp_path, capsys) -> None:
         (["--vocab-size", "257"], "vocab_size=257 must be at least 258: every byte, <|endoftext|> and <|pad|>"),
         (["--out", "a.jsonl"], "is a file: choose a folder to write to"),
         (["--out", "."], "is not empty: choose another folder to write to"),
-        (["--column", "body"], "has no column 'body'"),
+        (["--column", "body"], "atlas: 'a.jsonl' has no column 'body': set --column to one of text"),
+        (["nowhere.txt"], "atlas: 'nowhere.txt' does not exist"),
     ],
 )
 def test_mistakes_are_one_line_and_write_nothing(tmp_path, monkeypatch, capsys, options, message) -> None:

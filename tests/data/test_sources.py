@@ -147,6 +147,9 @@ def test_rows_of_csv_are_texts_whatever_they_look_like(tmp_path) -> None:
         ("splits", "has no split 'dev': set data.split to one of train, test"),
         ("a.jsonl", "has no column 'content': set data.column to one of text, id"),
         ("b.csv", "has no column 'text': set data.column to one of body, id"),
+        ("c.csv", "has no column 'text': its columns are divided by ';'; put commas, or tabs in a file"),
+        ("notes", r"notes/sums.csv' has no column 'text': set data.column to one of day, sum; or leave the file out: "),
+        ("more", r"more/sums.csv' is damaged or no table .*; or leave the file out: name the others, or a"),
         ("/dev/null", "is neither a file nor a folder"),
         ("broken.jsonl", "is damaged or no table of text"),
         ("broken.parquet", "cannot be read|is damaged or no table of text"),
@@ -154,6 +157,11 @@ def test_rows_of_csv_are_texts_whatever_they_look_like(tmp_path) -> None:
 )
 def test_refusals(tables, path: str, message: str) -> None:
     (tables / "b.csv").write_text("body,id\nfine,1\n")
+    (tables / "c.csv").write_text("id;text\n1;fine\n")
+    for name, table in (("notes", "day,sum\n1,2\n"), ("more", "day,sum\n1,2\n1,2,3,4\n")):
+        (tables / name).mkdir()
+        (tables / name / "note.md").write_text("a note")
+        (tables / name / "sums.csv").write_text(table)
     (tables / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (tables / "broken.parquet").write_bytes((tables / "a.parquet").read_bytes()[:-50])
     options = {"column": "content"} if path == "a.jsonl" else {}

@@ -25,6 +25,7 @@ def wrong(tmp_path) -> Path:
         (tmp_path / "halved" / name).write_bytes(b"words" * 100)
     (tmp_path / "binary.bin").write_bytes(bytes(range(256)) * 10)
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1") * 100)
+    (tmp_path / "wide.txt").write_text("café", encoding="utf-16")
     (tmp_path / "short.txt").write_text("a few words")
     (tmp_path / "line.txt").write_text("x" * 200_000)
     (tmp_path / "other.jsonl").write_text(json.dumps({"body": "text"}) + "\n")
@@ -45,7 +46,8 @@ def wrong(tmp_path) -> Path:
         ("data.path={}/empty.txt", "is empty"),
         ("data.path={}/blank.txt", "is empty"),
         ("data.path={}/binary.bin", "is not UTF-8 text"),
-        ("data.path={}/latin.txt", "is not UTF-8 text: convert it first, for example with iconv -t utf-8"),
+        ("data.path={}/latin.txt", "latin.txt' > NEW, or from the encoding it has"),
+        ("data.path={}/wide.txt", "is not UTF-8 text: convert it first: iconv -f utf-16 -t utf-8 '"),
         ("data.path=[{0}/line.txt, {0}/latin.txt]", "latin.txt' is not UTF-8 text: convert it"),
         ("data.path={}/text.txt.gz", "is not UTF-8 text: unpack it first"),
         ("data.path=[{0}/empty.txt, {0}/blank.txt]", "no text in"),
@@ -70,6 +72,7 @@ def wrong(tmp_path) -> Path:
         ("data.lengths={{0: 32}}", "data.lengths: 0 is no step after the first: set data.seq_len=32"),
         ("data.lengths={{3: 64}}", "make train.batch_size a multiple of 4"),
         ("data.lengths={{half: 32}}", "data.lengths='half': input should be a valid integer"),
+        ("model=nano", "model is a section, not 'nano': set its keys, such as model.preset"),
         ("output_dir={}/file", "is a file"),
         ("output_dir={}/file/run", "file"),
     ],

@@ -32,6 +32,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")]
+ColumnOfData = Annotated[str | None, typer.Option("--column", help="Where tables in --data have the text.")]
 
 
 class Writes(str, Enum):
@@ -105,7 +106,7 @@ def _prompt(given: str) -> str:
         prompt = sys.stdin.buffer.read().decode("utf-8") if given == "-" else given
         prompt.encode("utf-8")  # a command line hands bytes that are no text over as if they were
     except UnicodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text: convert it first, for example with iconv -t utf-8") from error
+        raise ValueError(f"{name} is not UTF-8 text: convert it first, with iconv -f ENCODING -t utf-8") from error
     return prompt
 
 
@@ -141,6 +142,7 @@ def generate(
 def evaluate(
     run: RunFolder,
     data: Annotated[Path | None, typer.Option(help="Score all of this text, not the run's own held-out part.")] = None,
+    column: ColumnOfData = None,
     length: Annotated[int | None, typer.Option(help="Tokens a stream; default 8 training lengths or 8,192.")] = None,
     streams: Annotated[int, typer.Option(min=0, help="Read at most so many streams; 0: all.")] = 64,
     writes: Annotated[Writes, typer.Option(help="Memory on, its writes off, or both.")] = Writes.both,
@@ -159,7 +161,7 @@ def evaluate(
         if writes is Writes.off:
             raise ValueError("--writes off: the model has no memory whose writes could be off")
         writes = Writes.on
-    _, documents = text_of(loaded, data)
+    _, documents = text_of(loaded, data, column)
     trained = (loaded.config or RunConfig()).data
     length = reading_length(trained.longest) if length is None else length
     scores = {
@@ -197,6 +199,7 @@ def _show(scores: dict[str, Any], margin: tuple[float, float] | None) -> None:
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Folders that `atlas train` wrote.")],
     data: Annotated[Path | None, typer.Option(help="Read all of this text, not the run's own held-out part.")] = None,
+    column: ColumnOfData = None,
 ) -> None:
     """Evaluate runs and write RUN/report/: a page, pictures and numbers; of several, a page that compares them too."""
     with loading():
@@ -205,9 +208,9 @@ def report(
         from atlas_memory.report.words import amount
 
     if len(runs) > 1:
-        print(f"comparison: {write_comparison(runs, data)}")
+        print(f"comparison: {write_comparison(runs, data, column=column)}")
         return
-    numbers = write_report(runs[0], data)
+    numbers = write_report(runs[0], data, column=column)
     found, margin = numbers["memory_on"]["bits_per_byte"], numbers["margin"]
     if margin is None:
         print(f"bits per byte: {found:.4f} (the model has no memory)")

@@ -84,6 +84,9 @@ def _rules(described: dict[str, dict[str, Any]], measured: str) -> tuple[Table, 
     made.title = "What a memory is made of"
     costs = Table("rule", Column("optimiser", min_width=20), "c", "b", "read", box=SIMPLE, padding=(0, 1, 0, 0))
     costs.title = f"How it moves; what it costs in a {measured}"
+    costs.caption = (
+        "c: tokens of a window; b: of a chunk; read after a token's write, or frozen: as it was before the chunk"
+    )
     costs.add_column("state,\nbytes", justify="right")
     costs.add_column("multiply-adds\na token", justify="right")
     for key, rule in RULES.items():

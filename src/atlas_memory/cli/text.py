@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,6 +53,17 @@ def _counting(source: Source, unit: str) -> Iterator[Callable[[int, int], None]]
     console.print(f"read {said} in {seconds:.0f} s{source.remarks()}", highlight=False, markup=False, soft_wrap=True)
 
 
+@contextmanager
+def _of_options() -> Iterator[None]:
+    """Errors that name the keys of a run, such as data.column, name the command's options and arguments instead."""
+    try:
+        yield
+    except ValueError as error:
+        said = re.sub(r"\bdata\.path(=|: )", "", str(error))
+        said = re.sub(r"\bdata\.(\w+)", lambda key: f"--{key[1].replace('_', '-')}", said)
+        raise ValueError(said) from error
+
+
 def _cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -78,7 +90,7 @@ def prepare(
         from atlas_memory.data.sources import Source
 
     source = Source(sources or None, column, split, subset, streaming, documents)
-    with _counting(source, "tokens") as show:
+    with _of_options(), _counting(source, "tokens") as show:
         made = run(source, out, tokenizer, held_out, workers or min(8, _cores()), show)
     print(made)
 
@@ -101,6 +113,6 @@ def train_(
         from atlas_memory.data.sources import Source
 
     source = Source(sources or None, column, split, subset, streaming, documents)
-    with _counting(source, "characters") as show:
+    with _of_options(), _counting(source, "characters") as show:
         made = train_tokenizer(source, out, vocab_size, held_out, show)
     print(f"{out}: {len(made):,} tokens; use it with data.tokenizer={out}")

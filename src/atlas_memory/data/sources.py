@@ -190,8 +190,14 @@ class Source:
                 yield from rows if alone or ending != ".json" else list(rows)
                 return
             except ValueError as error:
-                if alone or ending != ".json" or (isinstance(error, _NoColumn) and self.column != "text"):
-                    raise  # what ends in .json may be anything, such as a list of options: then it is a text
+                if alone:
+                    raise
+                if ending != ".json" or (isinstance(error, _NoColumn) and self.column != "text"):
+                    raise ValueError(
+                        f"{error}; or leave the file out: name the others, or a pattern such as "
+                        f"data.path='{path.parent / '*.txt'}'"
+                    ) from error
+                # What ends in .json may be anything, such as a list of options: then it is a text.
         yield from self._text(path, name, alone)
 
     def _text(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
@@ -215,7 +221,10 @@ class Source:
         except UnicodeDecodeError as error:
             if alone:
                 packed = path.suffix.lower() in (".gz", ".zip", ".bz2", ".xz", ".zst")
-                remedy = "unpack it first" if packed else "convert it first, for example with iconv -t utf-8"
+                with path.open("rb") as file:
+                    wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
+                convert = f"convert it first: iconv -f {'utf-16' if wide else 'latin1'} -t utf-8 {str(path)!r} > NEW"
+                remedy = "unpack it first" if packed else convert + ("" if wide else ", or from the encoding it has")
                 raise ValueError(f"data.path={str(path)!r} is not UTF-8 text: {remedy}") from error
             self._skip(name)
         except OSError as error:
@@ -228,9 +237,7 @@ class Source:
         size = 0 if ending is None else self.read + _size(Path(place))
         for i, row in enumerate(_each(self._dataset(place, ending), place)):
             if self.column not in row:
-                raise _NoColumn(
-                    f"data.path={place!r} has no column {self.column!r}: set data.column to one of {', '.join(row)}"
-                )
+                raise _NoColumn(f"data.path={place!r} has no column {self.column!r}: {_columns(row)}")
             text = row[self.column]
             if not isinstance(text, str):
                 self._skip(f"{name}:{i + 1}")
@@ -291,6 +298,13 @@ class Source:
             return False
         self._seen.add(digest)
         return True
+
+
+def _columns(row: dict[str, Any]) -> str:
+    """What to do about a table whose rows are like this one, and have no column of the name that is asked for."""
+    if len(row) == 1 and (other := next((sign for sign in ";\t|" if sign in next(iter(row))), None)):
+        return f"its columns are divided by {other!r}; put commas, or tabs in a file that ends in .tsv"
+    return f"set data.column to one of {', '.join(row)}"
 
 
 def _folder(path: Path, fixed: Path) -> str:

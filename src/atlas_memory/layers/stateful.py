@@ -36,7 +36,7 @@ class Stateful(nn.Module):
     def check_x(self, x: Tensor, first: nn.Module) -> None:
         """Raise ValueError unless x is ``[batch, time, dim]`` and can be read by ``first``, a linear layer, or what
         another library, of adapters or quantised layers perhaps, has put in its place."""
-        weight = getattr(first, "weight", None)
+        weight: Any = getattr(first, "weight", None)
         if not isinstance(x, Tensor):
             raise ValueError(f"x must be a tensor [batch, time, {self.dim}], got {_brief(x)}")
         if x.dim() != 3 or x.shape[-1] != self.dim:

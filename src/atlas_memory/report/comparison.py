@@ -27,7 +27,11 @@ from atlas_memory.training.settings import flat_settings, in_bytes
 
 
 def write_comparison(
-    folders: Sequence[str | Path], data: str | Path | None = None, streams: int = 16, sample_tokens: int = 400
+    folders: Sequence[str | Path],
+    data: str | Path | None = None,
+    streams: int = 16,
+    sample_tokens: int = 400,
+    column: str | None = None,
 ) -> Path:
     """Write the report of each run, as ``write_report`` does, and a folder ``comparison`` beside the runs (where they
     lie in no folder that can be written to, beside the first), with the page that compares them (of a text that
@@ -39,7 +43,7 @@ def write_comparison(
     above, names = _beside(paths)
     for path in paths:
         load_run(path)  # which finds what is wrong with the last before the first is read
-    reports = [write_report(path, data, streams, sample_tokens) for path in paths]
+    reports = [write_report(path, data, streams, sample_tokens, column) for path in paths]
     target = folder_for(above, "comparison", data)
     logs = [read_log(path) for path in paths]
     looks = {name: read_log(path, MEMORY) for name, path in zip(names, paths, strict=True)}

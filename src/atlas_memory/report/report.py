@@ -45,19 +45,23 @@ PROMPT = 32  # tokens of the text that the sample goes on from
 
 
 def write_report(
-    folder: str | Path, data: str | Path | None = None, streams: int = 16, sample_tokens: int = 400
+    folder: str | Path,
+    data: str | Path | None = None,
+    streams: int = 16,
+    sample_tokens: int = 400,
+    column: str | None = None,
 ) -> dict[str, Any]:
     """Evaluate the run in `folder` and write its `report/` (of a text that `data` names, `report-NAME/`, see
     `folder_for`): report.html, report.json and the pictures.
 
     Reads `streams` streams of `reading_length` as the model reads, with a memory of the last training length only and,
     if it has memories, with their writes off; and one document with every memory traced. The text is the run's own
-    held-out part, or `data` with nothing held out. Returns what report.json holds, with `folder`, the report's;
-    ValueError if the run cannot be loaded, has no run.yaml to name its text and there is no `data`, or no document has
-    two tokens.
+    held-out part, or `data` with nothing held out, of whose tables `column` is read (None: the run's). Returns what
+    report.json holds, with `folder`, the report's; ValueError if the run cannot be loaded, has no run.yaml to name its
+    text and there is no `data`, or no document has two tokens.
     """
     run = load_run(folder)
-    text, documents = text_of(run, data)
+    text, documents = text_of(run, data, column)
     trained = (run.config or RunConfig()).data.longest
     length = reading_length(trained)
     document = next((d for d in documents if len(d.text) > 2 * length), max(documents, key=lambda d: len(d.text)))

@@ -333,6 +333,9 @@ def _explain(error: ValidationError) -> str:
         if isinstance(first["input"], dict) and (meant := difflib.get_close_matches(key, RunConfig.model_fields, 1)):
             return f"unknown section {key}; did you mean {meant[0]}?"
         return f"unknown key {key} (={first['input']!r}){nearest(key, keys(RunConfig))}"
+    if first["type"] == "model_type":
+        one = next(name for name in keys(RunConfig) if name.startswith(f"{key}."))
+        return f"{key} is a section, not {first['input']!r}: set its keys, such as {one}"
     message = first["msg"][0].lower() + first["msg"][1:]
     remedy = "; write {500: 512}, with a space behind the colon" if key.startswith("data.lengths") else ""
     return f"{key}={first['input']!r}: {message}{remedy}"

@@ -18,10 +18,13 @@ from atlas_memory.training.settings import ABOUT
 logger = logging.getLogger(__name__)
 
 
-def text_of(run: Run, data: str | Path | None = None) -> tuple[str, Sequence[Document]]:
+def text_of(run: Run, data: str | Path | None = None, column: str | None = None) -> tuple[str, Sequence[Document]]:
     """The held-out part of the text that `run` was trained on, or another text, `data`, with nothing held out of it:
-    which it is, in words, and its documents. ValueError if the run does not name its text, or `data` has no text or is
-    a prepared folder."""
+    which it is, in words, and its documents. `column` is that of tables in `data`; None: as the run reads its own.
+    ValueError if the run does not name its text, or `data` has no text or is a prepared folder; or for a column of the
+    run's own text."""
+    if data is None and column is not None:
+        raise ValueError(f"--column {column} is of the text that --data names: give --data too")
     if data is None:
         if run.config is None:
             raise ValueError(f"{str(run.folder)!r} has no run.yaml to name its held-out text: give --data")
@@ -38,11 +41,11 @@ def text_of(run: Run, data: str | Path | None = None) -> tuple[str, Sequence[Doc
             raise ValueError(
                 f"data.path={str(data)!r} is a prepared folder, which keeps held-out text only: give the text"
             )
-        documents = _documents(data, run.config or RunConfig())
+        documents = _documents(data, run.config or RunConfig(), column)
         warn_of_loss(run.tokenizer, (document.text for document in documents))
         return str(data), documents
     except ValueError as error:  # the readers name the key of a run
-        raise ValueError(str(error).replace("data.path", "--data")) from error
+        raise ValueError(str(error).replace("data.path", "--data").replace("data.column", "--column")) from error
 
 
 def _warn_of_change(run: Run, held_out: Sequence[Document]) -> None:
@@ -59,10 +62,10 @@ def _warn_of_change(run: Run, held_out: Sequence[Document]) -> None:
         )
 
 
-def _documents(data: str | Path, config: RunConfig) -> list[Document]:
-    """All documents of a text, read as the run reads its own: from the same column and split, and of a dataset on a hub
-    no more than the run does."""
-    options = config.data.source | {"path": str(data)}
+def _documents(data: str | Path, config: RunConfig, column: str | None) -> list[Document]:
+    """All documents of a text, read as the run reads its own: from the same column, unless there is another, and split,
+    and of a dataset on a hub no more than the run does."""
+    options = config.data.source | {"path": str(data)} | ({} if column is None else {"column": column})
     del options["held_out"]
     if not is_dataset_name(str(data)):
         options["documents_at_most"] = None
