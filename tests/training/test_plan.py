@@ -83,6 +83,11 @@ def test_the_command(tmp_path, capsys) -> None:
     assert found["cost"] == pytest.approx(found["flops"] / 1e9) and not (tmp_path / "run").exists()
     assert main(["plan", *given, "train.max_minutes=5", "train.steps=null"]) == 0
     assert "the clock ends the run" in capsys.readouterr().out
+    timed = ["train.max_minutes=30", "train.steps=null", "--flops", "1e9", "--price", "2", "--processes", "2"]
+    assert main(["plan", *given, *timed, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["device_hours"], found["cost"]) == (1.0, 2.0)
+    assert found["tokens"] == int(3600e9 / found["flops_per_token"])
     for wrong, message in (
         (["model.preset=huge"], "preset 'huge' is unknown"),
         (["train.lr=1"], "unknown key train.lr"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,7 +50,9 @@ def plan(
         raise typer.BadParameter("--price needs --flops, from which the time is found")
     first, shown = load_config(config, overrides or []), []
     for settings, found in zip(first.in_turn(), run(first, processes), strict=True):
-        hours = None if flops is None or found.flops is None else found.flops / flops / 3600
+        hours = _hours(settings, found, flops, processes)
+        if found.tokens is None and hours is not None and flops is not None:  # as many as the clock leaves time for
+            found = replace(found, tokens=int(hours * 3600 * flops / found.flops_per_token))
         cost = None if hours is None or price is None else hours * price
         shown.append(found.to_dict() | {"processes": processes, "device_hours": hours, "cost": cost})
         if not as_json:
@@ -58,6 +61,15 @@ def plan(
             )
     if as_json:
         print(json.dumps(shown[0] | ({"then": shown[1:]} if shown[1:] else {}), indent=2))
+
+
+def _hours(settings: RunConfig, found: Plan, flops: float | None, processes: int) -> float | None:
+    """The hours of a run, of all devices together: by its operations or, where the clock ends it, by the clock. None
+    without `flops`."""
+    minutes = settings.train.max_minutes
+    if flops is None or (found.flops is None and minutes is None):
+        return None
+    return found.flops / flops / 3600 if found.flops is not None else (minutes or 0.0) / 60 * processes
 
 
 def _table(
@@ -73,7 +85,8 @@ def _table(
     )
     table.add_row("parameters", brief(found.parameters), parts)
     if found.tokens is not None and found.flops is not None:
-        table.add_row("tokens", brief(found.tokens), f"{found.tokens / found.parameters:.3g} a parameter")
+        clock = "; the clock ends the run" if settings.train.steps is None and settings.train.max_minutes else ""
+        table.add_row("tokens", brief(found.tokens), f"{found.tokens / found.parameters:.3g} a parameter{clock}")
         table.add_row("operations", brief(found.flops), f"{brief(found.flops_per_token)} a token, of matrix products")
     else:
         table.add_row("operations a token", brief(found.flops_per_token), "of matrix products; the clock ends the run")

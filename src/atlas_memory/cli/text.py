@@ -59,7 +59,7 @@ def _of_options() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        said = re.sub(r"\bdata\.path(=|: )", "", str(error))
+        said = re.sub(r"\bdata\.path(=|: )|; prepared text is made by: .*", "", str(error))
         said = re.sub(r"\bdata\.(\w+)", lambda key: f"--{key[1].replace('_', '-')}", said)
         raise ValueError(said) from error
 
