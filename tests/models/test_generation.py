@@ -271,6 +271,14 @@ def test_a_cache_does_not_keep_the_text(make: Make) -> None:
         assert ids is not None and ids.untyped_storage().nbytes() == 8
 
 
+@pytest.mark.parametrize("ids", [torch.tensor([3, 4]), [[3, 4]], torch.tensor([[3.0]]), torch.tensor([[3, 31]])])
+def test_ids_that_are_none_are_refused(make: Make, ids: Any) -> None:
+    model = make(rule="gated-deltanet")
+    for given in ({"inputs": ids}, {"input_ids": ids}):
+        with pytest.raises(ValueError, match="the ids given to generate must be "):
+            model.generate(max_new_tokens=1, **given)
+
+
 def test_a_cache_in_a_file(make: Make, tmp_path: Path) -> None:
     """It is read without running any code of the file, and goes on as the one that was written."""
     model, new = make(rule="titans"), prompt(1, 4)

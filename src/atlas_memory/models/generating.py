@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from .cache import AtlasCache, Ended, check_cache
+from .ids import check_ids
 
 PREFILL = 8192
 """Tokens of a prompt that `generate` reads at a time."""
@@ -19,6 +20,14 @@ class AtlasGenerationMixin(GenerationMixin):
     """`generate` of a model whose state is an `AtlasCache`."""
 
     config: Any
+
+    def _prepare_model_inputs(self, inputs: Any = None, bos_token_id: Any = None, model_kwargs: Any = None) -> Any:
+        """As transformers has it, of ids `[batch, time]`: ValueError for others."""
+        given = inputs if inputs is not None else (model_kwargs or {}).get("input_ids")
+        if given is not None:
+            check_ids("the ids given to generate", given, self.config.vocab_size)
+        parent: Any = super()
+        return parent._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """None: `generate` would number the tokens, which says no more than that no document begins."""
