@@ -207,10 +207,12 @@ def report(
         from atlas_memory.report.report import write_report
         from atlas_memory.report.words import amount
 
-    if len(runs) > 1:
-        print(f"comparison: {write_comparison(runs, data, column=column)}")
+    with Console(stderr=True).status(f"reading with {', '.join(map(str, runs))}, which may take minutes"):
+        page = write_comparison(runs, data, column=column) if len(runs) > 1 else None
+        numbers = {} if page else write_report(runs[0], data, column=column)
+    if page:
+        print(f"comparison: {page}")
         return
-    numbers = write_report(runs[0], data, column=column)
     found, margin = numbers["memory_on"]["bits_per_byte"], numbers["margin"]
     if margin is None:
         print(f"bits per byte: {found:.4f} (the model has no memory)")
