@@ -220,12 +220,7 @@ class Source:
                 yield Document(name, text, i > 0)
         except UnicodeDecodeError as error:
             if alone:
-                packed = path.suffix.lower() in (".gz", ".zip", ".bz2", ".xz", ".zst")
-                with path.open("rb") as file:
-                    wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
-                convert = f"convert it first: iconv -f {'utf-16' if wide else 'latin1'} -t utf-8 {str(path)!r} > NEW"
-                remedy = "unpack it first" if packed else convert + ("" if wide else ", or from the encoding it has")
-                raise ValueError(f"data.path={str(path)!r} is not UTF-8 text: {remedy}") from error
+                raise ValueError(f"data.path={str(path)!r} is not UTF-8 text: {_how_to_convert(path)}") from error
             self._skip(name)
         except OSError as error:
             if alone:
@@ -298,6 +293,16 @@ class Source:
             return False
         self._seen.add(digest)
         return True
+
+
+def _how_to_convert(path: Path) -> str:
+    """What to do about a file that is not UTF-8."""
+    if path.suffix.lower() in (".gz", ".zip", ".bz2", ".xz", ".zst"):
+        return "unpack it first"
+    with path.open("rb") as file:
+        wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
+    convert = f"convert it first: iconv -f {'utf-16' if wide else 'latin1'} -t utf-8 {str(path)!r} > NEW"
+    return convert if wide else f"{convert}, or from the encoding it has"
 
 
 def _columns(row: dict[str, Any]) -> str:

@@ -102,13 +102,19 @@ class Ended(StoppingCriteriaList):
         return done
 
 
-def _digest(ids: Tensor, first: int) -> Tensor:
-    """A number, int64 `[batch]`, by which ids `[batch, time]` that stand from the place `first` of their rows on are
-    known again. The numbers of parts of a row add up to that of the row."""
-    # A factor for each place, as the random generator splitmix64 mixes its counter; products and sums are of 64 bits.
-    place = torch.arange(first + 1, first + 1 + ids.shape[1], device=ids.device) * -0x61C8864680B583EB
-    place = (place ^ (place >> 30)) * -0x40A7B892E31B1A47
-    return (ids.long() * (place ^ (place >> 27))).sum(1)
+_FACTOR = 6364136223846793005
+"""Of the digest below: the factor of Knuth's linear congruential generator of 64 bits."""
+
+
+def _digest(ids: Tensor, before: Tensor) -> Tensor:
+    """A number, int64 `[batch]`, by which the ids of a row are known again: a polynomial of them, of 64 bits. `before`
+    is that of the ids before these, `[batch, time]`."""
+    if ids.shape[1] == 1:  # in decoding, at the least cost
+        return before * _FACTOR + ids[:, 0]
+    powers = torch.full((ids.shape[1] + 1,), _FACTOR, device=ids.device)
+    powers[0] = 1
+    powers = powers.cumprod(0).flip(0)
+    return before * powers[0] + (ids * powers[1:]).sum(1)
 
 
 class AtlasCache(Cache):
@@ -138,10 +144,10 @@ class AtlasCache(Cache):
         if ids is None:
             self._ids = None
             return
-        first = self.get_seq_length() - ids.shape[1]
         if self._ids is None:
-            self._ids, self._first = ids.new_zeros(len(ids), dtype=torch.int64), first
-        self._ids = self._ids.to(ids.device) + _digest(ids, first)
+            self._ids = ids.new_zeros(len(ids), dtype=torch.int64)
+            self._first = self.get_seq_length() - ids.shape[1]
+        self._ids = _digest(ids, self._ids.to(ids.device))
 
     def is_read_in(self, ids: Tensor) -> bool:
         """Whether ids `[batch, time]` for `generate` begin with what was read, and are not new ones alone.
@@ -153,7 +159,8 @@ class AtlasCache(Cache):
         read = self._ids
         if not seen or time < seen or read is None or len(read) != len(ids):
             return time > seen
-        known = bool((_digest(ids[:, self._first : seen], self._first) == read.to(ids.device)).all())
+        read = read.to(ids.device)
+        known = bool((_digest(ids[:, self._first : seen], torch.zeros_like(read)) == read).all())
         if known == (time > seen):
             return known
         what = "are what past_key_values has read" if known else f"do not begin with the {seen} that it has read"
