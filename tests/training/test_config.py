@@ -67,7 +67,7 @@ def test_the_demo_is_valid() -> None:
         ("train.steps=9000000000000000000", "9000000000000000000: input should be less than or equal to 10"),
         ("train.learning_rate=.nan", "train.learning_rate=nan: input should be a finite number"),
         ("train.device=tpu", "train.device='tpu': input should be 'auto', 'cpu' or 'cuda'"),
-        ("train=3", "train=3: "),
+        ("train=3", "train is a section, not 3: set its keys, such as train.steps"),
         ("output_dir=", "output_dir=None: "),
         ("train.steps", "'train.steps' is not of the form key=value"),
         ("=3", "'=3' is not of the form key=value"),

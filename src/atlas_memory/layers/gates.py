@@ -10,8 +10,9 @@ measurement (docs/starting.md):
   the squared length of a lifted unit key. Bare steps of Muon have the length eta, whatever the gradient: there eta is
   at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most about 1, and it starts
   at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser). Where what is written does not depend on
-  what is answered (``is_linear``, and nothing is taken out), noise adds up: there eta starts lower, and with bounded
-  steps all gates with larger weights, to learn soon which tokens to leave out (``HEBBIAN_ETA``, ``HEBBIAN_SPREAD``);
+  what is answered (``is_linear``, and nothing is taken out), noise adds up: there, with bounded steps, eta starts lower
+  and all gates with larger weights, to learn soon which tokens to leave out (``HEBBIAN_ETA``, ``HEBBIAN_SPREAD``), and
+  with bare ones eta may be larger (``HEBBIAN_LARGEST``);
 * delta: no sigmoid but a softplus, starting where the bias says;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 
@@ -38,9 +39,12 @@ START_ETA, DEEP_ETA, MOMENTUM_ETA = 0.5, 0.95, 0.7
 layers learn sooner which tokens to write (docs/starting.md). A deep memory answers less of what a step aims at.
 Momentum repeats a step in those after it, 1 / (1 - theta) in all, unless steps get their length anew, as Muon's do."""
 START_THETA, SPREAD = 0.2, 0.2
-HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_BARE_ETA, HEBBIAN_SPREAD = 0.475, 0.35, 0.32, 1.0
+HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.475, 0.35, 1.0
 """The same of Hebbian rules, which write a value whatever is answered; the second eta where writes wait for a step
-(``every`` above 1), the third where steps are bare."""
+(``every`` above 1)."""
+HEBBIAN_LARGEST = 4.0
+"""The largest eta of a matrix that is written so, by bare steps: with what it begins at it is then far from the upper
+end of its sigmoid, where tokens that are written and tokens that are left out come to differ by more."""
 START_GATE, HEBBIAN_GATE = 1.28, 0.3
 """Where the gate at a layer's output starts on average, before SiLU. SiLU makes 1.00 of the first: what the heads
 answer passes at its full size. As long as a layer recalls little, training closes its gates; where they begin near zero
@@ -78,6 +82,8 @@ class GateProjection(nn.Module):
             )
         self.window = rule.window.size
         self.max_eta = rule.optimiser.largest_step(rule.every, rule.window.chunk)
+        if _is_hebbian(rule) and not rule.optimiser.bounded and len(rule.network.lifted) == 1:
+            self.max_eta = HEBBIAN_LARGEST
         self.start_eta = self._first_eta(rule)
         self.spread = SPREAD
         if _is_hebbian(rule) and rule.optimiser.bounded:
@@ -100,9 +106,7 @@ class GateProjection(nn.Module):
     def _first_eta(self, rule: Rule) -> float:
         """Where eta starts. Bare steps write under a key k in proportion to eta |phi(k)|^2."""
         width, start = self.dim // self.heads, DEEP_ETA
-        if _is_hebbian(rule):
-            start = HEBBIAN_BARE_ETA
-        elif len(rule.network.lifted) == 1:
+        if len(rule.network.lifted) == 1 and not _is_hebbian(rule):
             start = START_ETA
         elif rule.optimiser.has_momentum and not rule.optimiser.mixes_rows:
             start = MOMENTUM_ETA
@@ -112,7 +116,7 @@ class GateProjection(nn.Module):
             return rule.optimiser.bare_eta
         with torch.device("cpu"):
             key = torch.full((width,), width**-0.5)
-            return start / max(1.0, float(rule.features.squared_norm(key)))
+            return start / max(1.0, float(rule.features.squared_norm(key))) / self.max_eta
 
     def _start(self, name: str) -> Tensor:
         """What the bias of a gate starts with, ``[heads]``: the logit (for delta its softplus's input) of its starting
