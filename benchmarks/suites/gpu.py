@@ -1,9 +1,8 @@
-"""The kernels on a GPU against the same functions in PyTorch: the chunk recurrence, and Newton-Schulz on Gram matrices.
+"""Memories on a GPU, eager, recorded, compiled and by kernels; and the kernel of Newton-Schulz on Gram matrices.
 
-``RULE`` is what the chunk kernels compute: bare steps at frozen gradients on plain keys, in a memory that fades to
-zero. ``DELTA`` has kernels of its own. What all are held against in float64 is, for the chunk recurrence,
-``recurrent``, over two chunks and a few tokens of two heads; for Newton-Schulz the polynomial in PyTorch, of 64
-matrices.
+``RULE`` has bare steps at frozen gradients on plain keys, and fades to zero. ``DELTA`` has kernels. What all are held
+against in float64 is, for a memory's chunks, ``recurrent``, over two chunks and a few tokens of two heads; for
+Newton-Schulz the polynomial in PyTorch, of 64 matrices.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ STEPS = 5
 
 
 def model_of_chunk(rule: Rule, shape: Shape, backward: bool = False) -> Cost:
-    """FLOPs and bytes of the kernels' equations, matrix products alone; ``backward``: of that pass alone.
+    """FLOPs and bytes of a chunk's matrix products, at the least; ``backward``: of that pass alone.
 
     Per chunk of b tokens, with N = b + c - 1 and H hidden units: forward 6 products of N H d multiply-adds (h twice, p,
     F and both writes), 2 of b H d, 2 of b N H; backward, with its recomputation, 17, 5 and 6. Bytes: q, k, v, y once,
@@ -106,7 +105,7 @@ def _chunks(memory: str, backward: bool) -> Iterator[Candidate]:
     cost = model_of_delta if rule is DELTA else partial(model_of_chunk, rule)
     forms = {"eager": partial(chunkwise, kernels=False), "kernel": partial(chunkwise, kernels=True)}
     oracle = None
-    for form in ("eager", "graphed", "kernel", "compiled and graphed"):
+    for form in ("eager", "graphed", *(["kernel"] if rule is DELTA else []), "compiled and graphed"):
         candidate = bare_memory(
             f"{memory}, {form}, {way}",
             rule,
@@ -158,7 +157,7 @@ def _gram(kernel: bool, backward: bool) -> Candidate:
 
 CHUNK = Benchmark(
     name="gpu-chunk",
-    shows="What the Triton kernels of the chunk recurrence save on a GPU, at 16 heads of 64 and chunks of 64.",
+    shows="What recording, compiling and kernels save on a GPU, at 16 heads of 64 and chunks of 64.",
     shapes=tuple(Shape(batch=max(1, 16384 // time), heads=16, dim=64, time=time) for time in (2048, 8192, 32768)),
     quick=(Shape(batch=1, heads=1, dim=16, time=RAGGED),),
     candidates=tuple(c for memory in MEMORIES for backward in (False, True) for c in _chunks(memory, backward)),

@@ -45,7 +45,7 @@ def test_dry_run(tmp_path):
                 assert float(row["check"].split()[2].rstrip(",")) < 1e-4 and "allowed a kernel" in row["check"]
                 kernels += 1
         assert not rows
-    assert kernels == 8
+    assert kernels == 4
 
 
 def test_every_candidate_is_measured_once_at_every_shape():
@@ -101,7 +101,7 @@ def test_the_written_models_count_products_and_bytes():
     chunks = shape.batch * shape.heads * shape.time // 64
     unit = 64**3  # 64 x 64 x 64; N H d is four of them
     for name, forward, backward, memory in (("MLP", 40, 112, 2 * 256 * 64), ("linear", 4, 10, 64 * 64)):
-        candidate = candidates[f"{name}, kernel, forward"]
+        candidate = candidates[f"{name}, eager, forward"]
         flops, moved = candidate.cost(shape)
         assert flops == 2 * forward * unit * chunks and moved == 4 * (4 * 64 * 64 + 3 * memory) * chunks
         flops, moved = candidate.backward_cost(shape)

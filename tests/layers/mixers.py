@@ -26,6 +26,7 @@ MIXERS: dict[str, tuple[str, str, int]] = {
     "mac-titans": ("mac", "titans", 0),
     "mac-persistent": ("mac", "omeganet", 2),
     "mac-atlas-persistent": ("mac", "atlas", 3),
+    "mac-memora": ("mac", "memora", 0),
     "hope": ("hope", "hope", 0),
     "hope-persistent": ("hope", "hope", 2),
     "lmm-tnt-hierarchy": ("lmm", "tnt", 0),

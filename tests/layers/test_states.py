@@ -269,3 +269,21 @@ def test_of_sharded_weights() -> None:
         torch.testing.assert_close(y, layer(x)[0])
     finally:
         leave()
+
+
+def test_in_inference_mode_nothing_is_copied():
+    """There a copy would be of the same kind."""
+    with torch.inference_mode():
+        state = layer("lmm")(torch.randn(1, 5, DIM, dtype=torch.float64))[1]
+        kept = state.detach()
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(state.tensors(), kept.tensors(), strict=True))
+    assert not any(t.is_inference() for t in state.detach().tensors())
+
+
+def test_a_layer_whose_first_weights_are_packed():
+    """As libraries of quantised layers pack them, into integers."""
+    memory = layer("swa").float()
+    memory.qkv.weight = torch.nn.Parameter(torch.zeros(12, dtype=torch.uint8), requires_grad=False)
+    memory.qkv.forward = lambda x: x.repeat(1, 1, 3)
+    (x,) = memory.empty(2)
+    assert x.dtype == torch.float32 and memory.initial_state(2).keys.dtype == torch.float32

@@ -117,5 +117,5 @@ def test_bad_arguments():
         Huber("l1")
     with pytest.raises(ValueError, match=r"Huber corner must be >= 0, got -1\.0"):
         Huber("mixture", corner=-1.0)
-    with pytest.raises(ValueError, match="L2 scale must be > 0"):
+    with pytest.raises(ValueError, match="L2 scale must be a finite number above 0"):
         L2(-1.0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atlas_memory import PolynomialFeatures
 from atlas_memory.memory import Identity, Polynomial, l2_normalise
@@ -123,3 +124,12 @@ def test_compiled_for_other_devices_constants_are_made_there():
         operator = getattr(torch.ops.atlas_memory, f"constant_{name}")
         torch.library.opcheck(operator, (3, 1, like))
         assert operator(3, 1, like).dtype == like.dtype
+
+
+def test_nothing_is_kept_of_a_pass_without_numbers():
+    """Such as ``atlas plan`` makes: what comes after it finds constants, not what stood for them."""
+    features = Polynomial(3)
+    with FakeTensorMode():
+        features.expand(torch.randn(2, 7, dtype=torch.float64))
+    x = torch.randn(2, 7, dtype=torch.float64)
+    assert error(features.kernel(x, x), features.expand(x) @ features.expand(x).mT) < 1e-12

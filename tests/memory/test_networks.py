@@ -70,7 +70,7 @@ def test_deltas_are_the_gradient(network, features, bias):
     autograd = torch.autograd.grad(
         bias.value(predict(leaves, x), v).sum(), leaves, allow_unused=True, materialize_grads=True
     )
-    deltas = network.deltas(weights, trace, bias.derivative(trace.prediction, v), norm)
+    deltas = network.back(weights, trace, network.body_error(trace, bias.derivative(trace.prediction, v), norm))
     for delta, u, lifted, grad in zip(deltas, trace.inputs, network.lifted, autograd, strict=True):
         assert error(delta.mT @ (features.expand(u) if lifted else u), grad) < 1e-10
 
@@ -90,7 +90,7 @@ def test_gains_bound_the_jacobians(network, features):
         return network.body(apply, x[t : t + 1])[0]
 
     missed = [1.0] * len(weights)
-    for i in network.through:
+    for i in (i for i, lifted in enumerate(network.lifted) if not lifted):
         w = weights[i][:, : weights[i - 1].shape[0]]  # without the column of a bias
         missed[i] = torch.linalg.matrix_norm(w, 2) ** 2 / squared_spectral_norm(w)
 
@@ -177,5 +177,5 @@ def test_bad_arguments():
         MLP(depth=0)
     with pytest.raises(ValueError, match=r"GatedMLP expansion must be an integer >= 1, got 1\.5"):
         GatedMLP(expansion=1.5)
-    with pytest.raises(ValueError, match="L2 scale must be > 0"):
+    with pytest.raises(ValueError, match="L2 scale must be a finite number above 0"):
         L2(0.0)

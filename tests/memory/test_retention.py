@@ -142,7 +142,7 @@ def test_row_norm_keeps_lengths_and_directions():
 
 @pytest.mark.parametrize("kind", [Softmax, Sigmoid, FDivergence])
 def test_bad_scales(kind):
-    with pytest.raises(ValueError, match=f"{kind.__name__} scale must be > 0, got 0"):
+    with pytest.raises(ValueError, match=f"{kind.__name__} scale must be a finite number above 0, got 0"):
         kind(scale=0)
 
 

@@ -62,9 +62,13 @@ def test_every_retention_takes_what_a_network_begins_with(network, kind):
     """A matrix of zeros among them."""
     rule = RULES["omeganet"].vary(network={"kind": network}, retention={"kind": kind})
     memory = OmegaMemory(4, 2, rule, window=1)
-    y, state = memory(*torch.randn(3, 1, 2, 5, 4))
+    y, state = memory(*torch.randn(3, 1, 2, 70, 4))
     assert all(m.isfinite().all() for m in memory.initial) and y.isfinite().all()
-    assert all(w.isfinite().all() for w in state.weights)
+    before = memory.initial_state(1).weights
+    assert all(w.isfinite().all() and not torch.equal(w, m) for w, m in zip(state.weights, before, strict=True))
+    y.square().sum().backward()
+    assert all(m.grad.isfinite().all() for m in memory.initial)
+    assert network != "Linear" or memory.initial[0].grad.abs().max() < 1e4  # the outputs are about as large as keys
 
 
 def test_the_last_matrix_of_several_is_random():

@@ -103,22 +103,25 @@ def _chunkwise(
 ) -> tuple[Tensor, MemoryState]:
     """``chunkwise`` on inputs that have been checked and are in the working precision: one group of chunks after the
     other."""
-    if q.shape[-2] == 0:
-        return q.new_zeros(q.shape), initial_state(rule, params.initial, k) if state is None else state
-    gate = gates.complete(q, rule.window.size)
     if starts is None:
         starts = starts_chunk(rule, state)
+    state = initial_state(rule, params.initial, k) if state is None else state
+    if q.shape[-2] == 0:
+        return q.new_zeros(q.shape), state
+    gate = gates.complete(q, rule.window.size)
     unasked = None
     if dispatch.is_delta(rule) and q.shape[-2] > rule.window.chunk and dispatch.fast_delta(q):
         unasked = partial(_proven, rule, q.shape[-1], q.device)
     if dispatch.taken(kernels, _no_kernel, rule, q, gates.length, gate, starts, unasked=unasked):
-        return _by_kernels(rule, q, k, v, gate, state or initial_state(rule, params.initial, k), recompute)
+        from ..kernels.delta import delta_recurrence
+
+        return delta_recurrence(rule, q, k, v, gate, state, partial(_delta, rule), recompute)
     tokens, length = _tokens(rule, q, k, v, gates), gates.length
     read_group = partial(_read_group, rule, compiled, spaces)
     if recompute is not None and torch.is_grad_enabled() and not is_transformed(q):
         read_group = partial(checkpoint, read_group, use_reentrant=False, preserve_rng_state=False)
     width = (recompute or GROUP) * rule.window.chunk
-    params, reading = begin(rule, params, q[:, :, :0], state, starts)
+    reading = Reading(state, None if starts else state.seen % rule.window.chunk, starts)
     place = 0 if starts else place_of_all(rule, state, length)
     if place:  # what is left of a chunk that all rows have begun is read alone
         reading = reading._replace(phase=None, before=place)
@@ -129,18 +132,6 @@ def _chunkwise(
         outputs.append(y)
         begins += size
     return torch.cat(outputs, 2), end(reading, q)
-
-
-def _by_kernels(
-    rule: Rule, q: Tensor, k: Tensor, v: Tensor, gate: CompleteGates, state: MemoryState, recompute: int | None
-) -> tuple[Tensor, MemoryState]:
-    if not dispatch.is_delta(rule):
-        from ..kernels.chunk import chunk_recurrence
-
-        return chunk_recurrence(rule, q, k, v, gate, state)
-    from ..kernels.delta import delta_recurrence
-
-    return delta_recurrence(rule, q, k, v, gate, state, partial(_delta, rule), recompute)
 
 
 def _delta(
@@ -164,8 +155,7 @@ def _no_kernel(rule: Rule, q: Tensor, length: Tensor | None, gate: CompleteGates
     """Why no Triton kernel can compute this call, as ``dispatch.taken`` says it; None: one can."""
     if length is not None:
         return "knows padding: leave gates.length out"
-    refusal = dispatch.delta_refusal if dispatch.is_delta(rule) else dispatch.chunk_refusal
-    why = refusal(rule, q.device.type, q.dtype, q.shape, gate)
+    why = dispatch.delta_refusal(rule, q.device.type, q.dtype, q.shape, gate)
     if why is None and not starts:
         return f"begins inside a chunk: give a state after a multiple of {rule.window.chunk} tokens"
     return why

@@ -76,7 +76,7 @@ def _scalars(rule: Rule, dim: int) -> int:
             total += schedules * (b if rule.optimiser.shows else b // every) * b * n  # P
     if rule.optimiser.bounded:
         total += schedules * b * n if rule.window.size > 1 else 0
-        through = (shapes[i] for i in network.through)
+        through = (shape for shape, lifted in zip(shapes, network.lifted, strict=True) if not lifted)
         total += sum((2 * POWER_STEPS + 1) * m * (f - network.bias) for m, f in through)
     return total
 

@@ -234,23 +234,12 @@ def _by_eigenvalues(gram: Tensor, steps: int, coefficients: Coefficients) -> Ten
     return call(_ByEigenvalues, gram, steps, coefficients)[0]
 
 
-class _ByEigenvalues(Function):
+class _ByEigenvalues(_SymmetricProduct):
     """``_product`` of symmetric matrices through their eigenvalues."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(gram: Tensor, steps: int, coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
         return by_eigenvalues(gram, steps, coefficients)
-
-    @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, int, Coefficients], output: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        ctx.steps, ctx.coefficients = inputs[1:]
-        ctx.save_for_backward(inputs[0], *output[1:])
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
 
     @staticmethod
     @without_autocast

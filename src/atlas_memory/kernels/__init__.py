@@ -7,8 +7,6 @@
     delta_forward.py, delta_backward.py, delta_parts.py     its kernels, and the equations
     convolution.py            the short convolution of q, k and v
     gram_newton_schulz.py     Q with NS(S) = Q S from Gram matrices, all iterations on chip
-    chunk.py                  the chunk recurrence of gradient descent over a whole sequence, with its backward pass
-    chunk_forward.py, chunk_backward.py, chunk_parts.py     its kernels, and the equations
 
 ``memory`` asks ``dispatch`` and imports a kernel only then, so that Triton may be absent.
 """

@@ -18,8 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_parts import mul
-from .delta_parts import by_logarithms, decay, gate, part, place, retention, tokens
+from .delta_parts import by_logarithms, decay, gate, mul, part, place, retention, tokens
 
 
 @triton.jit(do_not_specialize=["time", "heads", "count"])

@@ -6,8 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_parts import mul
-from .delta_parts import decay, gate, inverse, last, part, place, retention, tokens
+from .delta_parts import decay, gate, inverse, last, mul, part, place, retention, tokens
 
 
 @triton.jit(do_not_specialize=["time", "heads", "count"])

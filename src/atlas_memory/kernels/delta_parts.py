@@ -24,6 +24,12 @@ import triton.language as tl
 
 
 @triton.jit
+def mul(x, y, PRECISION: tl.constexpr):
+    """x y."""
+    return tl.dot(x, y, input_precision=PRECISION, out_dtype=x.dtype)
+
+
+@triton.jit
 def place(count):
     """Which sequence and head this program is for, and which of ``count`` chunks."""
     program = tl.program_id(0).to(tl.int64)

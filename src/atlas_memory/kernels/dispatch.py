@@ -2,9 +2,8 @@
 is imported.
 
 Those of the delta rule and of the short convolution are taken on a GPU unless ATLAS_MEMORY_KERNELS=0 is in the
-environment, once they have been tried there (proof.py). The others wait to be asked for: ``kernels=True``, or
-ATLAS_MEMORY_KERNELS=1. Triton compiles each for seconds, and in training a chunk recurrence recorded as a CUDA graph
-(forms/graphed.py) is faster (docs/gpu.md).
+environment, once they have been tried there (proof.py). That of Newton-Schulz waits to be asked for: ``kernels=True``,
+or ATLAS_MEMORY_KERNELS=1.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ..mathematics.bias import L2, DotProduct
+from ..mathematics.bias import DotProduct
 from ..mathematics.features import Identity
 from ..mathematics.gates import CompleteGates
-from ..mathematics.networks import MLP, Linear
-from ..mathematics.optimisers import DeltaGradientDescent, GradientDescent
+from ..mathematics.networks import Linear
+from ..mathematics.optimisers import DeltaGradientDescent
 from ..mathematics.retention import Decay, Keep
 from ..mathematics.rules import Rule
 
@@ -31,15 +30,6 @@ unasked."""
 INTERPRETER = "TRITON_INTERPRET"
 """The environment variable by which Triton runs kernels on the CPU, to try them."""
 
-KINDS: dict[str, tuple[type, ...]] = {
-    "features": (Identity,),
-    "network": (Linear, MLP),
-    "bias": (L2, DotProduct),
-    "optimiser": (GradientDescent,),
-    "retention": (Decay, Keep),
-}
-"""The parts of a rule that the chunk kernels know."""
-
 DELTA: dict[str, tuple[type, ...]] = {
     "features": (Identity,),
     "network": (Linear,),
@@ -47,13 +37,10 @@ DELTA: dict[str, tuple[type, ...]] = {
     "optimiser": (DeltaGradientDescent,),
     "retention": (Decay, Keep),
 }
-"""Those of the delta rule, whose kernels know no other."""
+"""The parts of a rule that the kernels of the delta rule know."""
 
 DELTA_WIDTHS = (16, 32, 48, 64)
-"""Head widths of its kernels: what 16 does not divide would be another kernel of Triton's than the one tried."""
-
-WIDTHS = (16, 32, 64, 128)
-"""Head widths of the chunk kernels."""
+"""Their head widths: what 16 does not divide would be another kernel of Triton's than the one tried."""
 
 CHUNKS = (16, 32, 64)
 """Their chunks b."""
@@ -94,18 +81,8 @@ def taken(
     return why is None and (bool(asked) or (unasked is not None and unasked()))
 
 
-def chunk_refusal(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gate: CompleteGates) -> str | None:
-    """Why kernels/chunk.py does not compute ``rule`` for q of this device type, dtype and ``shape``
-    ``[batch, heads, time, dim]``, to follow "no kernel"; None: it does.
-
-    It computes an MLP of depth 2 or a matrix on plain keys, L2 or the dot product, gradient descent, bare steps at
-    frozen gradients, linear retention to zero, gates one a head, in float32 on CUDA, at widths that fit.
-    """
-    return _of_rule(rule) or _of_shape(rule, shape, gate) or _of_device(device, dtype)
-
-
 def is_delta(rule: Rule) -> bool:
-    """Whether the kernels of ``rule`` are those of the delta rule."""
+    """Whether the delta rule is the optimiser's: only then are its kernels looked into."""
     return type(rule.optimiser) in DELTA["optimiser"]
 
 
@@ -121,19 +98,30 @@ def fast_delta(x: Tensor) -> bool:
 
 
 def delta_refusal(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size, gate: CompleteGates) -> str | None:
-    """The same of kernels/delta.py, which computes the delta rule: one matrix on plain keys, the dot product, bare
-    delta steps, linear retention to zero, gates one a head, in float32 on CUDA, at widths that fit."""
+    """Why kernels/delta.py does not compute ``rule`` for q of this device type, dtype and ``shape``
+    ``[batch, heads, time, dim]``, to follow "no kernel"; None: it does.
+
+    It computes the delta rule: one matrix on plain keys, the dot product, bare delta steps, linear retention to zero,
+    gates one a head, in float32 on CUDA, at widths that fit.
+    """
     network, chunk, dim = rule.network, rule.window.chunk, shape[-1]
     unknown = {
+        f"knows {type(part).__name__}: {name} must be {_or(kind.__name__ for kind in kinds)}": type(part) not in kinds
+        for name, kinds in DELTA.items()
+        for part in (getattr(rule, name),)
+    }
+    unknown |= {
         "knows the layer norm: network must have norm=False": network.norm,
         "knows bounded steps: optimiser must have bounded=False": rule.optimiser.bounded,
         "fades to M_0: retention must have to_start=False": rule.retention.to_start,
         f"reads {rule.window.read!r}: window must have read='after'": rule.window.read != "after",
         f"has chunks of {chunk}: window must have chunk={_or(CHUNKS)}": chunk not in CHUNKS,
         f"has heads of width {dim}: it must be {_or(DELTA_WIDTHS)}": dim not in DELTA_WIDTHS,
+        f"reads nothing: q is {list(shape)}": 0 in shape[:3],
+        "has gates a channel: give eta and alpha as [batch, heads, time]": gate.eta.dim() != 3 or gate.alpha.dim() != 3,
     }
-    why = _of_parts(rule, DELTA) or next((why for why, is_so in unknown.items() if is_so), None)
-    return _traced() or why or _of_call(shape, gate) or _of_device(device, dtype)
+    why = next((why for why, is_so in unknown.items() if is_so), None)
+    return _traced() or why or _of_device(device, dtype)
 
 
 def convolution_refusal(device: str, dtype: torch.dtype) -> str | None:
@@ -149,58 +137,8 @@ def gram_refusal(device: str, dtype: torch.dtype, size: int) -> str | None:
     return _of_device(device, dtype)
 
 
-def _of_parts(rule: Rule, known: dict[str, tuple[type, ...]]) -> str | None:
-    for part, kinds in known.items():
-        if (kind := type(getattr(rule, part))) not in kinds:
-            return f"knows {kind.__name__}: {part} must be {_or(each.__name__ for each in kinds)}"
-    return None
-
-
-def _of_rule(rule: Rule) -> str | None:
-    if why := _of_parts(rule, KINDS):
-        return why
-    network, window = rule.network, rule.window
-    size, chunk = window.size, window.chunk
-    unknown = {
-        "knows a memory of more than two matrices: network must have depth=2": len(network.lifted) > 2,
-        "knows biases: network must have bias=False": network.bias,
-        "knows the layer norm: network must have norm=False": network.norm,
-        "knows bounded steps: optimiser must have bounded=False": rule.optimiser.bounded,
-        "knows live errors: optimiser must have live=False": rule.live,
-        "fades to M_0: retention must have to_start=False": rule.retention.to_start,
-        f"reads {window.read!r}: window must have read='after'": window.read != "after",
-        f"has chunks of {chunk}: window must have chunk={_or(CHUNKS)}": chunk not in CHUNKS,
-        f"has a window of {size} on chunks of {chunk}: size must be at most chunk + 1": size > chunk + 1,
-    }
-    return next((why for why, is_so in unknown.items() if is_so), None)
-
-
 def _or(choices: Iterable[object]) -> str:
     return " or ".join(map(str, choices))
-
-
-def _of_shape(rule: Rule, shape: torch.Size, gate: CompleteGates) -> str | None:
-    dim, tokens, deep = shape[-1], rule.window.chunk + rule.window.size - 1, len(rule.network.lifted) == 2
-    if dim not in WIDTHS:
-        return f"has heads of width {dim}: it must be {_or(WIDTHS)}"
-    if not _fits(deep, dim, tokens):
-        return f"fits into shared memory with heads of {dim} and {tokens} tokens a chunk: take smaller heads or chunks"
-    return _of_call(shape, gate)
-
-
-def _of_call(shape: torch.Size, gate: CompleteGates) -> str | None:
-    if shape[0] * shape[1] * shape[2] == 0:
-        return f"reads nothing: q is {list(shape)}"
-    if gate.eta.dim() != 3 or gate.alpha.dim() != 3:
-        return "has gates a channel: give eta and alpha as [batch, heads, time]"
-    return None
-
-
-def _fits(deep: bool, dim: int, tokens: int) -> bool:
-    """Whether both chunk kernels, for heads of ``dim`` and so many window tokens a chunk, were seen to need no more
-    shared memory than an SM of an H200 has: docs/kernels.md."""
-    wide, long = dim > 64, tokens > 64
-    return not (wide and long) if deep else not (wide or long)
 
 
 def _traced() -> str | None:

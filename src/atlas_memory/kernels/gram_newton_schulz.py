@@ -35,7 +35,7 @@ from ..mathematics.orthogonal import COEFFICIENTS, CONVERGENT
 
 
 def gram_newton_schulz(gram: Tensor, steps: int = 5, floor: Tensor | None = None) -> Tensor:
-    """``gram_polynomial`` of forms/fast_newton_schulz.py, for ``gram`` ``[..., m, m]`` with m <= 128, float32 or (in
+    """``gram_polynomial`` of forms/fast_newton_schulz.py, for ``gram`` ``[..., m, m]`` with m <= 64, float32 or (in
     the interpreter) float64; same shape and dtype. Differentiable once, with respect to ``gram``."""
     return _GramNewtonSchulz.apply(gram, floor, steps)
 
@@ -74,7 +74,7 @@ def options(size: int, dtype: torch.dtype, steps: int, floor: bool = False) -> d
         "B": b,
         "C": c,
         "TINY": torch.finfo(dtype).tiny,
-        "num_warps": {16: 1, 32: 4, 64: 8, 128: 16}[padded],
+        "num_warps": {16: 1, 32: 4, 64: 8}[padded],
         "num_stages": 1,
     }
 

@@ -38,19 +38,10 @@ class ContextState(State):
     values: Tensor
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """The tokens of one call that fall into one segment; each row may be at another place in it.
-
-    Attributes:
-        x: `[batch, width, dim]`, the real tokens of each row in front.
-        slot: `[batch]`, where in the segment the first one belongs.
-        real: bool `[batch, width]`, or None: all.
-    """
-
-    x: Tensor
-    slot: Tensor
-    real: Tensor | None
+_Piece = tuple[Tensor, Tensor, Tensor | None]
+"""The tokens of one call that fall into one segment; each row may be at another place in it: x `[batch, width, dim]`,
+the real tokens of each row in front; `[batch]`, the slot of the segment in which the first one belongs; and which are
+real, bool `[batch, width]`, None: all."""
 
 
 class MemoryAsContext(Stateful):
@@ -157,7 +148,7 @@ class MemoryAsContext(Stateful):
 
     def _slices(self, x: Tensor, phase: Tensor) -> Iterator[_Piece]:
         for piece in x.split(self.segment, 1) if x.shape[1] else ():
-            yield _Piece(piece, phase, None)
+            yield piece, phase, None
 
     def _pieces(self, x: Tensor, phase: Tensor, length: Tensor | None) -> Iterator[_Piece]:
         """x cut where segments end, which may be at another place in every row; `phase` `[batch]` is the place in its
@@ -168,13 +159,12 @@ class MemoryAsContext(Stateful):
             first = (j * size - phase).clamp(min=0)
             index = first[:, None] + torch.arange(width, device=x.device)
             end = ((j + 1) * size - phase).clamp(max=time if length is None else length)
-            yield _Piece(
-                take(x, index.clamp(max=time - 1)), phase if j == 0 else torch.zeros_like(phase), index < end[:, None]
-            )
+            slot = phase if j == 0 else torch.zeros_like(phase)
+            yield take(x, index.clamp(max=time - 1)), slot, index < end[:, None]
 
     def _read_piece(self, piece: _Piece, persistent: Tensor | None, state: ContextState) -> tuple[Tensor, ContextState]:
         """The outputs `[batch, width, dim]` of a piece, and the state after it."""
-        x, slot, real = piece.x, piece.slot, piece.real
+        x, slot, real = piece
         count = torch.full_like(slot, x.shape[1]) if real is None else real.sum(1)
         asked = torch.stack([self.memory.retrieve(x, state.memory.memory.answering_with(state.start)), x], 1)
         k, v = self.kv(asked).unflatten(-1, (2, self.heads, -1)).permute(3, 0, 4, 1, 2, 5)

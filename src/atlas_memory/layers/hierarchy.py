@@ -187,7 +187,6 @@ class HierarchicalMemory(Stateful):
         self.gates = HierarchicalGates(dim * heads, heads, self.rules, gate_rank) if gates else None
 
     def empty(self, batch: int) -> tuple[Any, ...]:
-        """See ``Stateful``."""
         like = next(self.parameters())
         q = torch.zeros(batch, self.heads, 0, self.dim, dtype=like.dtype, device=like.device)
         return q, q, q, Gates(q.new_zeros(batch, len(self.rules) * self.heads, 0))

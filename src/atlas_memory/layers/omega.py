@@ -160,7 +160,6 @@ class OmegaMemory(Stateful):
             )
 
     def empty(self, batch: int) -> tuple[Any, ...]:
-        """See ``Stateful``."""
         like = next(self.parameters())
         q = torch.zeros(batch, self.heads, 0, self.dim, dtype=like.dtype, device=like.device)
         return q, q, q, Gates(q[..., 0])

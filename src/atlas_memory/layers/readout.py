@@ -27,7 +27,8 @@ class Readout(NamedTuple):
     bias: Tensor
 
     def gates(self, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``GateReadout.forward``, in the dtype of what the memories answer."""
+        """What M_eta and M_alpha answer, ``[batch, heads, time, dim]`` -> eta and alpha of all memories,
+        ``[batch, 5 heads, time]``, in the dtype of the answers."""
         weight, bias = self.weight.to(eta.dtype) * eta.shape[-1] ** 0.5, self.bias.to(eta.dtype)
         answers = torch.stack([for_all(eta), for_all(alpha)])
         logits = (answers * weight.flatten(1, 2)[:, None, :, None]).sum(-1) + bias.flatten(1)[:, None, :, None]
@@ -68,11 +69,6 @@ class GateReadout(nn.Module):
         eta[0] = START_ETAS[0]
         with torch.no_grad():
             self.bias.copy_(torch.stack([eta, 0.5 ** (1.0 / half_lives)]).logit())
-
-    def forward(self, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        """What M_eta and M_alpha answer, ``[batch, heads, time, dim]`` -> the gates of all memories,
-        ``[batch, 5 heads, time]``."""
-        return self.read_with.gates(eta, alpha)
 
     @property
     def read_with(self) -> Readout:

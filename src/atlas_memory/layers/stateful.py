@@ -30,7 +30,8 @@ class Stateful(nn.Module):
     def empty(self, batch: int) -> tuple[Any, ...]:
         """Inputs of no tokens for ``batch`` sequences, in the dtype and on the device of the layer's parameters; in
         the default ones where it has none."""
-        like = next(self.parameters(), torch.zeros(()))  # a layer may have none
+        own = (p for p in self.parameters() if p.is_floating_point())  # a layer may have none, or packed ones
+        like = next(own, torch.zeros(()))
         return (torch.zeros(batch, 0, self.dim, dtype=like.dtype, device=like.device),)
 
     def check_x(self, x: Tensor, first: nn.Module) -> None:
@@ -44,8 +45,10 @@ class Stateful(nn.Module):
         if not x.is_floating_point():
             raise ValueError(f"x must be floating point, got {x.dtype}: embed tokens first")
         plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 1
+        kind = x.device.type
         casts = torch.float64 not in (x.dtype, getattr(weight, "dtype", None))  # which autocast leaves alone
-        if plain and x.dtype != weight.dtype and not (casts and torch.is_autocast_enabled(x.device.type)):
+        casts = casts and torch.amp.is_autocast_available(kind)
+        if plain and x.dtype != weight.dtype and not (casts and torch.is_autocast_enabled(kind)):
             raise ValueError(
                 f"x is {x.dtype} and this {type(self).__name__} is {weight.dtype}: bring one to the dtype of the "
                 f"other, x.to(...) or layer.to(...){', or call it under torch.autocast' if casts else ''}"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .functions import largest
+from .sizes import check_positive
 
 SMOOTH = 1e-6
 """Miras's epsilon: |x| is taken as sqrt(x^2 + SMOOTH), so that every bias has a gradient everywhere."""
@@ -69,8 +70,7 @@ class L2(Bias):
     is_quadratic = True
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"L2 scale must be > 0, got {self.scale!r}")
+        check_positive("L2 scale", self.scale)
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
         """``[..., dim], [..., dim] -> [...]``."""

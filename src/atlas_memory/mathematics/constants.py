@@ -34,8 +34,8 @@ def kept(shape: Callable[[int, int], tuple[int, ...]]) -> Callable[[Constant], C
         def found(dim: int, i: int, like: Tensor) -> Tensor:
             if torch.compiler.is_compiling():
                 return make(dim, i).to(like) if like.device.type == "cpu" else operator(dim, i, like.detach())
-            if type(like) is not Tensor:  # one that cannot be kept
-                return there(dim, i, torch.device("cpu"), torch.float64).to(like)
+            if type(like) is not Tensor:  # a fake one perhaps, of which nothing may be kept
+                return make(dim, i).to(like)
             return there(dim, i, like.device, like.dtype)
 
         return found

@@ -129,14 +129,6 @@ class Identity(Features):
         """phi(x): ``[..., dim] -> [..., size(dim)]``."""
         return x
 
-    def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """phi(x_i) . phi(y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``."""
-        return x @ y.mT
-
-    def squared_norm(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """|phi(x)|^2: ``[..., dim] -> [...]``."""
-        return x.square().sum(-1)
-
 
 @dataclass(frozen=True)
 class Polynomial(Features):

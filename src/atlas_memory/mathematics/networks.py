@@ -101,12 +101,6 @@ class Ending:
         """dl / d body from ``error`` = dl / d prediction, both ``[..., time, dim]``."""
         return layer_norm_vjp(trace.body, norm, error) if self.norm else error
 
-    def deltas(
-        self, weights: Sequence[Tensor], trace: Trace, error: Tensor, norm: Norm | None = None
-    ) -> tuple[Tensor, ...]:
-        """dl / d (W_l f_l) for every matrix, from ``error`` = dl / d prediction ``[..., time, dim]``."""
-        return self.back(weights, trace, self.body_error(trace, error, norm))
-
     def response(self, trace: Trace, curvature: Tensor, slope: Tensor | None, norm: Norm | None = None) -> Tensor:
         """How fast the error at the body grows with the body, at most, ``[..., time]``. ``curvature`` ``[..., time]``
         is that of the loss, and ``slope`` ``[..., time, dim]`` its derivative by the prediction, if the loss is
@@ -144,11 +138,6 @@ class Ending:
 
     bias = False
     """Whether the inputs of the matrices after the first end in a constant 1."""
-
-    @property
-    def through(self) -> tuple[int, ...]:
-        """The matrices whose spectral norms ``gains`` asks for."""
-        return tuple(range(1, len(self.lifted)))
 
     @property
     def lifted(self) -> tuple[bool, ...]:
@@ -201,11 +190,9 @@ class Linear(Ending):
         return x, ()
 
     def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
-        """See ``Ending``."""
         return (error,)
 
     def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
-        """See ``Ending``."""
         return (torch.ones_like(trace.body[..., 0]),)
 
 
@@ -254,7 +241,6 @@ class MLP(Ending):
         return F.pad(u, (0, 1), value=1.0) if self.bias else u, kept
 
     def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
-        """See ``Ending``."""
         out = [error]
         for layer in range(self.depth - 1, 0, -1):
             slope = trace.hidden[layer - 1]
@@ -287,11 +273,6 @@ class GatedMLP(Ending):
         """Which matrices multiply phi(x): both of the hidden layer."""
         return (True, True, False)
 
-    @property
-    def through(self) -> tuple[int, ...]:
-        """The last one."""
-        return (2,)
-
     def shapes(self, features: int, dim: int) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         width = self.expansion * dim
@@ -320,13 +301,11 @@ class GatedMLP(Ending):
         return opened * value, (slope[0] * value, opened) if slope else ()
 
     def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
-        """See ``Ending``."""
         to_gate, to_value = trace.hidden
         inner = error @ weights[2]
         return inner * to_gate, inner * to_value, error
 
     def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
-        """See ``Ending``."""
         through = squared_spectral_norm(weights[2])[..., None]
         to_gate, to_value = (largest(x.square()) * through for x in trace.hidden)
         return to_gate, to_value, torch.ones_like(through.expand(to_gate.shape))

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .gates import pick, rows
-from .sizes import check_size
+from .sizes import check_positive, check_size
 from .step import At, InnerOptimiser, Rates, Sums, over
 
 
@@ -41,7 +41,6 @@ class GradientDescent(InnerOptimiser):
     live: bool = True
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
-        """See ``InnerOptimiser``."""
         return sums, rows(at.apply, g)
 
 
@@ -66,7 +65,6 @@ class DeltaGradientDescent(InnerOptimiser):
     erases = True
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
-        """See ``InnerOptimiser``."""
         old = rows(at.alpha, weights) if self.after_decay else weights
         return sums, rows(at.apply, g + rows(at.gamma, at.under(old)))
 
@@ -81,7 +79,6 @@ class Momentum(InnerOptimiser):
     has_momentum = True
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
-        """See ``InnerOptimiser``."""
         s = rows(at.theta, sums[0]) + rows(at.write, g)
         return (s,), s
 
@@ -145,8 +142,7 @@ class Muon(InnerOptimiser):
             value = getattr(self, name)
             if not (value is None and name == "every"):
                 check_size(f"Muon {name}", value)
-        if not self.limit > 0:
-            raise ValueError(f"Muon limit must be > 0, got {self.limit!r}")
+        check_positive("Muon limit", self.limit)
         if self.shows and not self.bounded:
             raise ValueError("Muon shows=True is for bounded steps: where they are not, S has no measure that W has")
 
@@ -165,7 +161,6 @@ class Muon(InnerOptimiser):
         return 2 if live else 1
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
-        """See ``InnerOptimiser``."""
         s = rows(at.theta, sums[0]) + rows(at.write, g)
         changed = tuple(rows(at.alpha, d) + rows(at.plain, g) for d in sums[1:] if at.plain is not None)
         return (s, *changed), rows(at.apply, self.direction(s, at.orthogonalise, at.saturate))

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from .gates import pick, rows
 from .orthogonal import reciprocal_or_zero
+from .sizes import check_positive
 
 
 class Old(NamedTuple):
@@ -63,6 +64,14 @@ def widened(home: Tensor, like: Tensor) -> Tensor:
 def faded(alpha: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:
     """alpha W; or home + alpha (W - home), where W does not fade to zero but to ``home``."""
     return rows(alpha, matrix) if home is None else home + rows(alpha, matrix - home)
+
+
+def _directed(matrix: Tensor) -> Tensor:
+    """The matrix ``[..., rows, columns]``, with a unit vector in place of every row of zeros: it has a length to keep
+    and a direction from which a write can turn it."""
+    count, columns = matrix.shape[-2:]
+    units = F.one_hot(torch.arange(count, device=matrix.device) % columns, columns)
+    return torch.where(matrix.any(-1, keepdim=True), matrix, units.to(matrix.dtype))
 
 
 class AnyRetention:
@@ -125,7 +134,6 @@ class Decay(LinearRetention):
     gated = True
 
     def home(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """See ``AnyRetention``."""
         return initial if self.to_start else None, None
 
 
@@ -143,7 +151,6 @@ class NonLinearRetention(AnyRetention):
     gated = True
 
     def home(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """See ``AnyRetention``."""
         return self.begin(initial) if self.to_start else (None, None)
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -187,9 +194,10 @@ class LqNorm(NonLinearRetention):
         return a * norm * size.clamp_min(1e-6).pow(2.0 - self.q)
 
     def start(self, matrix: Tensor) -> Tensor:
-        """An A with |A|_q = 1, where W = A: what is written into A is in W as it was written."""
-        length = matrix.abs().pow(self.q).sum((-2, -1), keepdim=True).pow(1.0 / self.q)
-        return matrix / length.clamp_min(1e-30)  # zero stays zero
+        """An A with |A|_q = 1, where W = A: what is written into A is in W as it was written. Near A = 0, W is without
+        bounds, so that no row begins at zero."""
+        matrix = _directed(matrix)
+        return matrix / matrix.abs().pow(self.q).sum((-2, -1), keepdim=True).pow(1.0 / self.q)
 
 
 def _as_logits(matrix: Tensor) -> Tensor:
@@ -215,8 +223,7 @@ class Softmax(NonLinearRetention):
     fixed_sums = True
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"Softmax scale must be > 0, got {self.scale!r}")
+        check_positive("Softmax scale", self.scale)
 
     def start(self, matrix: Tensor) -> Tensor:
         """M_0 with log W of standard deviation 1/2, whatever the matrix has (measured: docs/diary.md)."""
@@ -235,8 +242,7 @@ class Sigmoid(NonLinearRetention):
     to_start: bool = False
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"Sigmoid scale must be > 0, got {self.scale!r}")
+        check_positive("Sigmoid scale", self.scale)
 
     def start(self, matrix: Tensor) -> Tensor:
         """M_0 as logits of variance 1, whatever the matrix has."""
@@ -287,8 +293,7 @@ class FDivergence(NonLinearRetention):
     fixed_sums = True
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"FDivergence scale must be > 0, got {self.scale!r}")
+        check_positive("FDivergence scale", self.scale)
 
     def start(self, matrix: Tensor) -> Tensor:
         """M_0 as logits of variance 1, whatever the matrix has."""
@@ -321,13 +326,17 @@ class RowNorm(NonLinearRetention):
 
     gated = False
 
+    def start(self, matrix: Tensor) -> Tensor:
+        """No row begins at zero: it would have no length for ever."""
+        return _directed(matrix)
+
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
         """W_0 = A_0 = M_0."""
         return initial, initial
 
     def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """W from A, as the class says."""
-        length = initial.square().sum(-1, keepdim=True).sqrt()
+        length = initial.square().sum(-1, keepdim=True).clamp_min(1e-30).sqrt()  # with a gradient at zero, too
         return a * (length / (a.square().sum(-1, keepdim=True) + 1e-10).sqrt())
 
     def restart(self, a: Tensor, settled: Tensor) -> Tensor:

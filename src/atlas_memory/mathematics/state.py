@@ -73,8 +73,9 @@ class State:
     def detach(self) -> Self:
         """The state without the graph by which it was made: what training on from it should begin with. What was made
         under ``torch.inference_mode`` is copied, since PyTorch trains on no such tensor."""
-        compiling = torch.compiler.is_compiling()  # which asks for no such thing
-        return self.map(lambda t: t.detach().clone() if not compiling and t.is_inference() else t.detach())
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # a copy would be another of that kind
+            return self.map(Tensor.detach)
+        return self.map(lambda t: t.detach().clone() if t.is_inference() else t.detach())
 
     def anchored(self, fresh: Self) -> Self:
         """The state, which has no graph, with the gradient of ``fresh``, a layer's ``initial_state``: as if it were
@@ -157,8 +158,11 @@ class MemoryState(State):
 
     def answering_with(self, weights: tuple[Tensor, ...]) -> MemoryState:
         """A state for ``retrieve`` alone, which then answers with these matrices."""
-        kept = (tuple(map(torch.zeros_like, m.sums)) for m in self.matrices)  # nothing waits for a step
-        return replace(self, matrices=tuple(Matrix(w, w, sums) for w, sums in zip(weights, kept, strict=True)))
+        matrices = (
+            replace(m, weights=w, frozen=w, sums=tuple(map(torch.zeros_like, m.sums)))  # nothing waits for a step
+            for m, w in zip(self.matrices, weights, strict=True)
+        )
+        return replace(self, matrices=tuple(matrices))
 
     def map_lifted(self, rule: Rule, fn: Callable[[Tensor], Tensor], keys: Tensor) -> MemoryState:
         """For phi*: the state with ``fn`` applied to the keys' columns of all matrices that have such, and with
