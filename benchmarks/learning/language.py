@@ -96,14 +96,19 @@ def bits(
 ) -> dict[str, float]:
     """See ``LANGUAGE``."""
     corpus, tokenizer = Corpus.load(text), byte_tokenizer()
+    train_on, held_out = (Tokens.of(tokenizer, part).ids for part in (corpus.train, corpus.held_out))
+    if len(held_out) < HELD_OUT:
+        raise ValueError(
+            f"--text {text}: {len(held_out)} bytes of it are held out, and {HELD_OUT} are read in one piece"
+        )
     torch.manual_seed(seed)
     net = as_large(case, dim)
     if compiled and BLOCKS[net.config.block].memory:
         set_execution(net, compiled=True)
     started = time.process_time()
-    training = train(net, Tokens.of(tokenizer, corpus.train).ids, seed, 2 if quick else steps)
+    training = train(net, train_on, seed, 2 if quick else steps)
     seconds = time.process_time() - started
-    found = by_place(net, Tokens.of(tokenizer, corpus.held_out).ids, 8 if quick else 128)
+    found = by_place(net, held_out, 8 if quick else 128)
     sizes = {"parameters": float(net.num_parameters()), "seconds": seconds}
     return {"training": training, **found, **sizes}
 

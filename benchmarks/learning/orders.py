@@ -103,17 +103,23 @@ def trained(options: Sequence[str], dim: int, seed: int, quick: bool, text: str 
     for length, between in ((64, 32),) if quick else TWICE:
         count = 4 if quick else min(8 * STREAMS, STREAMS * 4096 // length)  # the shorter, the more
         name = f"again {length}" + (f" after {between}" if between else "")
-        found[f"older {name}"], found[f"error {name}"] = again(run, held_out, length, count, between)
+        if (saved := again(run, held_out, length, count, between)) is not None:
+            found[f"older {name}"], found[f"error {name}"] = saved
     return found
 
 
-def again(run: Run, documents: Sequence[Document], length: int, count: int, between: int = 0) -> tuple[float, float]:
+def again(
+    run: Run, documents: Sequence[Document], length: int, count: int, between: int = 0
+) -> tuple[float, float] | None:
     """Bits a byte that a passage of so many characters costs less when it has been read before than when another has,
-    and the standard error over ``count`` passages. What follows it in the document is read ``between``."""
+    and the standard error over ``count`` passages. What follows it in the document is read ``between``. None where
+    fewer than two passages of this length are ASCII."""
     whole = length + between
     texts = [d.text[i : i + whole] for d in documents for i in range(0, len(d.text) - whole + 1, whole)]
     texts = [text for text in texts if text.isascii()]  # so that a character is a byte
     texts = texts[:: max(1, len(texts) // count)][:count]
+    if len(texts) < 2:
+        return None
     start = np.array([run.tokenizer.eos_token_id])
     chosen = [(encode(run.tokenizer, text[:length]), encode(run.tokenizer, text[length:])) for text in texts]
 

@@ -11,6 +11,7 @@ import yaml
 from atlas_memory.dashboard.runs import DEFAULT_RULE, WITHOUT_MEMORY, Runs, Watched, find_runs
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import AtlasConfig
+from atlas_memory.training.config import TrainSection
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, USABLE, Log, cut_logs, read_log
 from atlas_memory.training.settings import in_bytes
 from benchmarks.dashboard import append, made_run
@@ -74,6 +75,14 @@ def test_runs_are_found_and_named(tmp_path: Path) -> None:
     (tmp_path / "c" / "log.jsonl").unlink()  # as of a run that has just begun
     assert "c" in [run.name for run in places.all()]
     assert Runs([tmp_path / "a" / "one"]).all()[0].name == "one"
+    made_run(tmp_path / "a" / "one" / "then", steps=2)
+    assert [run.folder.name for run in Runs([tmp_path / "a" / "one"]).all()] == ["one", "then"]
+    (tmp_path / "begun" / "run.yaml").write_text("train: {steps: null}")
+    runs[3].read()
+    assert runs[3].goal == TrainSection().last_step
+    (tmp_path / "begun" / "run.yaml").write_text("train: {max_minutes: 3}")
+    runs[3].read()
+    assert runs[3].goal is None
 
 
 def test_places_without_runs_are_refused(tmp_path: Path) -> None:

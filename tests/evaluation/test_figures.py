@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from atlas_memory.report.figures import _apart, canvas, label_ends
+from atlas_memory.report.figures import _apart, canvas, label_ends, labelled
 from atlas_memory.report.pictures import _heads_over_steps
 
 
@@ -39,3 +39,10 @@ def test_heat_maps_of_one_head_or_one_look_are_seen(heads: int, steps: list[int]
     assert (np.diff(corners[:, :, 1], axis=0) == 1).all() and (np.diff(corners[:, :, 0], axis=1) >= 1).all()
     assert (corners[0, :-1, 0] < steps).all() and (steps < corners[0, 1:, 0]).all()
     assert [tick for tick in axes.get_yticks() if 0.5 < tick < heads + 0.5] == list(range(1, heads + 1))
+
+
+def test_every_name_is_in_the_legend() -> None:
+    axes = canvas(4, 3).subplots()
+    for name in ("_small", "large"):
+        axes.plot([0, 1], label=labelled(name))
+    assert [text.get_text().strip() for text in axes.legend().get_texts()] == ["_small", "large"]

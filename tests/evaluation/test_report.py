@@ -1,6 +1,7 @@
 """The report."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -209,6 +210,29 @@ def test_a_run_that_was_killed_is_told_up_to_its_checkpoint(tmp_path: Path) -> N
     (tmp_path / "text.txt").write_text("a text of its own. " * 9)
     assert not write_report(alone, tmp_path / "text.txt", streams=2, sample_tokens=5)["training_length_is_known"]
     assert "its folder does not say on how many tokens" in (alone / "report-text" / "report.html").read_text()
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Not as mathematics, between dollar signs, nor as bytes that are not UTF-8."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a_$5^_to_$10.txt").write_text("a text of its own. " * 90)
+    (tmp_path / "text" / os.fsdecode(b"20\xe9.txt")).write_text("another text. " * 9)
+    train(settings(tmp_path, f"data.path={tmp_path / 'text'}", f"output_dir={tmp_path / '_run'}"))
+    for name in ("a_$5^_to_$10.txt", os.fsdecode(b"20\xe9.txt")):
+        write_report(tmp_path / "_run", tmp_path / "text" / name, streams=2, sample_tokens=5)
+    (tmp_path / "text" / "a_$5^_to_$10.txt").unlink()
+    assert (
+        write_report(tmp_path / "_run", tmp_path / "text", streams=2, sample_tokens=5)["gates"]["document"] == "20?.txt"
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_read(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, *_, **__: False)
+    monkeypatch.setattr("atlas_memory.report.report.bits_per_byte", None)
+    with pytest.raises(OSError, match="could not be written"):
+        write_report(finished)
 
 
 def _page(run: Path) -> str:

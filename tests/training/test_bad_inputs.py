@@ -63,6 +63,8 @@ def wrong(tmp_path) -> Path:
         ("data.tokenizer={}/tokenizer", "could not be loaded"),
         ("data.tokenizer={}/endless", "name one of its tokens as eos_token in its tokenizer_config.json"),
         ("data.tokenizer={}/nowhere", "does not exist"),
+        ("data.carry=100000", "lower data.seq_len, data.carry, data.lanes or train.batch_size"),
+        ("train.steps=2026-13-45", "override 'train.steps=2026-13-45': the value is not YAML (month must be in 1..12)"),
         ("data.order=streams", "input should be 'stream', 'packed' or 'crops'"),
         ("data.held_out=1", "data.held_out=1: input should be less than 1"),
         ("data.pass_states=2", "data.pass_states=2: input should be less than or equal to 1"),

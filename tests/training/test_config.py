@@ -154,7 +154,7 @@ def test_what_comes_after() -> None:
 )
 def test_what_cannot_come_after(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_config(None, [override]).check()
+        load_config(None, [override]).check_lengths()
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,13 @@ def test_the_command(tmp_path, capsys) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["device_hours"], found["cost"]) == (1.0, 2.0)
     assert found["tokens"] == int(3600e9 / found["flops_per_token"])
+    both = ["train.max_minutes=30", "train.steps=1000000", "--flops", "1e9", "--processes", "2"]  # the clock is first
+    assert main(["plan", *given, *both, "--json"]) == 0
+    ended = json.loads(capsys.readouterr().out)
+    assert (ended["device_hours"], ended["tokens"]) == (1.0, found["tokens"])
+    for options, clock in ((both, True), (["train.max_minutes=30000", "--flops", "1e9"], False)):
+        assert main(["plan", *given, *options]) == 0
+        assert ("the clock ends the run" in " ".join(capsys.readouterr().out.split())) == clock
     for wrong, message in (
         (["model.preset=huge"], "preset 'huge' is unknown"),
         (["train.lr=1"], "unknown key train.lr"),

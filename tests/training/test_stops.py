@@ -19,7 +19,7 @@ from atlas_memory.cli import main
 from atlas_memory.data.sources import Document
 from atlas_memory.training import callbacks, trainer
 from atlas_memory.training.checkpoints import newest_checkpoint
-from atlas_memory.training.config import ConfigError
+from atlas_memory.training.config import ConfigError, load_saved
 from atlas_memory.training.examples import is_held_out
 from atlas_memory.training.finite import check_finite
 from atlas_memory.training.logs import line, read_log
@@ -164,6 +164,25 @@ def test_what_comes_then_is_checked_before_this_run_is_changed(tmp_path) -> None
     assert (tmp_path / "run" / "run.yaml").read_text() == described
 
 
+def test_what_a_finished_run_is_told_to_do_then_is_kept(six_steps, finished, tmp_path) -> None:
+    """So that the second run can be resumed by the folder alone."""
+    train(settings(tmp_path, "then.train.steps=2"), resume=True)
+    assert load_saved(tmp_path / "run").then == {"train": {"steps": 2}}
+    shutil.rmtree(tmp_path / "run" / "then")
+    train(load_saved(tmp_path / "run"), resume=True)
+    assert len(read_log(tmp_path / "run" / "then")) == 2
+
+
+def test_a_run_yaml_written_by_hand_is_not_overwritten(tmp_path) -> None:
+    """It lies where the failed start of a run would be."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    settings(tmp_path).save(folder / "run.yaml")
+    with pytest.raises(ConfigError, match="is not empty"):
+        train(settings(tmp_path))
+    assert [path.name for path in folder.iterdir()] == ["run.yaml"]
+
+
 def test_a_run_that_others_have_gone_on_from_is_not_made_longer(tmp_path) -> None:
     train(settings(tmp_path, "train.steps=2", "then.train.steps=2"))
     with pytest.raises(ConfigError, match=r"train.steps is 3 for 2, and what comes then has begun"):
@@ -230,6 +249,7 @@ def test_chunks_longer_than_what_is_read_are_warned_of(tmp_path, order: str) -> 
     [
         (("then.data.path=nowhere.txt",), r"then: data\.path='nowhere\.txt' does not exist"),
         (("then.train.fsdp=true",), r"then: train\.fsdp=True shards"),
+        (("then.data.lengths={0: 32}",), r"then: data\.lengths: 0 is no step"),
         (("then.then.train.fsdp=true", "then.train.steps=2"), r"then: then: train\.fsdp=True shards"),
         (
             ("then.train.graphed=true", "then.train.gradient_checkpointing=true"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,7 +52,7 @@ def plan(
     first, shown = load_config(config, overrides or []), []
     for settings, found in zip(first.in_turn(), run(first, processes), strict=True):
         hours = _hours(settings, found, flops, processes)
-        if found.tokens is None and hours is not None and flops is not None:  # as many as the clock leaves time for
+        if hours is not None and flops is not None and hours == _on_the_clock(settings, processes):
             found = replace(found, tokens=int(hours * 3600 * flops / found.flops_per_token))
         cost = None if hours is None or price is None else hours * price
         shown.append(found.to_dict() | {"processes": processes, "device_hours": hours, "cost": cost})
@@ -64,12 +65,18 @@ def plan(
 
 
 def _hours(settings: RunConfig, found: Plan, flops: float | None, processes: int) -> float | None:
-    """The hours of a run, of all devices together: by its operations or, where the clock ends it, by the clock. None
-    without `flops`."""
-    minutes = settings.train.max_minutes
-    if flops is None or (found.flops is None and minutes is None):
+    """The hours of a run, of all devices together: by its operations or, where the clock ends it before, by the clock.
+    None without `flops`."""
+    if flops is None:
         return None
-    return found.flops / flops / 3600 if found.flops is not None else (minutes or 0.0) / 60 * processes
+    needed = math.inf if found.flops is None else found.flops / flops / 3600
+    return min(needed, _on_the_clock(settings, processes))
+
+
+def _on_the_clock(settings: RunConfig, processes: int) -> float:
+    """The hours that the clock leaves all devices together."""
+    minutes = settings.train.max_minutes
+    return math.inf if minutes is None else minutes / 60 * processes
 
 
 def _table(
@@ -85,7 +92,7 @@ def _table(
     )
     table.add_row("parameters", brief(found.parameters), parts)
     if found.tokens is not None and found.flops is not None:
-        clock = "; the clock ends the run" if settings.train.steps is None and settings.train.max_minutes else ""
+        clock = "; the clock ends the run" if hours == _on_the_clock(settings, processes) else ""
         table.add_row("tokens", brief(found.tokens), f"{found.tokens / found.parameters:.3g} a parameter{clock}")
         table.add_row("operations", brief(found.flops), f"{brief(found.flops_per_token)} a token, of matrix products")
     else:

@@ -13,7 +13,7 @@ from typing import Any
 from atlas_memory.models import PRESETS  # without torch
 from atlas_memory.report.words import raised
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, USABLE, Log
-from atlas_memory.training.settings import flat_settings, in_bytes
+from atlas_memory.training.settings import UNASKED_STEPS, flat_settings, in_bytes
 
 SIGNS = (LOG, "run.yaml")  # of a run: either
 # What `AtlasConfig` and `BLOCKS` say too, which load torch.
@@ -52,7 +52,9 @@ class Watched:
     @property
     def goal(self) -> int | None:
         """The step at which training ends, if the run says."""
-        goal = self.config.get("train.steps")
+        goal, minutes = self.config.get("train.steps"), self.config.get("train.max_minutes")
+        if goal is None and minutes is None and self.config:
+            return UNASKED_STEPS
         return goal if isinstance(goal, int) else None
 
     @property
@@ -94,7 +96,7 @@ def find_runs(places: Sequence[str | Path]) -> list[Path]:
 def _in(place: Path) -> list[Path]:
     if not place.is_dir():
         raise ValueError(f"no run at {str(place)!r}: the folder does not exist")
-    inside = [place] if _is_run(place) else sorted(Path(at) for at, _, files in os.walk(place) if {*files} & {*SIGNS})
+    inside = sorted(Path(at) for at, _, files in os.walk(place) if {*files} & {*SIGNS})
     if not inside:
         raise ValueError(f"no run at {str(place)!r}: neither the folder nor one in it holds a {' or a '.join(SIGNS)}")
     return [folder.resolve() for folder in inside]
@@ -135,10 +137,6 @@ class Runs:
         }
         self.missing, self._due = missing, begun + 20 * (monotonic() - begun)
         return list(self._known.values())
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in SIGNS)
 
 
 def _saved(folder: Path) -> dict[str, Any]:

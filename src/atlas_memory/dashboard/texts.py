@@ -82,7 +82,7 @@ def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, R
             ids = with_passage(ids, again, later)
             return f"{name}, read by {run.folder.name}", read(run.model, run.tokenizer, ids, recent=trained)
     except (ValueError, OSError, RuntimeError) as error:
-        st.error(f"The text could not be read: {error}")
+        st.error(f"The text could not be read: {error}".replace("give another by --data", "paste a text"))
         return None
 
 

@@ -13,6 +13,11 @@ _LEFT_OUT = frozenset(
 )
 
 
+def shown(name: str) -> str:
+    """The name of a file as text that can be written and drawn, whether it is UTF-8 or not."""
+    return name.encode("utf-8", "replace").decode()
+
+
 def files_under(root: Path) -> list[str]:
     """Relative paths of the files under `root`, sorted within each folder; without hidden ones, prepared folders and
     runs. Links to folders are followed, and each folder is entered once."""

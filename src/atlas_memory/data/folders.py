@@ -11,6 +11,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 
+def first_line(error: Exception) -> str:
+    """What an error says first, or where it says nothing, of which kind it is."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def check_new(folder: Path) -> Path:
     """`folder`, made absolute. ValueError if it holds anything, or is a file."""
     folder = folder.resolve()
@@ -49,7 +54,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except Exception as error:
         if not isinstance(error, OSError) and type(error) is not Exception:  # which is all that tokenizers raises
             raise
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise OSError(f"{str(folder)!r} could not be written: {reason}; make room, or choose another folder") from error
     finally:
         if lock.is_locked:

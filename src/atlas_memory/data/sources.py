@@ -12,7 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from atlas_memory.data.files import PREPARED, files_under, library_files
+from atlas_memory.data.files import PREPARED, files_under, library_files, shown
+from atlas_memory.data.folders import first_line
 from atlas_memory.data.parts import digest_of, parts_of
 
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -171,7 +172,7 @@ class Source:
         else:
             raise ValueError(f"data.path={place!r} does not exist{_how_to_make(root)}")
         for document in found:
-            yield Document(prefix + document.name, document.text, document.continues)
+            yield Document(shown(prefix + document.name), document.text, document.continues)
 
     def _files(self, root: Path, names: list[str]) -> Iterator[Document]:
         for name in names:
@@ -271,7 +272,7 @@ class Source:
             return found[self.split]
         except Exception as error:  # the loader raises a dozen different types
             where = "cannot be read" if ending or here else "does not exist here nor as a dataset by name"
-            raise ValueError(f"data.path={place!r} {where} ({_line(error)})") from error
+            raise ValueError(f"data.path={place!r} {where} ({first_line(error)})") from error
 
     def _say_if_it_has_tags(self, path: Path) -> None:
         if path.suffix.lower() in (".html", ".htm") and not self._tags:
@@ -327,7 +328,7 @@ def _each(rows: Any, place: str) -> Iterator[dict[str, Any]]:
         except StopIteration:
             return
         except Exception as error:  # the readers raise a dozen different types
-            raise ValueError(f"data.path={place!r} is damaged or no table of text ({_line(error)})") from error
+            raise ValueError(f"data.path={place!r} is damaged or no table of text ({first_line(error)})") from error
         yield row
 
 
@@ -344,7 +345,3 @@ def _how_to_make(root: Path) -> str:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

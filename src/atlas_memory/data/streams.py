@@ -104,8 +104,8 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
                 f" times data.carry={carry}" if carry else ""
             )
             raise ValueError(
-                f"{needed} is more than the training text ({total} tokens): lower {name}, data.lanes or "
-                "train.batch_size, or give more text"
+                f"{needed} is more than the training text ({total} tokens): lower {name}, "
+                f"{'' if carry is None else 'data.carry, '}data.lanes or train.batch_size, or give more text"
             )
         self._orders: dict[int, _Order] = {}  # of this epoch and the one before
 

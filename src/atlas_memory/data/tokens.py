@@ -13,6 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from atlas_memory.data.folders import first_line
+
 logger = logging.getLogger(__name__)
 END = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -68,7 +70,7 @@ def load_tokenizer(name: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the loader raises a dozen different types
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         missing = "" if Path(name).exists() else "is no folder here and "
         raise ValueError(
             f"data.tokenizer={name!r} {missing}could not be loaded ({reason}); `atlas tokenizer train --out FOLDER` "

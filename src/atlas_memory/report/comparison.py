@@ -14,14 +14,14 @@ from urllib.parse import quote
 import numpy as np
 from matplotlib.ticker import FixedLocator
 
-from atlas_memory.report.figures import canvas, stroke, tidy
+from atlas_memory.report.figures import canvas, labelled, plain_names, stroke, tidy
 from atlas_memory.report.folders import folder_for, place, written
 from atlas_memory.report.names import COLOURS
 from atlas_memory.report.page import document, picture, table
 from atlas_memory.report.pictures import running_mean
 from atlas_memory.report.report import write_report
 from atlas_memory.report.words import amount
-from atlas_memory.training.logs import MEMORY, read_log
+from atlas_memory.training.logs import LOG, MEMORY, read_log
 from atlas_memory.training.runs import load_run
 from atlas_memory.training.settings import flat_settings, in_bytes
 
@@ -45,10 +45,14 @@ def write_comparison(
         load_run(path)  # which finds what is wrong with the last before the first is read
     reports = [write_report(path, data, streams, sample_tokens, column) for path in paths]
     target = folder_for(above, "comparison", data)
-    logs = [read_log(path) for path in paths]
-    looks = {name: read_log(path, MEMORY) for name, path in zip(names, paths, strict=True)}
+    ends = [math.inf if report["steps"] is None else report["steps"] for report in reports]  # where models were saved
+
+    def log_of(name: str) -> list[list[dict[str, Any]]]:
+        return [[e for e in read_log(path, name) if e["step"] <= end] for path, end in zip(paths, ends, strict=True)]
+
+    logs, looks = log_of(LOG), dict(zip(names, log_of(MEMORY), strict=True))
     settings = [flat_settings(path) | _rule(report) for path, report in zip(paths, reports, strict=True)]
-    with written(target) as made:
+    with written(target) as made, plain_names():
         has_logs = any(len(log) > 1 for log in logs)
         if has_logs:
             _losses(made / "loss.png", names, logs, all(map(in_bytes, paths, settings)))
@@ -83,7 +87,7 @@ def _losses(path: Path, names: Sequence[str], logs: Sequence[Sequence[dict[str, 
     axes = figure.subplots()
     for name, log, colour in zip(names, logs, COLOURS * len(names), strict=False):
         mean = running_mean([line["loss"] for line in log]) / (math.log(2) if of_bytes else 1)
-        axes.plot([line["step"] for line in log], mean, color=colour, linewidth=1.8, label=name)
+        axes.plot([line["step"] for line in log], mean, color=colour, linewidth=1.8, label=labelled(name))
     axes.set(
         title="Training loss, running mean", xlabel="step", ylabel="bits per byte" if of_bytes else "nats per token"
     )
@@ -102,7 +106,7 @@ def _positions(path: Path, names: Sequence[str], reports: Sequence[dict[str, Any
         to = [bucket["to"] for bucket in buckets]
         ends.update(to)
         bits = [bucket["bits_per_byte"] for bucket in buckets]
-        axes.plot(np.log2(to), bits, color=colour, label=name, **stroke(n))
+        axes.plot(np.log2(to), bits, color=colour, label=labelled(name), **stroke(n))
     axes.xaxis.set_major_locator(FixedLocator([float(x) for x in np.log2(sorted(ends))]))
     axes.set_xticklabels([f"{end:,}" for end in sorted(ends)])
     axes.set(title="By position, each point up to the place named", xlabel="position in the stream (tokens)")
@@ -130,7 +134,7 @@ def _shares(path: Path, looks: dict[str, list[dict[str, Any]]]) -> None:
                 lw=0,
             )
             means = [float(np.mean(share)) for _, share in known]
-            axes.plot(steps, means, color=colour, label=name, **stroke(n))
+            axes.plot(steps, means, color=colour, label=labelled(name), **stroke(n))
     axes.set(title="Share of the output that hangs on what was written", xlabel="step", ylim=(-0.04, 1.04))
     axes.legend(frameon=False, fontsize=11, handlelength=4)
     tidy(axes)

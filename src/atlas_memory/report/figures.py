@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+plain_names = partial(matplotlib.rc_context, {"text.parse_math": False})
+"""Inside, dollar signs in the names of files and runs are what they are, and not mathematics."""
 
 
 def canvas(width: float, height: float) -> Figure:
@@ -16,6 +21,11 @@ def canvas(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def labelled(name: str) -> str:
+    """A name as the label of a curve: one that begins with an underscore would be missing in a legend."""
+    return f" {name}" if name.startswith("_") else name
 
 
 def tidy(axes: Axes) -> None:

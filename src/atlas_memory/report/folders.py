@@ -35,6 +35,12 @@ def written(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def check_writable(target: Path) -> None:
+    """OSError where `target` cannot be written: to be asked before minutes of reading go into what it is to hold."""
+    if not os.access(target.parent, os.W_OK):
+        raise OSError(f"{str(target)!r} could not be written: {str(target.parent)!r} is not to be written to")
+
+
 def folder_for(above: Path, name: str, data: str | Path | None) -> Path:
     """The folder in `above` for what `name` is (a report, a comparison) of the text that `data` names: `name-TEXT`, and
     `name-TEXT-2` and so on where that is of another text that is called the same; without `data`, `name`."""

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from atlas_memory.data.files import shown
 from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import encode, is_byte_tokenizer
 from atlas_memory.evaluation.perplexity import SEGMENT, Score, bits_per_byte, reading_length
@@ -21,7 +22,8 @@ from atlas_memory.evaluation.sampling import sample
 from atlas_memory.models import PRESETS
 from atlas_memory.observation import MemoryTrace, trace
 from atlas_memory.observation.watching import memories
-from atlas_memory.report.folders import folder_for, place, written
+from atlas_memory.report.figures import plain_names
+from atlas_memory.report.folders import check_writable, folder_for, place, written
 from atlas_memory.report.names import GATES
 from atlas_memory.report.page import page
 from atlas_memory.report.pictures import (
@@ -61,6 +63,8 @@ def write_report(
     text and there is no `data`, or no document has two tokens.
     """
     run = load_run(folder)
+    target = folder_for(run.folder, "report", data)
+    check_writable(target)
     text, documents = text_of(run, data, column)
     trained = (run.config or RunConfig()).data.longest
     length = reading_length(trained)
@@ -88,12 +92,11 @@ def write_report(
         "prompt": prompt,
         "sample": sample(run.model, run.tokenizer, prompt, sample_tokens).removeprefix(prompt),
     }
-    target = folder_for(run.folder, "report", data)
-    with written(target) as made:
+    with written(target) as made, plain_names():
         if len(log) > 1:
             scale, unit = _loss_unit(run.tokenizer)
             loss_curve(made / "loss.png", [e["step"] for e in log], [scale * e["loss"] for e in log], unit)
-        name = "Held-out text" if data is None else Path(data).name or str(data)
+        name = "Held-out text" if data is None else shown(Path(data).name or str(data))
         bits_by_position(made / "position.png", *scores, trained, f"{name} by position")
         if seen.memories:
             gates_over_time(made / "gates.png", seen.memories, document.name)

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from atlas_memory.data.folders import first_line
 from atlas_memory.training import sharded
 from atlas_memory.training.carried import damage
 from atlas_memory.training.config import ConfigError
@@ -36,9 +37,11 @@ def writing(path: Path) -> Iterator[None]:
     """Around the writing of a file or a checkpoint of a run: OSError of one line if it could not be done."""
     try:
         yield
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise  # whose RuntimeErrors are of no file
     except (OSError, RuntimeError, SafetensorError) as error:  # PyTorch and safetensors have their own for a full disk
         full = shutil.disk_usage(path.parent).free < 2**20
-        reason = "the disk is full" if full else getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = "the disk is full" if full else getattr(error, "strerror", None) or first_line(error)
         raise OSError(
             f"{path} could not be written: {reason}; make room, and the run goes on from its last checkpoint with: "
             f"atlas train --resume output_dir={path.parent}"
@@ -164,7 +167,7 @@ def broken(checkpoint: Path) -> str | None:
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (ValueError, RuntimeError, OSError) as error:
-        return f"a file is damaged ({str(error).splitlines()[0]})"
+        return f"a file is damaged ({first_line(error)})"
     return _no_numbers(checkpoint) or damage(checkpoint)
 
 

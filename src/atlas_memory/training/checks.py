@@ -61,7 +61,7 @@ def check_run(config: RunConfig) -> None:
     `then` is asked too, before hours have gone into this one."""
     _check_device(config)
     sharded.check(config)
-    config.check()
+    config.check_lengths()
     if (after := config.next()) is not None:
         try:
             check_run(after)
@@ -200,9 +200,10 @@ def refuse_what_is_there(folder: Path) -> None:
 
 
 def _never_trained(folder: Path) -> bool:
-    """Whether a folder holds what a run leaves that fails in its first step, and nothing else."""
+    """Whether a folder holds what a run leaves that fails in its first step, and nothing else. A run.yaml that somebody
+    has written there has no lock beside it."""
     names = {path.name.removesuffix(".partial") for path in folder.iterdir()}
-    return "run.yaml" in names and names <= {*_OF_A_START, ".lock"} and not read_log(folder)
+    return {"run.yaml", ".lock"} <= names <= {*_OF_A_START, ".lock"} and not read_log(folder)
 
 
 def clear_start(folder: Path) -> None:
@@ -220,7 +221,7 @@ def describe(config: RunConfig, folder: Path, text: Text, checkpoint: Path | Non
     """Leave the settings of a run in its folder, unless nothing is left to do, and its text; and away with what a
     process has left that was killed."""
     with usable(folder):
-        if checkpoint is None or number(checkpoint) < config.train.last_step:
+        if checkpoint is None or number(checkpoint) < config.train.last_step or config.then:
             config.save(folder / "run.yaml")
         text.save(folder, config)
     shutil.rmtree(folder / SAVING, ignore_errors=True)

@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from atlas_memory.data.sources import is_dataset_name
 from atlas_memory.training.names import nearest
+from atlas_memory.training.settings import UNASKED_STEPS
 from atlas_memory.training.yaml_files import CONFIGS, ConfigError, Loader, place_of, read_yaml
 
 
@@ -154,7 +155,7 @@ class TrainSection(_Section):
     @property
     def last_step(self) -> int:
         """The step at which the run ends, if it is not ended before."""
-        return self.steps or (1000 if self.max_minutes is None else 10_000_000)
+        return self.steps or (UNASKED_STEPS if self.max_minutes is None else 10_000_000)
 
 
 class RunConfig(_Section):
@@ -196,12 +197,6 @@ class RunConfig(_Section):
             return RunConfig.model_validate(tree)
         except ValidationError as error:
             raise ConfigError(f"then: {_explain(error)}") from error
-
-    def check(self) -> None:
-        """ConfigError where keys contradict each other, here or in a run to come."""
-        self.check_lengths()
-        if (after := self.next()) is not None:
-            after.check()
 
     def check_lengths(self) -> None:
         """ConfigError unless segments can grow as `data.lengths` says."""
@@ -300,7 +295,7 @@ def _value(key: str, text: str) -> Any:
         return text
     try:
         value = yaml.load(text, Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         if takes_text:
             return text
         raise ConfigError(f"override {f'{key}={text}'!r}: the value is not YAML{place_of(error)}") from error

@@ -80,11 +80,11 @@ def plan(config: RunConfig, processes: int = 1) -> list[Plan]:
     seen on a block of the full size that computes with shapes alone (PyTorch's fake tensors), in the forms that a CPU
     takes.
     """
-    config.check()
     prepared = Prepared.open(config.data.path)
     tokenizer = load_tokenizer(prepared.tokenizer if prepared else config.data.tokenizer)
     architecture, found = None, []
     for run in config.in_turn():
+        run.check_lengths()
         architecture = model_config(run, tokenizer, architecture)
         found.append(of_model(run, architecture, processes))
     return found

@@ -216,7 +216,7 @@ def saved_step(folder: Path) -> float:
     """The step at which a model was saved; a folder that does not say (no run of ours) counts as finished."""
     try:
         return float(json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return math.inf
 
 

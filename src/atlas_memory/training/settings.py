@@ -11,6 +11,9 @@ import yaml
 ABOUT, BYTES = "data.json", "bytes"
 """The file in which a run notes what it reads, and its entry that says whether tokens are bytes."""
 
+UNASKED_STEPS = 1000
+"""The steps of a run that names neither its steps nor its minutes."""
+
 
 def flat_settings(folder: Path) -> dict[str, Any]:
     """Keys such as "train.steps" with their values; none where `run.yaml` is not there, or not whole yet."""

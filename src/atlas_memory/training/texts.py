@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from atlas_memory.data.files import shown
 from atlas_memory.data.prepared import Prepared, load_corpus
 from atlas_memory.data.sources import Document, Source, is_dataset_name
 from atlas_memory.data.tokens import warn_of_loss
@@ -43,7 +44,7 @@ def text_of(run: Run, data: str | Path | None = None, column: str | None = None)
             )
         documents = _documents(data, run.config or RunConfig(), column)
         warn_of_loss(run.tokenizer, (document.text for document in documents))
-        return str(data), documents
+        return shown(str(data)), documents
     except ValueError as error:  # the readers name the key of a run
         raise ValueError(str(error).replace("data.path", "--data").replace("data.column", "--column")) from error
 

@@ -39,7 +39,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         ours = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
         raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}; by name there are {ours}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"config {str(path)!r} is not a YAML file{place_of(error)}") from error
     if tree is None:
         return {}
@@ -51,4 +51,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def place_of(error: Exception) -> str:
     """Where in a YAML text something is wrong, and what."""
     mark = getattr(error, "problem_mark", None)
-    return f" (line {mark.line + 1}: {getattr(error, 'problem', None)})" if mark else ""
+    if mark is None:  # of a date that is none, say
+        return f" ({error})" if type(error) is ValueError else ""
+    return f" (line {mark.line + 1}: {getattr(error, 'problem', None)})"
