@@ -162,7 +162,7 @@ class Scaled(Squares):
         (OverTokens(), "OverTokens.expand of one sequence changes .*each key alone"),
         (OverTheBatch(), "OverTheBatch.squared_norm of one sequence changes .*each key alone"),
         (OwnInName(), r"OwnInName.own\(dim\) must be the slice of phi\(x\) that is x itself.*slice\(0, 0\)"),
-        (BehindOthers(), r"BehindOthers: entries of phi\(x\) before x itself must be 1"),
+        (BehindOthers(), r"BehindOthers: entries of phi\(x\) before x itself must be 1\.0, its constant; put"),
         (Longer(), r"Longer.columns must be a number for each column, here \[2, 3, 5, 9\]"),
         (EndlessAndLonger(), r"EndlessAndLonger.size\(dim=4\) is 5: on endless features .* let size return dim"),
         (OneWidth(), r"OneWidth.squared_norm failed for keys \[2, 3, 5, 4\], of any width"),

@@ -126,6 +126,17 @@ def test_compiled_for_other_devices_constants_are_made_there():
         assert operator(3, 1, like).dtype == like.dtype
 
 
+def test_a_constant_of_another_size():
+    """Its square is in the kernel, and x stands behind it as ever."""
+    x = torch.randn(2, 7, dtype=torch.float64)
+    features = Polynomial(2, constant=0.1)
+    assert error(features.kernel(x, x), Polynomial(2).kernel(x, x) - 1.0 + 0.01) < 1e-12
+    assert error(features.expand(x) @ features.expand(x).mT, features.kernel(x, x)) < 1e-12
+    assert torch.equal(features.expand(x)[..., features.own(7)], x)
+    with pytest.raises(ValueError, match="Polynomial constant must be a finite number above 0, got 0"):
+        Polynomial(2, constant=0)
+
+
 def test_nothing_is_kept_of_a_pass_without_numbers():
     """Such as ``atlas plan`` makes: what comes after it finds constants, not what stood for them."""
     features = Polynomial(3)

@@ -67,7 +67,7 @@ ROWS = {
     "atlas++": (Polynomial(2), GatedMLP(4), FADING, Muon()),
     "omeganet": (Polynomial(2), MLP(2, 4), FADING, GradientDescent()),
     "dla": (Polynomial(2), MLP(2, 4), FADING, GradientDescent()),
-    "swla": (Polynomial(2), Linear(), Decay(), GradientDescent(bounded=False)),
+    "swla": (Polynomial(2, constant=0.1), Linear(), Decay(), GradientDescent(bounded=False)),
     "deeptransformer": (Exponential(), MLP(2, 4), FADING, GradientDescent()),
     "swdt": (Exponential(64), MLP(2, 4), FADING, GradientDescent()),
     "dot": (Exponential(), MLP(2, 4), FADING, GradientDescent()),

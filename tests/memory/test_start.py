@@ -86,10 +86,10 @@ def test_gates_without_a_constant_begin_as_isometries_of_variance_one():
     assert not lifted[..., 0].any() and not lifted[..., 33:].any()
 
 
-@pytest.mark.parametrize("expansion", [1, 4])
-def test_a_constant_opens_the_gates_of_a_fresh_gated_memory(expansion):
+@pytest.mark.parametrize(("expansion", "constant"), [(1, 1.0), (4, 1.0), (4, 0.1)])
+def test_a_constant_opens_the_gates_of_a_fresh_gated_memory(expansion, constant):
     """Its hidden units are then nearly what its values are."""
-    rule = RULES["atlas++"].vary(network={"expansion": expansion})
+    rule = RULES["atlas++"].vary(network={"expansion": expansion}, features={"constant": constant})
     gate, value, _ = rule.initial_weights(heads=3, dim=DIM)
     x = rule.features.expand(keys())
     opened, values = x @ gate.mT, x @ value.mT

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .constants import kept
 from .functions import Function, call
-from .sizes import check_size
+from .sizes import check_positive, check_size
 
 FAR = 1e7
 """How long phi of a key may be, roughly: the product of four such lengths is a number in float32."""
@@ -65,6 +65,8 @@ class Features:
     held as a column for each key."""
     horizon: int | None = None
     """Of an endless map: after how many tokens a key is forgotten; None: never."""
+    constant: float = 1.0
+    """What the entries of phi(x) before x itself are in a fresh layer (``own``)."""
 
     @property
     def far(self) -> float | None:
@@ -81,7 +83,7 @@ class Features:
         raise NotImplementedError(f"{type(self).__name__} has no method expand(x, sqrt_a=None)")
 
     def own(self, dim: int) -> slice:
-        """Which entries of phi(x) are x itself, in a fresh layer; entries before them must be the number 1. A fresh
+        """Which entries of phi(x) are x itself, in a fresh layer; entries before them must be ``constant``. A fresh
         memory sees x (start.py). An empty slice, unless a map says otherwise: then a fresh memory sees all entries by a
         random matrix."""
         return slice(0, 0)
@@ -136,14 +138,17 @@ class Polynomial(Features):
 
     Each distinct monomial of degree j carries sqrt(multinomial coefficient) and sqrt(a_j); the bare monomials the paper
     prints would not give that kernel. What is learned is ``sqrt_a`` (one number a degree, 0..degree), so that
-    a_j = sqrt_a_j^2 >= 0. It starts at a_j = 1/j!, the Taylor series of exp cut off at ``degree``. The state of a
-    memory on these features has a constant size.
+    a_j = sqrt_a_j^2 >= 0. It starts at a_j = 1/j!, the Taylor series of exp cut off at ``degree``, but for sqrt(a_0),
+    which starts at ``constant``. All keys have it in common, and what a memory writes whatever it answers adds up
+    there. The state of a memory on these features has one size.
     """
 
     degree: int = 2
+    constant: float = 1.0
 
     def __post_init__(self) -> None:
         check_size("Polynomial degree", self.degree)
+        check_positive("Polynomial constant", self.constant)
 
     @property
     def far(self) -> float:
@@ -163,8 +168,9 @@ class Polynomial(Features):
         return dim**2 * (dim + 1) if self.degree > 1 else 0
 
     def initial_sqrt_a(self) -> Tensor:
-        """sqrt(1/j!) for j = 0..degree: ``[degree + 1]`` float64."""
-        return torch.tensor([math.factorial(j) ** -0.5 for j in range(self.degree + 1)], dtype=torch.float64)
+        """``constant``, then sqrt(1/j!) for j = 1..degree: ``[degree + 1]`` float64."""
+        higher = (math.factorial(j) ** -0.5 for j in range(1, self.degree + 1))
+        return torch.tensor([self.constant, *higher], dtype=torch.float64)
 
     def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
         """phi(x): ``[..., dim] -> [..., C(dim + degree, degree)]``, ordered by degree."""

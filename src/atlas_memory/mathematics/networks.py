@@ -288,7 +288,7 @@ class GatedMLP(Ending):
             gate, value = (on_keys(isometry(heads, width, dim) * dim**0.5, phi) for _ in range(2))
             return gate, value, last
         gate = on_keys(isometry(heads, width, dim) * START_GATES, phi)
-        gate[..., 0] = 1.0
+        gate[..., 0] = 1.0 / phi.constant
         return gate, lifted(heads, width, dim, phi), last
 
     def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:

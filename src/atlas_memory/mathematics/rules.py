@@ -186,8 +186,9 @@ class Rule:
         if own.stop < features.size(dim):
             with torch.device("cpu"):  # wherever the weights will lie
                 others = float(features.squared_norm(torch.full((dim,), dim**-0.5)))
-            others -= (own.start + 1.0) if own.start < own.stop else 0.0  # the ones before x, and x, whose length is 1
-        phi = Lift(features.size(dim), own, others)
+            # What is before x, and x, whose length is 1.
+            others -= (own.start * features.constant**2 + 1.0) if own.start < own.stop else 0.0
+        phi = Lift(features.size(dim), own, others, features.constant)
         return tuple(map(self.retention.start, self.network.start(heads, dim, phi)))
 
 
@@ -226,7 +227,12 @@ RULES: dict[str, Rule] = {
     # ATLAS Eqs. 19 and 20: Hebbian writes, deep and linear
     "dla": replace(ATLAS, bias=DotProduct(), optimiser=GradientDescent(), window=Window(size=1, chunk=16)),
     "swla": replace(
-        ATLAS, bias=DotProduct(), network=Linear(), retention=Decay(), optimiser=GradientDescent(bounded=False)
+        ATLAS,
+        features=Polynomial(constant=0.1),
+        bias=DotProduct(),
+        network=Linear(),
+        retention=Decay(),
+        optimiser=GradientDescent(bounded=False),
     ),
     # ATLAS Eqs. 25 and 27: the exponential kernel; SWDT with a state that is bounded by a horizon
     "deeptransformer": replace(

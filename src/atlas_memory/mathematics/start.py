@@ -23,12 +23,13 @@ LEAST = 1e-6
 
 
 class Lift(NamedTuple):
-    """phi as a fresh memory meets it: its length ``size``; which of its entries are x itself, if any; and the squared
-    length of all after those, for an x of unit length."""
+    """phi as a fresh memory meets it: its length ``size``; which of its entries are x itself, if any; the squared
+    length of all after those, for an x of unit length; and what those before them are."""
 
     size: int
     own: slice
     others: float
+    constant: float = 1.0
 
 
 def normal(heads: int, rows: int, columns: int) -> Tensor:

@@ -65,8 +65,11 @@ def _check_own(features: Features, x: Tensor, phi: Tensor) -> None:
             f"{type(features).__name__}.own(dim) must be the slice of phi(x) that is x itself, slice(0, 0) where there "
             f"is none, got {own!r}"
         )
-    if own.start < own.stop and not (phi[..., : own.start] == 1.0).all():
-        raise ValueError(f"{type(features).__name__}: entries of phi(x) before x itself must be 1; put others behind x")
+    if own.start < own.stop and not (phi[..., : own.start] == features.constant).all():
+        raise ValueError(
+            f"{type(features).__name__}: entries of phi(x) before x itself must be {features.constant}, its constant; "
+            "put others behind x"
+        )
 
 
 def _check_kernel(features: Features, x: Tensor, y: Tensor, sqrt_a: Tensor | None) -> None:
