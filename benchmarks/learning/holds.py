@@ -20,7 +20,8 @@ HIGHEST = (0.1, 0.5, 1.0)
 
 
 def _kinds(rule: Rule) -> tuple[str, ...]:
-    return ("", " (highest degree)") if rule.features == Polynomial(2) else ("",)
+    of_degree_2 = isinstance(rule.features, Polynomial) and rule.features.degree == 2
+    return ("", " (highest degree)") if of_degree_2 else ("",)
 
 
 def measure(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
