@@ -3,6 +3,7 @@
 import pytest
 
 from atlas_memory.data import byte_tokenizer
+from atlas_memory.training.checks import check_run
 from atlas_memory.training.config import ConfigError, RunConfig, load_config, load_saved
 from atlas_memory.training.plan import without_weights
 from atlas_memory.training.runs import model_config
@@ -154,7 +155,7 @@ def test_what_comes_after() -> None:
 )
 def test_what_cannot_come_after(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_config(None, [override]).check_lengths()
+        check_run(load_config(None, [override]))
 
 
 @pytest.mark.parametrize(
