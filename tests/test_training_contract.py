@@ -43,7 +43,7 @@ def model(**config: Any) -> AtlasForCausalLM:
 
 
 def train(net: AtlasForCausalLM, steps: int, batch: int, generator: torch.Generator) -> list[float]:
-    optimiser = torch.optim.AdamW(net.parameters(), lr=2e-2)
+    optimiser = torch.optim.AdamW(net.parameters(), lr=2e-2, fused=True)
     losses = []
     for _ in range(steps):
         ids = torch.randint(VOCAB, (batch, TIME), generator=generator)

@@ -58,6 +58,7 @@ def test_report(watched: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("words_only")
 def test_a_report_of_a_model_without_memory(tmp_path: Path) -> None:
     train(settings(tmp_path, "model.block=swa", "model.rule=atlas", "model.attention_window=4"))
     numbers = write_report(tmp_path / "run", streams=2, sample_tokens=5)
@@ -114,7 +115,7 @@ def test_texts_that_cannot_be_read_are_refused_by_the_option(tmp_path: Path) -> 
         write_report(tmp_path / "run")
 
 
-@pytest.mark.usefixtures("finished")
+@pytest.mark.usefixtures("finished", "words_only")
 def test_what_one_stream_alone_reaches_has_no_standard_error(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for length in (70, 100, 300):
@@ -198,6 +199,7 @@ def test_a_damaged_model_is_refused_with_the_checkpoint_to_take(tmp_path: Path) 
     assert write_report(tmp_path / "run", streams=2, sample_tokens=5)["steps"] == 6
 
 
+@pytest.mark.usefixtures("words_only")
 def test_a_run_that_was_killed_is_told_up_to_its_checkpoint(tmp_path: Path) -> None:
     train(settings(tmp_path, "train.save_every=4"))
     run = tmp_path / "run"
@@ -274,6 +276,7 @@ def test_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert any(row[0] == "model.block" and row[2] == "swa" for row in rows)
     assert any(row[:2] == ["model.rule", "deltanet"] for row in rows)  # which its settings do not name
     assert "share.png" in text and "memory's share" in text and "read on different texts" in text
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: path.touch())  # as words_only, from here on
     (tmp_path / "book.txt").write_text("a text of its own. " * 9)
     other = write_comparison([tmp_path / "with", tmp_path / "without#2"], tmp_path / "book.txt", sample_tokens=5)
     assert other == tmp_path / "comparison-book" / "comparison.html" and page.read_text() == text

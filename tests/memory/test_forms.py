@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise, product
 from unittest.mock import patch
 
 import pytest
@@ -119,8 +120,9 @@ def rules(draw) -> Rule:
     channels=st.booleans(),
     eigenvalues=st.booleans(),
     block=st.sampled_from([1, 6, 20, live.BLOCK]),
+    recompute=st.sampled_from([None, 1, 2]),
 )
-def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, eigenvalues, block):
+def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, eigenvalues, block, recompute):
     channels = channels and not isinstance(rule.optimiser, Muon)
     # A layer norm of two numbers is their order, a row of one number under RowNorm and a matrix of one number under
     # Newton-Schulz their signs: gradients are zero, and what is computed of them rounding.
@@ -128,10 +130,10 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, 
     dim = dim + 2 * rule.network.norm + signs
     problem = random_problem(rule, seed, batch, heads, time, dim, channels=channels)
     oracle = everything(recurrent, problem)
-    for name, form in FORMS.items():
-        given = partial(form, spaces=Spaces(eigenvalues=eigenvalues)) if form is chunkwise else form
+    chunks = partial(chunkwise, spaces=Spaces(eigenvalues=eigenvalues), recompute=recompute)
+    for name, form in {"chunkwise": chunks, "incremental": incremental}.items():
         with patch.object(live, "BLOCK", block):
-            gap, where = worst(everything(given, problem), oracle)
+            gap, where = worst(everything(form, problem), oracle)
         # A memory on phi* is zero at first, and a layer norm of zero is so steep that one ulp of k moves the definition
         # itself by 1e-9.
         allowed = 1e-6 if rule.network.norm and isinstance(rule.features, Exponential) else 1e-8
@@ -155,25 +157,27 @@ def test_forms_agree_on_printed_muon(name, every):
 
 # Once each: "atlas-c1" with a window of the size of that of "atlas" is "atlas".
 NAMES = [*{resized(rule, 3, 4): name for name, rule in reversed(RULES.items())}.values()][::-1]
-SHAPES = [(1, 4, 3, 4), (3, 5, 6, 4), (19, 4, 2, 8), (23, 3, 9, 5), (12, 8, 1, 1)]  # time, dim, c, b
+SHAPES = [(1, 4, 3, 4), (3, 5, 6, 4), (17, 4, 2, 8), (18, 3, 9, 5), (6, 8, 1, 1)]  # time, dim, c, b
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
 @pytest.mark.parametrize("name", NAMES)
-def test_forms_agree_on_the_named_rules(name, dtype):
+def test_forms_agree_on_the_named_rules(name):
+    """In float64 with the definition. In float32 too, but where a layer norm of a few small numbers is ill-conditioned:
+    the definition itself is off by up to 7% in its smallest gradients there. It and the forms are held against float64
+    then, and no form may be much worse than the definition."""
     for seed, (time, dim, size, chunk) in enumerate(SHAPES):
-        rule = resized(RULES[name], size, chunk)
-        problem, allowed, truth = random_problem(rule, seed, time=time, dim=dim, dtype=dtype), TOLERANCE[dtype], None
-        oracle = everything(recurrent, problem)
-        if rule.network.norm and dtype == torch.float32:
-            # A layer norm of a few small numbers is ill-conditioned: the definition itself is off by up to 7% in its
-            # smallest gradients. Both are held against float64, and the form may not be much worse than the definition.
-            truth = everything(recurrent, random_problem(rule, seed, time=time, dim=dim))
-            allowed = 1e-5 + 10 * worst(oracle, truth)[0]
-            assert allowed < math.inf
-        for form, compute in FORMS.items():
-            gap, where = worst(everything(compute, problem), oracle if truth is None else truth)
-            assert gap < allowed, f"{form}: {where} is off by {gap:.1e} at time={time} dim={dim} c={size} b={chunk}"
+        rule, oracles = resized(RULES[name], size, chunk), {}
+        for dtype, allowed in TOLERANCE.items():
+            problem = random_problem(rule, seed, time=time, dim=dim, dtype=dtype)
+            oracle = oracles[dtype] = everything(recurrent, problem)
+            if rule.network.norm and dtype == torch.float32:
+                oracle = oracles[torch.float64]
+                allowed += 10 * worst(oracles[dtype], oracle)[0]
+                assert allowed < math.inf
+            for form, compute in FORMS.items():
+                gap, where = worst(everything(compute, problem), oracle)
+                at = f"{time=} {dim=} c={size} b={chunk} {dtype}"
+                assert gap < allowed, f"{form}: {where} is off by {gap:.1e} at {at}"
 
 
 def with_channels(names: list[str]) -> list[tuple[str, bool]]:
@@ -226,15 +230,15 @@ def test_any_split_into_calls_gives_the_whole(name):
     problem = random_problem(rule, 0, batch=1, time=16)
     with torch.no_grad():
         whole, end = recurrent(*problem.arguments())
-    for cuts in ([5], [1, 2, 10], [7], [0, 15, 16]):  # at a chunk's end, within chunks, at both ends
-        for form in (recurrent, chunkwise, incremental):
-            state, pieces = None, []
-            with torch.set_grad_enabled(form is not recurrent):
-                for start, stop in zip([0, *cuts], [*cuts, 16], strict=True):
-                    y, state = form(*problem.between(start, stop).arguments(), state)
-                    pieces.append(y)
-            assert error(torch.cat(pieces, 2), whole) < 1e-10
-            assert max(error(a, b) for a, b in zip(state.tensors(), end.tensors(), strict=True)) < 1e-10
+    cuts = ([5], [1, 2, 10], [7], [0, 15, 16])  # at a chunk's end, within chunks, at both ends
+    for form, at in [*product((chunkwise, incremental), cuts), (recurrent, [0, 1, 5, 7, 15, 16])]:
+        state, pieces = None, []
+        with torch.set_grad_enabled(form is not recurrent):
+            for start, stop in pairwise([0, *at, 16]):
+                y, state = form(*problem.between(start, stop).arguments(), state)
+                pieces.append(y)
+        assert error(torch.cat(pieces, 2), whole) < 1e-10
+        assert max(error(a, b) for a, b in zip(state.tensors(), end.tensors(), strict=True)) < 1e-10
 
 
 @pytest.mark.parametrize("name", NAMES)

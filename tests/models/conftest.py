@@ -1,5 +1,6 @@
 """A small model of each block, with weights far enough from zero that mistakes show."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,12 @@ from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 
+_BUILT: dict[str, tuple[AtlasForCausalLM, torch.Tensor]] = {}  # each once a process: it takes longer than to copy it
+
 
 @pytest.fixture
 def make() -> Callable[..., AtlasForCausalLM]:
     def build(block: str = "lmm", rule: str | None = None, **changes: Any) -> AtlasForCausalLM:
-        torch.manual_seed(0)
         rule = rule or ("hope" if block == "hope" else "atlas")
         sizes: dict[str, Any] = {
             "vocab_size": 31,
@@ -31,8 +33,14 @@ def make() -> Callable[..., AtlasForCausalLM]:
         }
         if BLOCKS[block].memory:
             sizes |= {"rule": rule, "window": min(3, RULES[rule].window.size), "chunk_size": 4}
-        config = AtlasConfig(**(sizes | changes))
-        return AtlasForCausalLM(config).eval()
+        sizes |= changes
+        key = repr(sizes)
+        if key not in _BUILT:
+            torch.manual_seed(0)
+            _BUILT[key] = AtlasForCausalLM(AtlasConfig(**sizes)).eval(), torch.get_rng_state()
+        model, drawn = _BUILT[key]
+        torch.set_rng_state(drawn)
+        return copy.deepcopy(model)
 
     return build
 

@@ -309,20 +309,23 @@ def test_a_bfloat16_model_keeps_its_memory_in_float32(make: Make, block: str, tm
     assert model.generate(tokens(), max_new_tokens=3).shape[0] == 2
 
 
+@torch.no_grad()
 def test_padding_on_either_side_changes_nothing(every_model: AtlasForCausalLM) -> None:
+    """Rows of one batch, padded left, right and on both sides, and one of them alone, answer as the text by itself."""
     model = every_model.double()
-    ids = tokens(1, 9)
-    expected = model(ids).logits
-    for left, right in ((4, 0), (0, 4), (3, 2)):
-        padded = F.pad(ids, (left, right), value=model.config.pad_token_id)
-        mask = F.pad(torch.ones_like(ids), (left, right))
-        out = model(padded, attention_mask=mask, use_cache=True)
-        assert_near(out.logits[:, left : left + 9], expected)
-        after = model(tokens(1, 2), past_key_values=out.past_key_values).logits
-        whole = model(torch.cat([ids, tokens(1, 2)], 1)).logits[:, 9:]
-        assert_near(after, whole)
-        by_type = model(padded, attention_mask={"full_attention": mask}).logits
-        assert torch.equal(by_type, out.logits)
+    ids, more, pads = tokens(1, 9), tokens(1, 2), ((5, 0), (0, 5), (3, 2))
+    whole = model(torch.cat([ids, more], 1)).logits
+    padded = torch.cat([F.pad(ids, pad, value=model.config.pad_token_id) for pad in pads])
+    masks = torch.cat([F.pad(torch.ones_like(ids), pad) for pad in pads])
+    for rows in (slice(0, 3), slice(0, 1)):
+        mask = masks[rows]
+        out = model(padded[rows], attention_mask=mask, use_cache=True)
+        after = model(more.expand(len(mask), -1), past_key_values=out.past_key_values).logits
+        for row, (left, _) in enumerate(pads[rows]):
+            assert_near(out.logits[row : row + 1, left : left + 9], whole[:, :9])
+            assert_near(after[row : row + 1], whole[:, 9:])
+    by_type = model(padded[:1], attention_mask={"full_attention": masks[:1]}).logits
+    assert torch.equal(by_type, out.logits)
     with pytest.raises(ValueError, match="attention_mask has shape"):
         model(ids, attention_mask=torch.ones(1, 1, 9, 9))
     with pytest.raises(ValueError, match="attention_mask has shape"):
@@ -330,24 +333,24 @@ def test_padding_on_either_side_changes_nothing(every_model: AtlasForCausalLM) -
 
 
 def test_causality_rows_and_modes(every_model: AtlasForCausalLM) -> None:
-    model = every_model
-    ids = tokens(3, 13)
-    expected = model(ids).logits
-    for t in (1, 6, 12):
-        other = ids.clone()
-        other[:, t] = (other[:, t] + 5) % 29
-        for training in (False, True):
-            changed = model.train(training)(other).logits
-            assert torch.equal(changed[:, :t], expected[:, :t])
-            assert not torch.equal(changed[:, t], expected[:, t])
-    model.eval()
+    """In each row but the first and last a token is changed; before it nothing moves, nor in those two."""
+    model, times = every_model, (1, 6, 12)
+    ids = tokens(2 + len(times), 13)
     other = ids.clone()
-    other[1] = (other[1] + 7) % 29
-    assert torch.equal(model(other).logits[[0, 2]], expected[[0, 2]])
+    for row, t in enumerate(times, 1):
+        other[row, t] = (other[row, t] + 5) % 29
+    expected = model(ids).logits
+    for training in (False, True):
+        changed = model.train(training)(other).logits
+        for row, t in enumerate(times, 1):
+            assert torch.equal(changed[row, :t], expected[row, :t])
+            assert not torch.equal(changed[row, t], expected[row, t])
+        assert torch.equal(changed[[0, -1]], expected[[0, -1]])
     with torch.inference_mode():
-        assert_near(model(ids).logits, expected.detach())
+        assert_near(model.eval()(ids).logits, expected.detach())
 
 
+@torch.no_grad()
 def test_any_split_into_calls_equals_the_whole(every_model: AtlasForCausalLM) -> None:
     model = every_model.double()
     ids = tokens(2, 13)

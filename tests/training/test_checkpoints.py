@@ -1,7 +1,6 @@
 """Checkpoints: there whole or not at all, verified before a run goes on from them; and the model after the last one."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -18,10 +17,9 @@ from atlas_memory.training.checkpoints import DIGESTS, SAVING, broken, newest_ch
 from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.logs import read_log
 from atlas_memory.training.trainer import train
+from tests.fresh import FRESH
 from tests.training.small import settings
 
-FRESH = multiprocessing.get_context("forkserver")
-FRESH.set_forkserver_preload(["atlas_memory.training.trainer"])
 QUIET = ("train.evaluate_every=0", "train.watch_every=0")
 
 

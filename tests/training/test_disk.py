@@ -1,30 +1,28 @@
 """A disk that is full: one line says so, what was written before is kept, and the run goes on from it."""
 
-import subprocess
-import sys
+import resource
 
 import torch
 from safetensors.torch import load_file
 
 from atlas_memory.cli import main
+from tests import fresh
 from tests.training.small import overrides
 
-LIMITED = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-from atlas_memory.cli import main
-sys.exit(main(sys.argv[2:]))
-"""
+
+def limited(size: int, *arguments: str) -> int:
+    """The command where no file can be larger than so many bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    return main(arguments)
 
 
 def test_a_checkpoint_that_does_not_fit(tmp_path) -> None:
     """A limit on the size of a file is, to who writes it, a disk that is full."""
     more = ("train.evaluate_every=0", "data.order=packed")
-    command = [sys.executable, "-c", LIMITED, "60000", "train", *overrides(tmp_path, *more)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = found.stderr.strip().splitlines()
+    found = fresh.run(limited, 60000, "train", *overrides(tmp_path, *more))
+    said = found.err.strip().splitlines()
     folder = tmp_path / "run"
-    assert found.returncode == 1 and "Traceback" not in found.stderr
+    assert found.code == 1 and "Traceback" not in found.err
     assert said[-1].startswith(f"atlas: {folder / 'checkpoint-3'} could not be written: ")
     assert said[-1].endswith(f"--resume output_dir={folder}")
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == []
@@ -38,10 +36,9 @@ def test_a_checkpoint_that_does_not_fit(tmp_path) -> None:
 def test_a_run_that_cannot_begin(tmp_path) -> None:
     """With room the same command begins the run."""
     more = ("train.evaluate_every=0", "train.steps=1")
-    command = [sys.executable, "-c", LIMITED, "100", "train", *overrides(tmp_path, *more)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = found.stderr.strip().splitlines()[-1]
-    assert found.returncode == 2 and "Traceback" not in found.stderr
+    found = fresh.run(limited, 100, "train", *overrides(tmp_path, *more))
+    said = found.err.strip().splitlines()[-1]
+    assert found.code == 2 and "Traceback" not in found.err
     assert said == f"atlas: output_dir={str(tmp_path / 'run')!r} cannot be written to (File too large): choose another"
     assert main(["train", *overrides(tmp_path, *more)]) == 0
     assert not list((tmp_path / "run").glob("*.partial"))

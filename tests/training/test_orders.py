@@ -1,6 +1,5 @@
 """The orders of the examples: what rows remember; neither a kill nor another cut of the batch changes a run."""
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -26,10 +25,9 @@ from atlas_memory.training.logs import read_log
 from atlas_memory.training.processes import leave
 from atlas_memory.training.runs import newest_checkpoint
 from atlas_memory.training.trainer import train
+from tests.fresh import FRESH
 from tests.training.small import overrides, settings
 
-FRESH = multiprocessing.get_context("forkserver")  # processes that begin with what is imported, and no threads
-FRESH.set_forkserver_preload(["atlas_memory.training.trainer"])
 ORDERS = ("stream", "packed", "crops")
 LANES = "data.lanes=4"  # in runs of six steps: two lanes are read twice, two once
 

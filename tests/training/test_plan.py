@@ -1,8 +1,6 @@
 """What a plan says is what a run takes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,31 +8,31 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_memory.cli import main
-from atlas_memory.models import AtlasForCausalLM
+from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.training import checks, load_config
 from atlas_memory.training.plan import available, plan
 from atlas_memory.training.runs import load_run
 from atlas_memory.training.trainer import train
+from tests import fresh
+from tests.training.small import overrides, settings
 
-from .small import overrides, settings
 
-PEAK = """
-import sys, torch
-from pathlib import Path
-from atlas_memory.models import AtlasConfig, AtlasForCausalLM
-torch.set_num_threads(1)
-def peak():  # getrusage would begin with that of the process which started this one
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-model = AtlasForCausalLM(AtlasConfig.preset("tiny", rule=sys.argv[1])).train()
-if sys.argv[2] == "True":
-    model.gradient_checkpointing_enable()
-ids = torch.randint(0, 256, (4, 256))
-small = model(input_ids=ids[:1, :32], labels=ids[:1, :32]).loss.backward()  # what a first call alone takes
-before = peak()
-model(input_ids=ids, labels=ids).loss.backward()
-print(peak() - before)
-"""
+def took(rule: str, again: bool) -> None:
+    """Say how many bytes more a step of four rows has at once than a small one, in a process of its own."""
+
+    def peak() -> int:  # getrusage would begin with that of the process which started this one
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+    torch.set_num_threads(1)
+    model = AtlasForCausalLM(AtlasConfig.preset("tiny", rule=rule)).train()
+    if again:
+        model.gradient_checkpointing_enable()
+    ids = torch.randint(0, 256, (4, 256))
+    model(input_ids=ids[:1, :32], labels=ids[:1, :32]).loss.backward()  # what a first call alone takes
+    before = peak()
+    model(input_ids=ids, labels=ids).loss.backward()
+    print(peak() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
@@ -42,8 +40,7 @@ print(peak() - before)
 def test_memory_is_what_a_step_takes(rule, again) -> None:
     given = ["model.preset=tiny", f"model.rule={rule}", "train.batch_size=4", "data.seq_len=256"]
     (found,) = plan(load_config(None, [*given, f"train.gradient_checkpointing={again}"]))
-    command = [sys.executable, "-c", PEAK, rule, str(again)]
-    measured = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    measured = int(fresh.run(took, rule, again).out)
     estimate = found.activations + found.logits
     assert 0.86 < estimate / measured < 1.3  # four rows: of many, whose memory grows faster than the estimate, 1 / 1.3
 
