@@ -24,17 +24,17 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, env=given, cwd=ROOT)
 
 
-def test_dry_run(tmp_path):
-    done = python("benchmarks.gpu", "--dry-run", "--out", str(tmp_path / "new"))
-    assert done.returncode == 0, done.stderr
-    kernels = 0
+def test_dry_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--dry-run", "--out", str(tmp_path / "new")])
+    runpy.run_path(gpu.__file__, run_name="__main__")
+    said, kernels = capsys.readouterr().out, 0
     for benchmark in ON_GPU:
         result = json.loads((tmp_path / "new" / f"{benchmark.name}.json").read_text())
         rows = {row["candidate"]: row for row in result["rows"]}
         assert len(rows) == len(result["rows"]) and result["quick"] and result["device"] == "cpu"
         for candidate in benchmark.candidates:
             row = rows.pop(candidate.name)
-            assert f"| {candidate.name} |" in done.stdout
+            assert f"| {candidate.name} |" in said
             if candidate.compile:  # takes long, and on a CPU a C++ compiler
                 assert row["check"] == "not timed: not compiled: --compile-limit 0"
             elif candidate.oracle is None:
@@ -46,6 +46,12 @@ def test_dry_run(tmp_path):
                 kernels += 1
         assert not rows
     assert kernels == 4
+
+
+def test_a_dry_run_chooses_the_interpreter(tmp_path):
+    done = python("benchmarks.gpu", "gpu-newton-schulz", "--dry-run", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu-newton-schulz.json"]
 
 
 def test_every_candidate_is_measured_once_at_every_shape():
