@@ -187,10 +187,10 @@ def model(**changes) -> AtlasForCausalLM:
     return AtlasForCausalLM(AtlasConfig(**(sizes | {"intermediate_size": 32, "continuum_periods": [1, 4]} | changes)))
 
 
-@pytest.mark.parametrize("to_start", [False, True])
-def test_300_steps_on_random_tokens_stay_finite_and_learn_nothing(to_start):
-    """A loss below ln V would mean that labels leak; the memories' own targets could feed on themselves."""
-    options = {"network": {"expansion": 1}, "retention": {"to_start": to_start}}
+def test_300_steps_on_random_tokens_stay_finite_and_learn_nothing():
+    """A loss below ln V would mean that labels leak; the memories' own targets could feed on themselves. Fading as
+    printed: fading to M_0 the same model is in test_training_contract.py, at a higher rate."""
+    options = {"network": {"expansion": 1}, "retention": {"to_start": False}}
     net = model(block="hope", rule="hope", chunk_size=8, rule_options=options)
     optimiser = torch.optim.AdamW(net.parameters(), lr=3e-3)
     losses = []

@@ -164,7 +164,8 @@ SHAPES = [(1, 4, 3, 4), (3, 5, 6, 4), (17, 4, 2, 8), (18, 3, 9, 5), (6, 8, 1, 1)
 def test_forms_agree_on_the_named_rules(name):
     """In float64 with the definition. In float32 too, but where a layer norm of a few small numbers is ill-conditioned:
     the definition itself is off by up to 7% in its smallest gradients there. It and the forms are held against float64
-    then, and no form may be much worse than the definition."""
+    then, and no form may be much worse than the definition. What is recomputed in float32 is held in
+    tests/layers/test_execution.py."""
     for seed, (time, dim, size, chunk) in enumerate(SHAPES):
         rule, oracles = resized(RULES[name], size, chunk), {}
         for dtype, allowed in TOLERANCE.items():
@@ -175,6 +176,8 @@ def test_forms_agree_on_the_named_rules(name):
                 allowed += 10 * worst(oracles[dtype], oracle)[0]
                 assert allowed < math.inf
             for form, compute in FORMS.items():
+                if (form, dtype) == ("recomputed", torch.float32):
+                    continue
                 gap, where = worst(everything(compute, problem), oracle)
                 at = f"{time=} {dim=} c={size} b={chunk} {dtype}"
                 assert gap < allowed, f"{form}: {where} is off by {gap:.1e} at {at}"
