@@ -168,6 +168,27 @@ def test_context_without_writes_reads_on_from_anywhere():
     torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
+def test_context_that_writes_again_goes_on_from_what_was_written():
+    """What is read without writing is not in the window of the memory, nor counted by it; segments count it."""
+    layer = build("mac", torch.float64)
+    first, between, last = torch.randn(2, 21, DIM, dtype=torch.float64).split([6, 8, 7], 1)
+    with torch.no_grad():
+        _, before = layer(first)
+        layer.memory.writes = False
+        _, after = layer(between, before)
+        layer.memory.writes = True
+        assert after.seen.tolist() == [14, 14] and before.memory.memory.seen.tolist() == [6, 6]
+        for a, b in zip(after.memory.memory.tensors(), before.memory.memory.tensors(), strict=True):
+            assert torch.equal(a, b)
+        y, end = layer(last, after)
+        parts, state = [], after
+        for token in last.split(1, 1):
+            part, state = layer(token, state)
+            parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), y, rtol=0, atol=1e-10)
+    assert end.memory.memory.seen.tolist() == [13, 13] and end.seen.tolist() == [21, 21]
+
+
 @pytest.mark.parametrize("kind", [MemoryAsGate, MemoryAsLayer, MemoryAsContext])
 def test_what_a_fresh_memory_answers_passes(kind):
     """Twelve words read twice: what the mixer gives the second time says more of the word after than of any other, the

@@ -1,7 +1,7 @@
 """Memory as a context of attention: MAC (Titans, Sec. 4.1)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..forms.bands import shift_right, take
 from ..mathematics.sizes import check_size
-from ..mathematics.state import State
+from ..mathematics.state import State, check_count
 from .documents import read_documents
 from .hybrids import MemoryGate
 from .memory import LayerState, NeuralMemory
@@ -24,18 +24,20 @@ class ContextState(State):
     """What `MemoryAsContext` carries; its size is constant.
 
     Attributes:
-        memory: The memory's state. It counts the tokens of each row (a sequence of the batch), and so knows where in
-            its segment a row is.
+        memory: The memory's state.
         start: The memory's matrices as they stood when the segment began.
         keys, values: `[batch, heads, 2, segment, head_dim]` of the segment so far: first those of h, which the memory
             answered, then those of the tokens; keys are unrotated. Slots that a row has not reached yet hold the
             segment before.
+        seen: `[batch]` int64, tokens that each row (a sequence of the batch) has read; `seen % segment` is its place in
+            its segment. (The memory counts those that it has written.)
     """
 
     memory: LayerState
     start: tuple[Tensor, ...]
     keys: Tensor
     values: Tensor
+    seen: Tensor
 
 
 _Piece = tuple[Tensor, Tensor, Tensor | None]
@@ -123,8 +125,10 @@ class MemoryAsContext(Stateful):
         if state is None:
             memory = self.memory(x[:, :0])[1]
             empty = x.new_zeros(x.shape[0], self.heads, 2, self.segment, x.shape[2] // self.heads)
-            state = ContextState(memory, memory.memory.shown(self.memory.rule), empty, empty)
-        phase = state.memory.memory.seen % self.segment
+            none = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+            state = ContextState(memory, memory.memory.shown(self.memory.rule), empty, empty, none)
+        check_count(state.seen)
+        phase = state.seen % self.segment
         if phase.shape[0] != x.shape[0]:
             raise ValueError(f"x has batch size {x.shape[0]} but the state has {phase.shape[0]}; give the same rows")
         if state.keys.shape[3] != self.segment:
@@ -171,14 +175,12 @@ class MemoryAsContext(Stateful):
         keys, values = (self._place(new, old, slot, count) for new, old in ((k, state.keys), (v, state.values)))
         y = x + self._attend(x, slot, keys, values, persistent)
         recalled, memory = self.memory(y, state.memory, real)
-        if not self.memory.writes:  # then the memory does not count tokens, and segments are counted by its count
-            memory = replace(memory, memory=replace(memory.memory, seen=memory.memory.seen + count))
         ended = (slot + count == self.segment)[:, None, None, None]
         start = tuple(
             torch.where(ended, w, s.to(w.dtype))
             for w, s in zip(memory.memory.shown(self.memory.rule), state.start, strict=True)
         )
-        return self.gate(y, recalled), ContextState(memory, start, keys, values)
+        return self.gate(y, recalled), ContextState(memory, start, keys, values, state.seen + count)
 
     def _place(self, new: Tensor, old: Tensor, slot: Tensor, count: Tensor) -> Tensor:
         """`old`, the keys or values of a segment, with the first `count` `[batch]` tokens of `new`
