@@ -29,6 +29,7 @@ def made_run(folder: Path, steps: int = 2000, every: int = 100, seed: int = 0, a
     folder.mkdir(parents=True)
     settings = {"model": {"rule": "atlas"}, "data": {"tokenizer": "bytes"}, "train": {"steps": steps, "seed": seed}}
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "data.json").write_text('{"bytes": true}')
     for step in range(1, steps + 1):
         line = {"step": step, "loss": 2 + 3 * np.exp(-step / 400) + 0.1 * draw.normal(), "learning_rate": 1e-3}
         line |= {"grad_norm": 1.0, "elapsed": 0.4 * step}

@@ -93,17 +93,10 @@ def test_places_without_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_loss_is_in(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    assert in_bytes(run, {}) and in_bytes(run, {"data.tokenizer": "bytes", "data.path": str(tmp_path)})
-    assert not in_bytes(run, {"data.tokenizer": "tokenizer"})
-    assert not in_bytes(run, {"data.path": str(tmp_path / "gone")})  # which may have been a prepared folder
-    (tmp_path / "prepared.json").write_text("{}")  # which has a tokenizer of its own
-    assert not in_bytes(run, {"data.tokenizer": "bytes", "data.path": str(tmp_path)})
-    (tmp_path / "prepared.json").write_text('{"name_of_tokenizer": "bytes"}')
-    assert in_bytes(run, {"data.path": str(tmp_path)})
-    (run / "data.json").write_text('{"bytes": false}')  # as the run noted
-    assert not in_bytes(run, {"data.path": str(tmp_path)})
+    assert not in_bytes(tmp_path)
+    for noted, known in (('{"bytes": true}', True), ('{"bytes": false}', False), ("{}", False), ("[", False)):
+        (tmp_path / "data.json").write_text(noted)
+        assert in_bytes(tmp_path) is known
 
 
 def test_an_alarm_counts_once(tmp_path: Path) -> None:

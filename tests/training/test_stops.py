@@ -1,6 +1,5 @@
 """Runs that end before their last step: by what are no numbers, by a signal, by the clock; and those made longer."""
 
-import hashlib
 import io
 import json
 import math
@@ -16,11 +15,9 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from atlas_memory.cli import main
-from atlas_memory.data.sources import Document
 from atlas_memory.training import callbacks, trainer
 from atlas_memory.training.checkpoints import newest_checkpoint
 from atlas_memory.training.config import ConfigError, load_saved
-from atlas_memory.training.examples import is_held_out
 from atlas_memory.training.finite import check_finite
 from atlas_memory.training.logs import line, read_log
 from atlas_memory.training.trainer import train
@@ -202,9 +199,6 @@ def test_a_text_under_another_name_is_the_same(tmp_path) -> None:
     (tmp_path / "numbers.txt").write_text(text[:-1] + "!")  # held out is the end
     with pytest.raises(ConfigError, match="other held-out text"):
         train(settings(tmp_path, *QUIET, f"data.path={tmp_path / 'numbers.txt'}", "train.steps=9"), resume=True)
-    documents = (Document("a.txt", "one"),)
-    assert is_held_out(hashlib.blake2b(b"a.txt\0one\0").hexdigest(), documents)  # as earlier versions noted it
-    assert not is_held_out(hashlib.blake2b(b"a.txt\0two\0").hexdigest(), documents)
 
 
 def test_a_run_yaml_that_was_changed_by_hand_is_refused(tmp_path, capsys) -> None:

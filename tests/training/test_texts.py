@@ -1,7 +1,5 @@
 """The text of a run: that it is the same when the run goes on, in the tokens of the model that it begins with."""
 
-import json
-
 import pytest
 from rich.console import Console
 
@@ -18,7 +16,7 @@ from tests.training.small import overrides, settings
 
 
 def test_a_text_with_one_other_letter_is_not_resumed(finished, tmp_path) -> None:
-    """Nor is one whose held-out part has changed; a run that an earlier version began compares what it noted."""
+    """Nor is one whose held-out part has changed."""
     corpus = tmp_path / "corpus"
     held, trained = (part[0].name for part in (Corpus.load(corpus).held_out, Corpus.load(corpus).train))
     note = finished / "data.json"
@@ -28,12 +26,7 @@ def test_a_text_with_one_other_letter_is_not_resumed(finished, tmp_path) -> None
         with pytest.raises(ConfigError, match=f"the text has changed since .* began {says}: restore it"):
             train(settings(tmp_path, "train.steps=8"), resume=True)
         (corpus / name).write_text(text)
-    before = Text.load(settings(tmp_path))._mark_of_samples()
-    note.write_text(json.dumps(before | {"rows": 2}))
     assert train(settings(tmp_path, "train.steps=7"), resume=True).steps == 7
-    note.write_text(json.dumps(before | {"rows": 2, "digest": "0"}))
-    with pytest.raises(ConfigError, match="the text has changed since"):
-        train(settings(tmp_path, "train.steps=8"), resume=True)
     note.write_text('{"tokens": 1')
     with pytest.raises(ConfigError, match=r"data.json' is damaged: delete it, if the text is still that"):
         train(settings(tmp_path, "train.steps=8"), resume=True)

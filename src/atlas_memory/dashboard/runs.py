@@ -60,7 +60,7 @@ class Watched:
     @property
     def bytes(self) -> bool:
         """Whether a token is a byte, so that losses are bits of a byte."""
-        return in_bytes(self.folder, self.config)
+        return in_bytes(self.folder)
 
     @property
     def block(self) -> str:

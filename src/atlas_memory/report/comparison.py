@@ -55,7 +55,7 @@ def write_comparison(
     with written(target) as made, plain_names():
         has_logs = any(len(log) > 1 for log in logs)
         if has_logs:
-            _losses(made / "loss.png", names, logs, all(map(in_bytes, paths, settings)))
+            _losses(made / "loss.png", names, logs, all(map(in_bytes, paths)))
         _positions(made / "position.png", names, reports)
         has_looks = any(len(of_run) > 1 for of_run in looks.values())
         if has_looks:

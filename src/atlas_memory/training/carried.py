@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from atlas_memory.models.cache import AtlasCache
@@ -15,20 +15,6 @@ from atlas_memory.models.cache import AtlasCache
 FILES = "memory-*.safetensors"  # one of every process
 Packed = tuple[dict[str, torch.Tensor], dict[str, str]]
 """What the rows of a process remember, as far as they have been read, by name; and which rows they are."""
-
-
-def damage(folder: Path) -> str | None:
-    """Why the states in a checkpoint cannot be read, or None; a checkpoint without any is well."""
-    paths = list(folder.glob(FILES))
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                written = int(file.metadata()["processes"])
-        except SafetensorError as error:
-            return f"{path.name} is damaged or cut short ({error})"
-        if written != len(paths):
-            return f"{len(paths)} of {written} processes wrote what their rows remember"
-    return None
 
 
 class CarriedStates:

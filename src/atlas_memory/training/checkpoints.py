@@ -22,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 
 from atlas_memory.data.folders import first_line
 from atlas_memory.training import sharded
-from atlas_memory.training.carried import damage
 from atlas_memory.training.config import ConfigError
 from atlas_memory.training.processes import largest, process, processes
 
@@ -152,53 +151,28 @@ def checkpoint_to_resume(folder: Path) -> Path | None:
 
 
 def broken(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be continued from, or None: a file is not what was written, or, of a checkpoint of which
-    nobody noted that, cannot be read, or the weights are no numbers."""
-    try:
-        if (checkpoint / DIGESTS).is_file():
-            return _changed(checkpoint)
-        shapes(checkpoint)
-        states = list(checkpoint.glob("rng_state*.pth")) or [checkpoint / "rng_state.pth"]  # one of every process
-        optimizer = () if sharded.is_in(checkpoint) else (checkpoint / "optimizer.pt",)
-        for path in (*optimizer, checkpoint / "scheduler.pt", *states):
-            with path.open("rb") as file:
-                torch.PyTorchFileReader(file)  # reads the directory at the end of the file, not the tensors
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (ValueError, RuntimeError, OSError) as error:
-        return f"a file is damaged ({first_line(error)})"
-    return _no_numbers(checkpoint) or damage(checkpoint)
-
-
-def _changed(checkpoint: Path) -> str | None:
-    """Which file of a checkpoint is not what was written, or None."""
+    """Which file of a checkpoint is missing or not what was written, so that nothing goes on from it; None: none is."""
+    if not (checkpoint / DIGESTS).is_file():
+        return f"{DIGESTS} is missing"
     try:
         known = {name: (int(size), str(digest)) for name, (size, digest) in _read_json(checkpoint / DIGESTS).items()}
-    except (ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return f"{DIGESTS} is damaged"
-    for name, (size, _) in known.items():
-        if not (checkpoint / name).is_file():
-            return f"{name} is missing"
-        if (there := (checkpoint / name).stat().st_size) != size:
-            return f"{name} has {there:,} of {size:,} bytes"
-    found = _digests([checkpoint / name for name in known])
+    try:
+        for name, (size, _) in known.items():
+            if not (checkpoint / name).is_file():
+                return f"{name} is missing"
+            if (there := (checkpoint / name).stat().st_size) != size:
+                return f"{name} has {there:,} of {size:,} bytes"
+        found = _digests([checkpoint / name for name in known])
+    except OSError as error:
+        return f"a file is damaged ({first_line(error)})"
     changed = (name for name, digest in zip(known, found, strict=True) if digest != known[name])
     return next((f"{name} is damaged: its bytes are not those that were written" for name in changed), None)
 
 
 def _read_json(path: Path) -> dict[str, tuple[int, str]]:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _no_numbers(checkpoint: Path) -> str | None:
-    """Whether weights are NaN or infinite, which older versions of the library saved; shards are looked at as they are
-    loaded."""
-    if sharded.is_in(checkpoint):
-        return None
-    with safe_open(checkpoint / WEIGHTS, framework="pt") as file:
-        wrong = (name for name in file.keys() if not file.get_tensor(name).isfinite().all())  # noqa: SIM118
-        return next((f"{WEIGHTS} is not finite: {name}" for name in wrong), None)
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:

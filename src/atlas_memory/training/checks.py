@@ -164,7 +164,7 @@ def _as_begun(folder: Path) -> RunConfig:
         tree |= {"model": noted["model"], "data": noted["data"]}
         tree["train"] = noted["train"] | {name: tree["train"][name] for name in _MAY_CHANGE}
         return RunConfig.model_validate(tree)
-    except (OSError, ValueError, TypeError, KeyError):  # of an earlier version
+    except (OSError, ValueError, TypeError, KeyError):  # copied without it
         return saved
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,8 +108,9 @@ class Text:
             partial.replace(folder / ABOUT)
 
     def check_ids(self, vocab_size: int) -> None:
-        """ConfigError if a token is beyond a model's vocabulary, as far as `_marked` looks."""
-        check_ids(self._marked(), vocab_size)
+        """ConfigError if one of a million tokens from everywhere is beyond a model's vocabulary."""
+        count = len(self.tokens.ids)
+        check_ids(self.tokens.ids[np.linspace(0, count - 1, min(count, 2**20)).astype(np.int64)], vocab_size)
 
     def check_same(self, folder: Path, config: RunConfig) -> None:
         """ConfigError if the run in `folder` began with another text, or another number of rows a step. It reads all
@@ -119,7 +120,7 @@ class Text:
             return
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-            had, whole = before["tokens"], "held_out" in before
+            had = before["tokens"]
             for name in ("settings", BYTES):  # the first is compared by check_folder
                 before.pop(name, None)
         except (ValueError, TypeError, KeyError) as error:
@@ -131,10 +132,7 @@ class Text:
                 f"the run in {str(folder)!r} reads {rows} rows a step, and this would read {_rows(config)}: choose "
                 "train.batch_size x train.gradient_accumulation_steps x processes to be as many"
             )
-        mark = self._mark() if whole else self._mark_of_samples()
-        if whole and is_held_out(before["held_out"], self.held_out):
-            mark["held_out"] = before["held_out"]
-        if before != mark:
+        if before != (mark := self._mark()):
             changes = [name for name in ("documents", "digest", "held_out") if before.get(name) != mark.get(name)]
             how = f"it had {had:,} tokens to train on and has {mark['tokens']:,}"
             if had == mark["tokens"]:
@@ -149,37 +147,15 @@ class Text:
         tokens = hashlib.blake2b(self.tokens.starts.astype("<i8").tobytes())
         for first in range(0, len(self.tokens.ids), 2**24):  # of a prepared text, which may be larger than memory
             tokens.update(self.tokens.ids[first : first + 2**24].tobytes())
-        return self._counts() | {"digest": tokens.hexdigest(), "held_out": digest_of_held_out(self.held_out)}
-
-    def _mark_of_samples(self) -> dict[str, Any]:
-        """What runs of earlier versions noted: a digest of a million tokens from everywhere, or of all if fewer."""
-        starts = self.tokens.starts
-        digest = hashlib.sha256(self._marked().astype("<i8").tobytes() + starts.astype("<i8").tobytes()).hexdigest()
-        return self._counts() | {"digest": digest}
-
-    def _marked(self) -> np.ndarray:
-        count = len(self.tokens.ids)
-        return self.tokens.ids[np.linspace(0, count - 1, min(count, 2**20)).astype(np.int64)]
-
-    def _counts(self) -> dict[str, Any]:
-        return {"tokens": len(self.tokens.ids), "documents": len(self.tokens.starts)}
+        counts = {"tokens": len(self.tokens.ids), "documents": len(self.tokens.starts)}
+        return counts | {"digest": tokens.hexdigest(), "held_out": digest_of_held_out(self.held_out)}
 
 
 def digest_of_held_out(documents: Sequence[Document]) -> str:
     """By which a run knows the text that is held out again, whatever its files are called now."""
-    return _digest(document.text for document in documents)
-
-
-def is_held_out(digest: str, documents: Sequence[Document]) -> bool:
-    """Whether a run has noted this digest of the documents; runs of earlier versions noted their names too."""
-    named = (f"{document.name}\0{document.text}" for document in documents)
-    return digest in (digest_of_held_out(documents), _digest(named))
-
-
-def _digest(texts: Iterable[str]) -> str:
     found = hashlib.blake2b()
-    for text in texts:
-        found.update(f"{text}\0".encode("utf-8", "surrogatepass"))
+    for document in documents:
+        found.update(f"{document.text}\0".encode("utf-8", "surrogatepass"))
     return found.hexdigest()
 
 

@@ -24,26 +24,12 @@ def flat_settings(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def in_bytes(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether a token of the run in `folder`, with these `flat_settings`, is surely a byte, so that its losses are of
-    bytes.
-
-    A run notes it when it begins. Of one that has not, or not yet, the settings say it while its text is there: a
-    prepared folder has a tokenizer of its own, whatever `data.tokenizer` says.
-    """
-    tokenizer, path = settings.get("data.tokenizer", "bytes"), settings.get("data.path")
+def in_bytes(folder: Path) -> bool:
+    """Whether the run in `folder` noted when it began that a token is a byte, so that its losses are of bytes."""
     try:
-        if (noted := folder / ABOUT).is_file() and BYTES in (about := json.loads(noted.read_text(encoding="utf-8"))):
-            return bool(about[BYTES])
-        if isinstance(path, str):
-            text = Path(path).expanduser()
-            if (text / "prepared.json").is_file():
-                tokenizer = json.loads((text / "prepared.json").read_text(encoding="utf-8"))["name_of_tokenizer"]
-            elif text.is_absolute() and not text.exists():
-                return False
-    except (OSError, ValueError, TypeError, KeyError):  # damaged
+        return bool(json.loads((folder / ABOUT).read_text(encoding="utf-8"))[BYTES])
+    except (OSError, ValueError, TypeError, KeyError):  # not there, or damaged
         return False
-    return bool(tokenizer == "bytes")
 
 
 def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from atlas_memory.data.prepared import Prepared, load_corpus
 from atlas_memory.data.sources import Document, Source, is_dataset_name
 from atlas_memory.data.tokens import warn_of_loss
 from atlas_memory.training.config import RunConfig
-from atlas_memory.training.examples import is_held_out
+from atlas_memory.training.examples import digest_of_held_out
 from atlas_memory.training.runs import Run
 from atlas_memory.training.settings import ABOUT
 
@@ -54,8 +54,8 @@ def _warn_of_change(run: Run, held_out: Sequence[Document]) -> None:
     try:
         then = json.loads((run.folder / ABOUT).read_text(encoding="utf-8")).get("held_out")
     except (OSError, ValueError, AttributeError):
-        return  # of an earlier version, or copied without it
-    if then is not None and not is_held_out(then, held_out):
+        return  # copied without it
+    if then is not None and then != digest_of_held_out(held_out):
         logger.warning(
             "the text of %s has changed since it was trained: what is held out of it now may have been trained on. "
             "Restore it, or give another text by --data",
