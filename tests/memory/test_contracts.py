@@ -119,6 +119,20 @@ class Weighted(Square):
     weight: torch.Tensor | None = None
 
 
+class OfTheOneBefore(Square):
+    """Weighted by the error of the token before, which of the first tokens is zero."""
+
+    def weight(self, prediction, v):
+        error = (prediction - v).detach().square().sum(-1)
+        return 1.0 / (1.0 + torch.cat([torch.zeros_like(error[..., :1]), error[..., :-1]], -1))
+
+    def value(self, prediction, v):
+        return self.weight(prediction, v) * super().value(prediction, v)
+
+    def derivative(self, prediction, v):
+        return self.weight(prediction, v)[..., None] * super().derivative(prediction, v)
+
+
 class DeltaForgotten(Square):
     def value(self, prediction, v):
         return (prediction - v[..., :-1]).square().sum(-1)
@@ -234,6 +248,7 @@ class InSingle(Square):
         (Falling(), "Falling.curvature must be a bound on the second derivative, .* got -1"),
         (TooFlat(), "TooFlat.curvature is too small.*up to 2 times"),
         (OverTokens(), r"OverTokens.value of one sequence changes with what .* tokens are beside it.*dim=-1"),
+        (OfTheOneBefore(), r"OfTheOneBefore.value of one sequence changes with what .* tokens are beside it.*dim=-1"),
         (Corner(), "Corner.derivative is not the derivative of Corner.value.*first at an error of length"),
         (Detached(), "the gradient of Detached.derivative is not the second derivative of Detached.value"),
         (Cubic(), "Cubic.curvature is too small.*up to 23"),
@@ -466,6 +481,33 @@ class CutsSums(Plain):
         return (s.detach(),), rows(at.apply, s)
 
 
+class KeepsNoMomentum(Plain):
+    def step(self, sums, weights, g, at):
+        return (g,), rows(at.apply, rows(at.write, g))
+
+
+class KeepsTheOldSum(Plain):
+    def step(self, sums, weights, g, at):
+        return sums, rows(at.apply, rows(at.write, g))
+
+
+class WithoutEta(Plain):
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + rows(1.0 - at.theta, g)
+        return (s,), 0.1 * s
+
+
+class WithoutGradient(Plain):
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + weights
+        return (s,), rows(at.apply, s)
+
+
+class Still(Plain):
+    def step(self, sums, weights, g, at):
+        return super().step(sums, weights, g, at)[0], 0.0 * g
+
+
 @dataclass(frozen=True)
 class NoStep(InnerOptimiser):
     """No method at all."""
@@ -502,6 +544,11 @@ class NoStep(InnerOptimiser):
         (ShownOverTheBatch(), "ShownOverTheBatch.shown of one sequence changes"),
         (ShownByOne(), r"ShownByOne.shown failed for stepped=tensor.*\(pick of gates.py takes both\)"),
         (WrittenOverTheBatch(), "WrittenOverTheBatch.written of one sequence changes"),
+        (KeepsNoMomentum(), "KeepsNoMomentum.step does not use sum 0 that it is given"),
+        (KeepsTheOldSum(), "KeepsTheOldSum.step does not use sum 0 that it is given"),
+        (WithoutEta(), "WithoutEta.step does not use the gate eta: multiply the step by at.apply"),
+        (WithoutGradient(), "WithoutGradient.step does not use the gradient g"),
+        (Still(), "Still.step returns a step of zero"),
         (Every(0), "Every every must be an integer >= 1, got 0"),
         (Every(2.0), "Every every must be an integer >= 1, got 2.0"),
         (NoStep(), r"NoStep.step failed .*NoStep has no method step\(sums, weights, g, at\)"),
@@ -625,6 +672,27 @@ class CutsA(NoSettle):
         return a.detach() / 2.0
 
 
+class WithoutAlpha(Linearly):
+    def keep(self, old, step, alpha, first, last):
+        return kept(0.95 * old.weights - step)
+
+
+class HasAnAccumulator(Linearly):
+    def keep(self, old, step, alpha, first, last):
+        new = rows(alpha, old.weights) - step
+        return Kept(new, new, new)
+
+
+class SettlesNothing(Linearly):
+    def keep(self, old, step, alpha, first, last):
+        return Kept(rows(alpha, old.weights) - step, None, None)
+
+
+class SmallHome(Linearly):
+    def home(self, initial):
+        return initial[0], None
+
+
 class OneHome(Linearly):
     def home(self, initial):
         return initial
@@ -639,6 +707,10 @@ class OneHome(Linearly):
         (CutsTheOld(), "CutsTheOld.keep: weights changes with W, and lets no gradient through"),
         (CutsA(), "CutsA.keep: .* lets no gradient through"),
         (OneHome(), r"OneHome.home must return a pair.*\(initial, None\)"),
+        (SmallHome(), r"SmallHome.home must be .*each None or shaped as M_0, here \[3, 8, 7\]; got shape \[8, 7\]"),
+        (WithoutAlpha(), "WithoutAlpha.keep reads nothing of the gate alpha.*or set gated = False"),
+        (HasAnAccumulator(), "HasAnAccumulator.keep returns an accumulator.*set settles = True and let begin"),
+        (SettlesNothing(), "SettlesNothing.keep: settled must be shaped as W.*got None"),
         (Adds(), "Adds.keep does not go down along the step"),
         (Drops(), "Drops.keep does not go down along the step"),
         (OfTitans(), "OfTitans.keep keeps less where alpha is larger.*Titans' letter"),
@@ -721,3 +793,40 @@ class CutsKeys(Features):
 def test_features_that_cut_gradients():
     with pytest.raises(ValueError, match=r"CutsKeys\.expand changes with x, and lets no gradient through to it"):
         check_part("features", CutsKeys())
+
+
+@dataclass(frozen=True)
+class OfKeysBefore(CutsKeys):
+    """Of each key the one before, or the sum of all up to it."""
+
+    summed: bool = False
+
+    def expand(self, x, sqrt_a=None):
+        if x.dim() == 1:
+            return x
+        return x.cumsum(-2) if self.summed else torch.cat([torch.zeros_like(x[..., :1, :]), x[..., :-1, :]], -2)
+
+
+class OfManyKeys(CutsKeys):
+    def expand(self, x, sqrt_a=None):
+        return x + 0.0 * x[..., :1, :]
+
+
+class UnitKeys(CutsKeys):
+    def expand(self, x, sqrt_a=None):
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "features,message",
+    [
+        (OfKeysBefore(), "OfKeysBefore.expand of one sequence changes with what .* tokens are beside it"),
+        (OfKeysBefore(summed=True), "OfKeysBefore.expand of one sequence changes with what .* tokens are beside it"),
+        (OfManyKeys(), r"OfManyKeys.expand failed for one key \[4\], with no dimensions in front"),
+        (UnitKeys(), "UnitKeys.expand is not finite for keys .* zero.*to every divisor"),
+    ],
+)
+def test_features_of_more_than_their_key(features, message):
+    """The first key is zero, so that what comes of it alone tells nothing."""
+    with pytest.raises(ValueError, match=message):
+        check_part("features", features)

@@ -174,9 +174,16 @@ class Zero(Before):
         return self.gain * y, after
 
 
+class InDouble(Before):
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        y, after = super().forward(x, state)
+        return y.double(), after
+
+
 @pytest.mark.parametrize(
     "kind,message",
     [
+        (InDouble, "InDouble must answer in the dtype of x, here torch.float32, got torch.float64"),
         (Forgets, "Forgets answers otherwise when it reads 6 tokens in 3 calls than in one"),
         (InItself, "InItself answers otherwise when it reads 6 tokens in 3 calls.*keep nothing in itself"),
         (Draws, "Draws answers otherwise when it is called again: it must draw nothing in eval mode"),
@@ -199,6 +206,30 @@ class KnowsNoPadding(Before):
 def test_one_that_knows_no_padding_is_warned_of(register):
     register(Mixer(KnowsNoPadding, memory=False, window=False))
     with pytest.warns(UserWarning, match="KnowsNoPadding does not answer as if padding, .*Stateful.read_real"):
+        model()
+
+
+class SomeTokens(Before):
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        x[:, 0]
+        return super().forward(x, state)
+
+
+class Deaf(Before):
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        return super().forward(x.detach(), state)
+
+
+@pytest.mark.parametrize(
+    "kind,message",
+    [
+        (SomeTokens, r"SomeTokens fails for x \[batch, time, dim\] of no tokens, time 0.*index 0 is out of bounds"),
+        (Deaf, "Deaf lets no gradient through from y to x"),
+    ],
+)
+def test_what_it_cannot_do_is_warned_of(register, kind, message):
+    register(Mixer(kind, memory=False, window=False))
+    with pytest.warns(UserWarning, match=message):
         model()
 
 

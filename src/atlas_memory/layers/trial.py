@@ -33,10 +33,10 @@ def try_mixer(mixer: Stateful) -> bool:
 
     Raises:
         ValueError: It answers otherwise when it is called again, in several calls than in one, when other rows are
-            beside, or when later tokens differ; or it changes a state in place.
+            beside, or when later tokens differ; it changes a state in place; or it does not keep the dtype of x.
 
     Warns:
-        UserWarning: It does not answer as if padding were not there.
+        UserWarning: It does not answer as if padding were not there, fails for no tokens, or lets no gradient through.
     """
     like = next((t for t in (*mixer.parameters(), *mixer.buffers()) if t.is_floating_point()), torch.zeros(()))
     if like.is_meta or torch.zeros(()).is_meta:
@@ -62,6 +62,8 @@ def try_mixer(mixer: Stateful) -> bool:
 
 def _try(name: str, x: Tensor, read: Read) -> None:
     whole = read(x)[0]
+    if whole.dtype != x.dtype:
+        raise ValueError(f"{name} must answer in the dtype of x, here {x.dtype}, got {whole.dtype}")
     again = f"{name} answers otherwise when it is called again: it must draw nothing in eval mode"
     _equal(read(x)[0], whole, f"{again}, and keep nothing in itself between calls")
     later = torch.cat([x[:, :-2], -x[:, -2:]], 1)
@@ -85,6 +87,7 @@ def _try(name: str, x: Tensor, read: Read) -> None:
     _equal(torch.cat(answers, 1), whole, in_calls)
     _equal(read(x[1:])[0], whole[1:], f"{name} answers a row otherwise when other rows are beside it")
     _warn_of_padding(name, x, read)
+    _warn_of_nothing(name, x, read)
 
 
 def _warn_of_padding(name: str, x: Tensor, read: Read) -> None:
@@ -103,6 +106,27 @@ def _warn_of_padding(name: str, x: Tensor, read: Read) -> None:
                 stacklevel=2,
             )
             return
+
+
+def _warn_of_nothing(name: str, x: Tensor, read: Read) -> None:
+    """Warn of a mixer that cannot read no tokens, as in a call of padding alone, or through which none learns."""
+    try:
+        read(x[:, :0])
+    except _CannotRun as error:
+        warnings.warn(
+            f"{name} fails for x [batch, time, dim] of no tokens, time 0; y has none then either, and the state stays "
+            f"as it is: {error.__cause__}",
+            stacklevel=2,
+        )
+    if torch.is_inference_mode_enabled():
+        return
+    with torch.enable_grad():
+        if not read(x.clone().requires_grad_())[0].requires_grad:
+            warnings.warn(
+                f"{name} lets no gradient through from y to x, so that no layer below it learns of it: nothing may be "
+                "detached, or computed under torch.no_grad",
+                stacklevel=2,
+            )
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -9,7 +9,7 @@ With c the window, b the chunk, M_t the memory after token t and M_f the memory 
     y_t    = M_t(phi(q_t))                                                          (or as Window.read says)
 
 with a_t and e_t (``at.write`` and ``at.apply``) and O as optimisers.py lists them; M_0 may come in for what alpha takes
-away, and g_t leave out what all entries of a row have in common (``tangent``), as the retention says. That a_t and e_t
+away, and g_t leave out what all entries of a row have in common, as the retention says (retention.py). That a_t and e_t
 are bounded, and errors live, is the library's: ``bounded=False`` and ``live=False`` are what is printed. ``step`` of
 the optimiser says how S_t becomes a step, ``keep`` of the retention how the old memory and the step make the new one.
 ``[batch, heads]`` in front is carried along, and ``recurrent`` (recurrent.py) brings any batch to this.
@@ -36,7 +36,7 @@ def definition(
 ) -> tuple[Tensor, list[Matrix]]:
     """Answer the queries q ``[time, dim]``, learning from k and v. ``memory`` is what the ``seen`` tokens before these
     have left, a list of ``Matrix`` of ``[rows, columns]``. On phi*, the infinite features of ``Exponential``, a matrix
-    has the columns of M_0, and one for every key that there will be, zero until it is written.
+    has the columns of M_0, and one for every key up to the last of k, zero until it is written.
 
     Every shape has ``[batch, heads]`` in front; all sequences of the batch have read equally many tokens before.
 
@@ -58,23 +58,23 @@ def definition(
         now, older, gate = k.shape[-2] - q.shape[-2] + t, min(c - 1, seen + t), gates.at(t)
         window, gamma = slice(now - older, now + 1), gate.gamma[..., : older + 1].flip(-1)  # the oldest first
         frozen, after = [m.frozen for m in memory], []
-        before = [optimiser.shown(m.sums, m.weights, follows) for m in memory]  # M_{t-1}, as it answers
-        at_frozen = rule.network.trace(model.apply(frozen), k[..., window, :], params.norm)  # M_f of the window's keys
+        before = [optimiser.shown(m.sums, m.weights, follows) for m in memory]  # M_{t-1}; with Muon's `shows` less S
+        at_frozen = rule.network.trace(model.apply(frozen), k[..., window, :], params.norm)  # M_f at its keys
         response = rule.response(at_frozen, v[..., window, :], params)  # r_t of step.py: how fast an error grows
-        g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # ATLAS 9, 16
-        sizes = rule.sizes(frozen, at_frozen, response, params)
-        counted = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # t's own size counts whole
+        g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # Eqs. 9, 16
+        sizes = rule.sizes(frozen, at_frozen, response, params)  # lambda_l of step.py, of each token of the window
+        counted = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # t's own counts whole
         alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
         for i, m in enumerate(memory):
-            size = (counted * sizes[i]).sum(-1) if optimiser.bounded else None
+            size = (counted * sizes[i]).sum(-1) if optimiser.bounded else None  # what eta is divided by
             rates = optimiser.rates(gate.theta, gate.eta, size, rule.every, b)
             rates = rates if follows else rates._replace(theta=torch.ones_like(gate.theta))  # S adds up until a step
             at = At(*rates, alpha, gamma[..., -1], model.under(i, at_frozen, now))
-            sums, step = optimiser.step(m.sums, m.weights, g[i], at)  # ATLAS Eqs. 33, 58; every = 1: 40
+            sums, step = optimiser.step(m.sums, m.weights, g[i], at)  # ATLAS Eqs. 33, 58; every = 1: Eq. 40
             step = step if due else torch.zeros_like(step)
             kept = rule.retention.keep(model.old(i, m), step, alpha, first, last)  # ATLAS Eqs. 32, 57
             after.append(optimiser.shown(sums, kept.weights, due))
-            settled, sums = (kept.settled, optimiser.turn(sums)) if last else (m.frozen, sums)
+            settled, sums = (kept.settled, optimiser.turn(sums)) if last else (m.frozen, sums)  # M_f
             memory = [*memory[:i], Matrix(kept.weights, settled, sums, kept.dual), *memory[i + 1 :]]
         memory = model.forget(memory, now) if last else memory
         answering = model.apply({"after": after, "before": before, "frozen": frozen}[rule.window.read])
@@ -112,7 +112,7 @@ class Model(NamedTuple):
         if not self.rule.live:
             return 0.0
         i, m = len(memory) - 1, memory[-1]
-        changed = self.rule.optimiser.written(m.sums, m.weights, m.frozen)
+        changed = self.rule.optimiser.written(m.sums, m.weights, m.frozen)  # W_{t-1} - W_f; under Muon -D
         return response[..., None] * (self.features(i, at_frozen.inputs[i]) @ changed.mT)
 
     def gradient(
@@ -139,7 +139,7 @@ class Model(NamedTuple):
         return lambda w: (self.features(i, u) @ w.mT).mT @ self.write_input(i, u, slice(now, now + 1))
 
     def forget(self, memory: list[Matrix], now: int) -> list[Matrix]:
-        """Clear on phi* the columns of tokens that are older than the horizon, if there is one."""
+        """Clear on phi* the columns of tokens that are older than the horizon; without one all stay."""
         kept = torch.arange(self.k.shape[-2]).to(self.k) > now - (self.rule.features.horizon or now + 1)
         kept = torch.cat([kept.new_ones(self.k.shape[-1]), kept])  # M_0 stays
         return [m.map(lambda w: w * kept) if self.rule.by_key(i) else m for i, m in enumerate(memory)]

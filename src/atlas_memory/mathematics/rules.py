@@ -113,7 +113,10 @@ class Rule:
             if name not in known:
                 raise ValueError(f"a rule has no part {name!r}; its parts are {', '.join(known)}")
             if not isinstance(options, Mapping):
-                raise ValueError(f"options of {name!r} must be a mapping of field to value, got {options!r}")
+                raise ValueError(
+                    f"options of {name!r} must be a mapping of field to value, got {options!r}; an instance is put "
+                    f"there by dataclasses.replace(rule, {name}=...)"
+                )
             part, options = getattr(self, name), dict(options)
             if (kind := options.pop("kind", None)) is not None:
                 kinds = kinds_of(name)

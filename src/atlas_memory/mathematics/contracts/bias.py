@@ -45,9 +45,10 @@ def _try(bias: Bias, prediction: Tensor, v: Tensor, size: float) -> None:
             found[method], slopes[method] = out.detach().reshape(*SHAPE, -1), slope.detach()
             if method == "value":
                 bent = _slope(slope, prediction).detach()
+    some = slice(NOTHING + 1, None)  # without a token that has an error, too
     for method, among in found.items():
-        alone = getattr(bias, method)(*(last(x)[..., NOTHING:, :] for x in (prediction, v))).detach()
-        among = last(among)[..., NOTHING:, :]
+        alone = getattr(bias, method)(*(last(x)[..., some, :] for x in (prediction, v))).detach()
+        among = last(among)[..., some, :]
         check_apart(bias, method, alone.reshape_as(among), among, "reduce over the last dimension alone, dim=-1")
     whole = torch.ones(SHAPE, dtype=torch.bool)
     for method, out in found.items():
@@ -90,8 +91,8 @@ def _check_derivative(
         at = float(error.norm(dim=-1)[wrong].min())
         raise ValueError(
             f"{name}.derivative is not the derivative of {name}.value by the prediction: they differ by up to "
-            f"{float(gap.max()):.3g}, first at an error of length {at:.3g}. Check factors and signs, and that value "
-            "sums over the coordinates"
+            f"{float(gap.max()):.3g}, first at an error of length {at:.3g}. Check factors and signs, that value sums "
+            "over the coordinates, and that nothing of it is detached"
         )
     there = whole[..., None] & bent.isfinite()
     there[..., :NOTHING, :] = False  # autograd has no second derivative of |e|^2, written so, where e is zero

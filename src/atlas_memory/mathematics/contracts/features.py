@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,11 @@ def try_features(features: Features) -> None:
                 f"{type(features).__name__}.size(dim={DIM}) is {size}: on endless features a matrix has the columns of "
                 "M_0, one for each entry of a key, and then one for every key; let size return dim"
             )
-        of_each = {
+        of_each = {}
+        if not features.endless:  # first, since the others are made of it
+            of_each["expand"] = (call(features, "expand", _given(x), x, sqrt_a), (*FRONT, size), "[..., size(dim)]")
+            _check_finite(features, of_each["expand"][0])
+        of_each |= {
             "squared_norm": (call(features, "squared_norm", _given(x), x, sqrt_a), FRONT, "|phi(x)|^2, [...]"),
             "kernel": (call(features, "kernel", _given(x), x, y, sqrt_a), (*FRONT, TIME + 1), "[..., n, m]"),
             "columns": (
@@ -37,8 +42,6 @@ def try_features(features: Features) -> None:
                 "a number for each column",
             ),
         }
-        if not features.endless:
-            of_each["expand"] = (call(features, "expand", _given(x), x, sqrt_a), (*FRONT, size), "[..., size(dim)]")
         for method, (found, shape, words) in of_each.items():
             check_shape(features, method, found, shape, words)
             among = {"kernel": (y,), "columns": (y,)}.get(method, ())
@@ -46,11 +49,21 @@ def try_features(features: Features) -> None:
             check_apart(features, method, alone, last(found), "make phi of each key alone")
         if features.endless:
             return
-        phi, later = of_each["expand"][0], features.expand(x[..., 1:, :], sqrt_a)
-        check_apart(features, "expand", later, phi[..., 1:, :], "make phi of each key alone")
+        phi, later = of_each["expand"][0], features.expand(x[..., 2:, :], sqrt_a)  # without one that is not zero, too
+        check_apart(features, "expand", later, phi[..., 2:, :], "make phi of each key alone")
+        one = call(features, "expand", f"one key [{DIM}], with no dimensions in front", x[0, 0, 2], sqrt_a)
+        check_apart(features, "expand", one, phi[0, 0, 2], "make phi of each key alone")
         _check_own(features, x, phi)
         _check_kernel(features, x, y, sqrt_a)
         check_gradients(features, "expand", lambda x: features.expand(x, sqrt_a), {"x": x})
+
+
+def _check_finite(features: Features, phi: Any) -> None:
+    if isinstance(phi, Tensor) and not phi.isfinite().all():
+        raise ValueError(
+            f"{type(features).__name__}.expand is not finite for keys in (-1, 1) or for a key that is zero, as padding "
+            "is: add a small number to every divisor and under every root"
+        )
 
 
 def _given(x: Tensor) -> str:

@@ -50,6 +50,7 @@ def try_optimiser(optimiser: InnerOptimiser) -> None:
         _check_first_step(optimiser, weights, g)
         if optimiser.every != 1 and sums:
             _check_between_steps(optimiser, sums, weights, g)
+        _check_reads(optimiser, sums, weights, g)
         _check_gradients(optimiser, sums, weights, g)
         _check_step_apart(optimiser, sums, weights, g)
         _check_others(optimiser, sums, weights, g)
@@ -126,6 +127,40 @@ def _check_between_steps(optimiser: InnerOptimiser, sums: Sums, weights: Tensor,
             f"{type(optimiser).__name__}.step loses the tokens between two steps (every={optimiser.every!r}): theta is "
             "1 there, and with that nothing of the gradient gets into the sums. Weigh it by at.write, which is made "
             "before, and put the 1 - theta into rates, as Momentum has it"
+        )
+
+
+def _check_reads(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tensor) -> None:
+    """Check that there is a step, and that every sum, the gradient and the gate eta change something."""
+    name, at = type(optimiser).__name__, make_at(optimiser, False, lambda w: w)
+
+    def made(sums: Sums, g: Tensor, at: At) -> list[Tensor]:
+        """All that is made of the sums: those after the token, what errors and answers see of them, and the step."""
+        after, step = optimiser.step(sums, weights, g, at)
+        seen = [optimiser.written(sums, weights, weights)] if optimiser.sees else []
+        return [*after, *seen, optimiser.shown(sums, weights, False), step]
+
+    before = made(sums, g, at)
+
+    def changes(sums: Sums, g: Tensor, at: At) -> list[bool]:
+        return [not torch.equal(a, b) for a, b in zip(before, made(sums, g, at), strict=True)]
+
+    if not before[-1].any():
+        raise ValueError(f"{name}.step returns a step of zero, with which a memory never learns")
+    for i, s in enumerate(sums):
+        changed = changes((*sums[:i], 1.5 * s, *sums[i + 1 :]), g, at)
+        if not any(changed[:i] + changed[i + 1 :]):
+            raise ValueError(
+                f"{name}.step does not use sum {i} that it is given, neither for the step nor for another sum: make "
+                "the step of it, or keep no such sum (has_momentum = False, unless there is a method sums)"
+            )
+    if not any(changes(sums, 1.5 * g, at)):
+        raise ValueError(f"{name}.step does not use the gradient g")
+    plain = None if at.plain is None else 2.0 * at.plain
+    if not any(changes(sums, g, at._replace(write=2.0 * at.write, apply=2.0 * at.apply, plain=plain))):
+        raise ValueError(
+            f"{name}.step does not use the gate eta: multiply the step by at.apply, or the gradient by at.write if a "
+            "method rates puts the step size there"
         )
 
 

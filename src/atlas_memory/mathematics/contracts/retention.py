@@ -42,6 +42,10 @@ def try_retention(retention: Any) -> None:
                 f"{type(retention).__name__}.home must return a pair, what W and what A fade to, None for zero, such "
                 f"as (initial, None) where there is no A; got a {type(home).__name__}"
             )
+        for found in (m for m in home if m is not None):
+            check_shape(
+                retention, "home", found, shape, "a pair, what W and what A fade to, each None or shaped as M_0"
+            )
         weights, dual = torch.stack([begun[0], 1.1 * begun[0]]), None if begun[1] is None else 1.1 * begun[1]
         dual = None if dual is None else torch.stack([dual, 0.9 * dual])
         check_shape(retention, "settle(a, frozen, initial)", weights, MATRIX, "shaped as a, [..., rows, columns]")
@@ -57,6 +61,7 @@ def try_retention(retention: Any) -> None:
                 for part, a, b in zip(kept._fields, alone, kept, strict=True):
                     if b is not None:
                         check_apart(retention, f"keep: {part}", a, last(b))
+        _check_alpha(retention, old, step)
         _check_gradients(retention, old, step, 0.5 + 0.4 * numbers(BATCH, HEADS))
         if not retention.settles:
             _check_directions(retention, old, step)
@@ -74,15 +79,34 @@ def _keep(
         f"first={first!r} and last={final!r}{by_row}"
     )
     kept = call(retention, "keep", given, old, step, alpha, first, final)
-    if not isinstance(kept, Kept) or (kept.dual is None) == retention.settles:
+    if not isinstance(kept, Kept):
+        raise ValueError(f"{name}.keep must return Kept(weights, settled, dual), got a {type(kept).__name__}")
+    if (kept.dual is None) == retention.settles:
         raise ValueError(
-            f"{name}.keep must return Kept(weights, settled, dual), dual None unless `settles`, got a "
-            f"{type(kept).__name__}"
+            f"{name}.keep must return Kept(weights, settled, dual) with its accumulator as dual, since settles = True"
+            if retention.settles
+            else f"{name}.keep returns an accumulator, Kept(weights, settled, dual), and settles is False: set settles "
+            "= True and let begin return W and A before the first token, or return None for dual"
         )
     for part, found in zip(kept._fields, kept, strict=True):
-        if found is not None:
+        if part != "dual" or found is not None:
             check_shape(retention, f"keep: {part}", found, MATRIX, "shaped as W, [..., rows, columns]")
     return kept
+
+
+def _check_alpha(retention: Any, old: Old, step: Tensor) -> None:
+    """Check that a retention that has a gate alpha changes with it, at some token of a chunk."""
+    if not retention.gated:
+        return
+    more, less = (step.new_full((BATCH, HEADS), alpha) for alpha in (0.9, 0.1))
+    for first, final in PLACES:
+        pairs = zip(*(retention.keep(old, step, alpha, first, final) for alpha in (more, less)), strict=True)
+        if any(a is not None and not torch.equal(a, b) for a, b in pairs):
+            return
+    raise ValueError(
+        f"{type(retention).__name__}.keep reads nothing of the gate alpha: multiply what is kept by it, as in "
+        "rows(alpha, old.weights), or set gated = False, so that layers have no such gate"
+    )
 
 
 def _check_gradients(retention: Any, old: Old, step: Tensor, alpha: Tensor) -> None:

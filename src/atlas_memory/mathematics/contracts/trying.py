@@ -52,7 +52,8 @@ def call(part: object, method: str, given: str, *arguments: Any) -> Any:
     if not _same(_tensors(found), _tensors(again)):
         raise ValueError(
             f"{name} returns other numbers when it is called again with the same: a part draws nothing and keeps "
-            "nothing in itself between calls. What an optimiser keeps from token to token, its step returns in sums"
+            "nothing in itself between calls"
+            + (". What it keeps from token to token, its step returns in sums" if hasattr(part, "sums") else "")
         )
     return found
 
