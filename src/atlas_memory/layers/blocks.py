@@ -115,7 +115,7 @@ def made(name: str, dim: int, heads: int, **options: Any) -> Stateful:
     except TypeError as error:
         raise ValueError(
             f"it could not be made with the options {', '.join(options) or '(none)'}: {error}. Its Mixer says which "
-            f"options it takes: memory={kind.memory}, window={kind.window}. A mixer must have an argument for each, also "
+            f"options it takes: memory={kind.memory}, window={kind.window}. A mixer has an argument for each, also "
             "for one that it does not hand on"
         ) from error
     what = type(mixer).__name__
