@@ -414,3 +414,18 @@ def test_short_rows_of_a_fresh_model_have_gradients_of_a_common_size(rule: str) 
     if zero:
         assert sorted(totals.pop(4))[35] < 200.0
     assert max(map(max, totals.values())) < 20.0, totals
+
+
+def test_gradients_of_slow_memora_do_not_grow_with_length() -> None:
+    """One of whose heads has a half-life of 8,192 tokens. With an eta of 0.95 at the start the total grew from 2 at 256
+    tokens to 1,000 and more at 4,096."""
+    torch.manual_seed(3)
+    model = AtlasForCausalLM(AtlasConfig.preset("nano", rule="memora", num_attention_heads=2))
+    totals = []
+    for time in (256, 4096):
+        ids = torch.randint(0, 256, (1, time))
+        gradients = torch.autograd.grad(
+            model(input_ids=ids, labels=ids).loss, list(model.parameters()), allow_unused=True
+        )
+        totals.append(torch.stack([g.norm() for g in gradients if g is not None]).norm().item())
+    assert 0.1 < totals[1] / totals[0] < 10.0, totals

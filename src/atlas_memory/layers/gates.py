@@ -6,13 +6,13 @@ measurement (docs/starting.md):
 * alpha: heads forget at different rates, with half-lives spread evenly in logarithm over ``HALF_LIVES`` tokens;
 * theta: ``START_THETA``, however often the memory makes a step (``every``), since theta acts once a step;
 * eta: in (0, 1), a share of a full write, starting at ``START_ETA`` in a memory of one matrix and at ``DEEP_ETA`` in a
-  deeper one, ``MOMENTUM_ETA`` if steps have momentum. Where steps are bare (``bounded=False``), it starts at that over
-  the squared length of a lifted unit key. Bare steps of Muon have the length eta, whatever the gradient: there eta is
-  at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most about 1, and it starts
-  at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser). Where what is written does not depend on
-  what is answered (``is_linear``, and nothing is taken out), noise adds up: there, with bounded steps, eta starts lower
-  and all gates with larger weights, to learn soon which tokens to leave out (``HEBBIAN_ETA``, ``HEBBIAN_SPREAD``), and
-  with bare ones eta may be larger (``HEBBIAN_LARGEST``);
+  deeper one, ``MOMENTUM_ETA`` if steps have momentum or rows have fixed sums. Where steps are bare (``bounded=False``),
+  it starts at that over the squared length of a lifted unit key. Bare steps of Muon have the length eta, whatever the
+  gradient: there eta is at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most
+  about 1, and it starts at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser). Where what is
+  written does not depend on what is answered (``is_linear``, and nothing is taken out), noise adds up: there, with
+  bounded steps, eta starts lower and all gates with larger weights, to learn soon which tokens to leave out
+  (``HEBBIAN_ETA``, ``HEBBIAN_SPREAD``), and with bare ones eta may be larger (``HEBBIAN_LARGEST``);
 * delta: no sigmoid but a softplus, starting where the bias says;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
 
@@ -37,7 +37,9 @@ from ..memory import Gates, Rule
 START_ETA, DEEP_ETA, MOMENTUM_ETA = 0.5, 0.95, 0.7
 """A write of the first leaves a matrix a quarter of the squared error at its key, and more of what was written before:
 layers learn sooner which tokens to write (docs/starting.md). A deep memory answers less of what a step aims at.
-Momentum repeats a step in those after it, 1 / (1 - theta) in all, unless steps get their length anew, as Muon's do."""
+Momentum repeats a step in those after it, 1 / (1 - theta) in all, unless steps get their length anew, as Muon's do.
+Rows with fixed sums (``memora``) move in a straight line within a chunk and are settled once in it: from 0.95 on writes
+that hardly fade drove them to where gradients grow a thousand times within 4,096 tokens (docs/starting.md)."""
 START_THETA, SPREAD = 0.2, 0.2
 HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.475, 0.35, 1.0
 """The same of Hebbian rules, which write a value whatever is answered; the second eta where writes wait for a step
@@ -108,7 +110,7 @@ class GateProjection(nn.Module):
         width, start = self.dim // self.heads, DEEP_ETA
         if len(rule.network.lifted) == 1 and not _is_hebbian(rule):
             start = START_ETA
-        elif rule.optimiser.has_momentum and not rule.optimiser.mixes_rows:
+        elif rule.retention.fixed_sums or (rule.optimiser.has_momentum and not rule.optimiser.mixes_rows):
             start = MOMENTUM_ETA
         if rule.optimiser.bounded:
             return start
