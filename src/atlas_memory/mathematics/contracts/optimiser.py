@@ -148,13 +148,13 @@ def _check_reads(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tens
     if not before[-1].any():
         raise ValueError(f"{name}.step returns a step of zero, with which a memory never learns")
     for i, s in enumerate(sums):
-        changed = changes((*sums[:i], 1.5 * s, *sums[i + 1 :]), g, at)
+        changed = changes((*sums[:i], s.flip(-1), *sums[i + 1 :]), g, at)
         if not any(changed[:i] + changed[i + 1 :]):
             raise ValueError(
                 f"{name}.step does not use sum {i} that it is given, neither for the step nor for another sum: make "
                 "the step of it, or keep no such sum (has_momentum = False, unless there is a method sums)"
             )
-    if not any(changes(sums, 1.5 * g, at)):
+    if not any(changes(sums, g.flip(-1), at)):
         raise ValueError(f"{name}.step does not use the gradient g")
     plain = None if at.plain is None else 2.0 * at.plain
     if not any(changes(sums, g, at._replace(write=2.0 * at.write, apply=2.0 * at.apply, plain=plain))):
