@@ -29,7 +29,7 @@ def try_features(features: Features) -> None:
                 f"{type(features).__name__}.size(dim={DIM}) is {size}: on endless features a matrix has the columns of "
                 "M_0, one for each entry of a key, and then one for every key; let size return dim"
             )
-        of_each = {}
+        of_each: dict[str, tuple[Any, tuple[int, ...], str]] = {}
         if not features.endless:  # first, since the others are made of it
             of_each["expand"] = (call(features, "expand", _given(x), x, sqrt_a), (*FRONT, size), "[..., size(dim)]")
             _check_finite(features, of_each["expand"][0])
