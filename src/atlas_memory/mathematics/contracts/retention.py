@@ -36,16 +36,7 @@ def try_retention(retention: Any) -> None:
     with apart():
         initial = call(retention, "start", f"a matrix {list(shape)}", numbers(*shape))
         begun = call(retention, "begin", f"M_0 {list(shape)}", initial)
-        home = call(retention, "home", f"M_0 {list(shape)}", initial)
-        if not isinstance(home, tuple) or len(home) != 2:
-            raise ValueError(
-                f"{type(retention).__name__}.home must return a pair, what W and what A fade to, None for zero, such "
-                f"as (initial, None) where there is no A; got a {type(home).__name__}"
-            )
-        for found in (m for m in home if m is not None):
-            check_shape(
-                retention, "home", found, shape, "a pair, what W and what A fade to, each None or shaped as M_0"
-            )
+        home = _home(retention, initial)
         weights, dual = torch.stack([begun[0], 1.1 * begun[0]]), None if begun[1] is None else 1.1 * begun[1]
         dual = None if dual is None else torch.stack([dual, 0.9 * dual])
         check_shape(retention, "settle(a, frozen, initial)", weights, MATRIX, "shaped as a, [..., rows, columns]")
@@ -67,6 +58,21 @@ def try_retention(retention: Any) -> None:
             _check_directions(retention, old, step)
         if retention.fixed_sums:
             _check_sums(retention, begun[0], old, step)
+
+
+def _home(retention: AnyRetention, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What W and A fade to, checked."""
+    home = call(retention, "home", f"M_0 {list(initial.shape)}", initial)
+    if not isinstance(home, tuple) or len(home) != 2:
+        raise ValueError(
+            f"{type(retention).__name__}.home must return a pair, what W and what A fade to, None for zero, such "
+            f"as (initial, None) where there is no A; got a {type(home).__name__}"
+        )
+    for found in (m for m in home if m is not None):
+        check_shape(
+            retention, "home", found, initial.shape, "a pair, what W and what A fade to, each None or shaped as M_0"
+        )
+    return home
 
 
 def _keep(
