@@ -70,7 +70,7 @@ def equations(layer: SelfModifyingMemory, x: Tensor) -> tuple[Tensor, list[list[
         sum(past[i : i + len(x)] * taps[:, i] for i in range(taps.shape[1]))
         for taps in (layer.convolution.weight, layer.key_convolution.weight)
     )
-    asks, bias = layer.gates.weight * WIDTH**0.5, layer.gates.bias
+    asks, bias = layer.gates.weight * WIDTH**0.5 * 4, layer.gates.bias  # 4: of heads of 16 and less
     initial = [
         [tuple(m[b * HEADS + head] for m in layer.memory.params.initial) for head in range(HEADS)]
         for b in range(len(MEMORIES))

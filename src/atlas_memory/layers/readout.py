@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .gates import SPREAD
+from .gates import LARGEST_GAIN, NARROW, SPREAD
 
 MEMORIES = ("memory", "k", "v", "eta", "alpha")
 """What the five memories of a head are for, in the order in which they are stacked: all heads of one, then the next."""
@@ -29,7 +29,8 @@ class Readout(NamedTuple):
     def gates(self, eta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """What M_eta and M_alpha answer, ``[batch, heads, time, dim]`` -> eta and alpha of all memories,
         ``[batch, 5 heads, time]``, in the dtype of the answers."""
-        weight, bias = self.weight.to(eta.dtype) * eta.shape[-1] ** 0.5, self.bias.to(eta.dtype)
+        dim = eta.shape[-1]
+        weight, bias = self.weight.to(eta.dtype) * (dim**0.5 * _gain(dim)), self.bias.to(eta.dtype)
         answers = torch.stack([for_all(eta), for_all(alpha)])
         logits = (answers * weight.flatten(1, 2)[:, None, :, None]).sum(-1) + bias.flatten(1)[:, None, :, None]
         gates = logits.sigmoid()
@@ -39,8 +40,9 @@ class Readout(NamedTuple):
 class GateReadout(nn.Module):
     """eta and alpha of each token, head and memory, from what M_eta and M_alpha answer.
 
-    A gate is the sigmoid of ``<w, M(x)> sqrt(dim) + b``, with a w and b a gate, memory and head. The root makes what is
-    read about as long as the x of ``GateProjection``, so that gates learn as fast.
+    A gate is the sigmoid of ``gain <w, M(x)> sqrt(dim) + b``, with a w and b a gate, memory and head. The root makes
+    what is read about as long as the x of ``GateProjection``; the gain, 64 / dim, but at least 1 and at most 4, lets
+    gates of narrow heads learn as fast as those of layers 64 wide (layers/gates.py; docs/hope.md).
 
     Eq. 88 has one eta and one alpha for the five memories of a head. If the memory that makes keys then learns as fast
     as M_memory, it soon answers a token with what came after that token, and not with the key under which M_memory has
@@ -61,7 +63,8 @@ class GateReadout(nn.Module):
 
     def reset_parameters(self) -> None:
         """Small random weights, and the starts described above."""
-        nn.init.normal_(self.weight, std=SPREAD * self.weight.shape[-1] ** -0.5)
+        dim = self.weight.shape[-1]
+        nn.init.normal_(self.weight, std=SPREAD * dim**-0.5 / _gain(dim))
         first, last = map(math.log2, HALF_LIVES)
         half_lives = torch.full(self.bias.shape[1:], HALF_LIVES[0], dtype=torch.float64)  # bfloat16 would make alpha 1
         half_lives[0] = torch.logspace(first, last, self.bias.shape[2], base=2.0, dtype=torch.float64)
@@ -79,3 +82,8 @@ class GateReadout(nn.Module):
 def for_all(x: Tensor) -> Tensor:
     """``[batch, heads, ...]`` -> ``[batch, 5 heads, ...]``: the same for the five memories of a head."""
     return x.repeat(1, len(MEMORIES), *(1,) * (x.dim() - 2))
+
+
+def _gain(dim: int) -> float:
+    """How many times the weights count that read answers of this width."""
+    return min(max(1.0, NARROW / dim), LARGEST_GAIN)
