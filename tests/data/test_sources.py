@@ -1,6 +1,7 @@
 """Places that documents come from, and what is said of those that cannot be read."""
 
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -67,13 +68,16 @@ def test_a_table_without_the_column_that_is_asked_for_is_no_text(tables) -> None
 
 
 def test_names_in_capitals_marks_of_windows_and_links_to_folders(tables) -> None:
-    """A table is one whatever the letters of its name; a text begins with its text; a folder may be elsewhere."""
+    """A table is one whatever the letters of its name; a text begins with its text; a folder may be elsewhere; nobody
+    waits for a pipe or reads a device to its end."""
     corpus = tables / "corpus"
     corpus.mkdir()
     (corpus / "A.JSONL").write_text(json.dumps({"text": "in a table"}) + "\n")
     (corpus / "b.txt").write_bytes(b"\xef\xbb\xbfbehind a mark")
     (corpus / "linked").symlink_to(tables / "texts")
     (corpus / "round").symlink_to(corpus)
+    (corpus / "zeros").symlink_to("/dev/zero")
+    os.mkfifo(corpus / "pipe")
     source = Source(str(corpus))
     assert [d.text for d in source.documents()] == ["in a table", "behind a mark", *TEXTS] and source.skipped == 0
 

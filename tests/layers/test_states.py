@@ -164,6 +164,8 @@ def test_what_is_no_state_is_refused(tmp_path):
         hierarchy(torch.randn(1, 5, DIM), state)
     with pytest.raises(ValueError, match="mask has negative numbers or NaN"):
         memory(torch.randn(1, 2, DIM), mask=torch.tensor([[0.0, -torch.inf]]))
+    with pytest.raises(ValueError, match="mask has negative numbers or NaN"):
+        memory(torch.randn(1, 2, DIM), mask=torch.tensor([[0, -10_000]]))
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -42,9 +42,10 @@ def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
 
     for folder, subfolders, files in os.walk(root, followlinks=True):
         subfolders[:] = [name for name in sorted(subfolders) if enters(Path(folder) / name)]
-        for name in sorted(files):
-            if not name.startswith("."):
-                yield (Path(folder) / name).relative_to(root).as_posix()
+        for path in (Path(folder) / name for name in sorted(files)):
+            endless = path.exists() and not path.is_file()  # a pipe or a device
+            if not path.name.startswith(".") and not endless:
+                yield path.relative_to(root).as_posix()
 
 
 def _is_ours(folder: Path) -> bool:
