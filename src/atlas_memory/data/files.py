@@ -42,9 +42,8 @@ def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
 
     for folder, subfolders, files in os.walk(root, followlinks=True):
         subfolders[:] = [name for name in sorted(subfolders) if enters(Path(folder) / name)]
-        for path in (Path(folder) / name for name in sorted(files)):
-            endless = path.exists() and not path.is_file()  # a pipe or a device
-            if not path.name.startswith(".") and not endless:
+        for path in (Path(folder) / name for name in sorted(files) if not name.startswith(".")):
+            if path.is_file() or not path.exists():  # no pipe and no device, which may never end
                 yield path.relative_to(root).as_posix()
 
 

@@ -91,7 +91,7 @@ class GateProjection(nn.Module):
         if _is_hebbian(rule) and rule.optimiser.bounded:
             self.start_eta = HEBBIAN_ETA if rule.every == 1 else HEBBIAN_WAITING_ETA
             self.spread = HEBBIAN_SPREAD
-        self.gain = _gain(rule, dim)
+        self.gain = gain_of(dim, HEBBIAN_NARROW if _is_hebbian(rule) else NARROW)
         channels = ["eta"] + ["alpha"] * rule.retention.gated
         self.start_delta = rule.bias.start_delta(dim // heads)
         others = ["theta"] * rule.optimiser.has_momentum + ["delta"] * rule.bias.has_delta
@@ -186,6 +186,6 @@ def _is_hebbian(rule: Rule) -> bool:
     return rule.bias.is_linear and not rule.optimiser.erases
 
 
-def _gain(rule: Rule, dim: int) -> float:
-    """How many times the weights count."""
-    return min(max(1.0, (HEBBIAN_NARROW if _is_hebbian(rule) else NARROW) / dim), LARGEST_GAIN)
+def gain_of(width: int, narrow: int = NARROW) -> float:
+    """How many times the weights count that make gates of ``width`` numbers: more than once below ``narrow``."""
+    return min(max(1.0, narrow / width), LARGEST_GAIN)

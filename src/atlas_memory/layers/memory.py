@@ -54,9 +54,9 @@ class NeuralMemory(Stateful):
     RMSNorm a head, an output gate and an output projection. There is no residual and no norm on x: they belong to the
     block around the layer. The memory itself is computed in at least float32, whatever the dtype of x.
 
-    How the weights begin is part of the layer: a fresh one already recalls what it reads. Where a model draws all its
-    weights anew (``model.apply(init)``, or ``post_init`` of a ``PreTrainedModel`` of your own), call
-    ``reset_parameters`` of its memories after that; drawn like other linear maps they learn recall much later.
+    How the weights begin is part of the layer: a fresh one already recalls what it reads. Where a model draws its
+    linear maps anew (``model.apply(init)``, or ``post_init`` of a ``PreTrainedModel`` of your own), call
+    ``reset_parameters`` of its memories after that; drawn like other maps they learn recall much later.
 
     >>> memory = NeuralMemory(dim=64, heads=4, rule="atlas", window=4, chunk_size=16)
     >>> x = torch.randn(2, 100, 64)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .gates import LARGEST_GAIN, NARROW, SPREAD
+from .gates import SPREAD, gain_of
 
 MEMORIES = ("memory", "k", "v", "eta", "alpha")
 """What the five memories of a head are for, in the order in which they are stacked: all heads of one, then the next."""
@@ -30,7 +30,7 @@ class Readout(NamedTuple):
         """What M_eta and M_alpha answer, ``[batch, heads, time, dim]`` -> eta and alpha of all memories,
         ``[batch, 5 heads, time]``, in the dtype of the answers."""
         dim = eta.shape[-1]
-        weight, bias = self.weight.to(eta.dtype) * (dim**0.5 * _gain(dim)), self.bias.to(eta.dtype)
+        weight, bias = self.weight.to(eta.dtype) * (dim**0.5 * gain_of(dim)), self.bias.to(eta.dtype)
         answers = torch.stack([for_all(eta), for_all(alpha)])
         logits = (answers * weight.flatten(1, 2)[:, None, :, None]).sum(-1) + bias.flatten(1)[:, None, :, None]
         gates = logits.sigmoid()
@@ -64,7 +64,7 @@ class GateReadout(nn.Module):
     def reset_parameters(self) -> None:
         """Small random weights, and the starts described above."""
         dim = self.weight.shape[-1]
-        nn.init.normal_(self.weight, std=SPREAD * dim**-0.5 / _gain(dim))
+        nn.init.normal_(self.weight, std=SPREAD * dim**-0.5 / gain_of(dim))
         first, last = map(math.log2, HALF_LIVES)
         half_lives = torch.full(self.bias.shape[1:], HALF_LIVES[0], dtype=torch.float64)  # bfloat16 would make alpha 1
         half_lives[0] = torch.logspace(first, last, self.bias.shape[2], base=2.0, dtype=torch.float64)
@@ -82,8 +82,3 @@ class GateReadout(nn.Module):
 def for_all(x: Tensor) -> Tensor:
     """``[batch, heads, ...]`` -> ``[batch, 5 heads, ...]``: the same for the five memories of a head."""
     return x.repeat(1, len(MEMORIES), *(1,) * (x.dim() - 2))
-
-
-def _gain(dim: int) -> float:
-    """How many times the weights count that read answers of this width."""
-    return min(max(1.0, NARROW / dim), LARGEST_GAIN)

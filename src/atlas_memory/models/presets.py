@@ -49,8 +49,8 @@ def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
         "hidden_size": dim,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        # It reads the most text in a minute. Deep memories learn more from each token, "titans" in 1.4 times
-        # and "omeganet" in 3.3 times the time (docs/learning.md), and are a word away:
+        # It reads more text in a minute than deep memories. These learn more from each token, "titans" in 1.4
+        # times and "omeganet" in 3.3 times the time (docs/learning.md), and are a word away:
         # rule="omeganet", "titans", "atlas", "hope".
         "rule": "gated-deltanet",
         "rule_options": LAPTOP,
