@@ -1,5 +1,6 @@
 """What a plan says is what a run takes."""
 
+import ctypes
 import json
 from pathlib import Path
 
@@ -24,6 +25,9 @@ def took(rule: str, again: bool) -> None:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
+    # Blocks go back to the system as they are freed: what the allocator keeps between them is 10 to 40 % otherwise, and
+    # another share on every machine.
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
     torch.set_num_threads(1)
     model = AtlasForCausalLM(AtlasConfig.preset("tiny", rule=rule)).train()
     if again:
@@ -35,14 +39,17 @@ def took(rule: str, again: bool) -> None:
     print(peak() - before)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-@pytest.mark.parametrize("rule,again", [("titans", False), ("gated-deltanet", True)])
-def test_memory_is_what_a_step_takes(rule, again) -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists() or not hasattr(ctypes.CDLL(None), "mallopt"),
+    reason="peak memory is read from /proc, and the allocator is told what to keep as that of the GNU C library",
+)
+@pytest.mark.parametrize("rule,again,most", [("titans", False, 1.3), ("gated-deltanet", True, 1.45)])
+def test_memory_is_what_a_step_takes(rule, again, most) -> None:
     given = ["model.preset=tiny", f"model.rule={rule}", "train.batch_size=4", "data.seq_len=256"]
     (found,) = plan(load_config(None, [*given, f"train.gradient_checkpointing={again}"]))
     measured = int(fresh.run(took, rule, again).out)
     estimate = found.activations + found.logits
-    assert 0.86 < estimate / measured < 1.3  # four rows: of many, whose memory grows faster than the estimate, 1 / 1.3
+    assert 1 < estimate / measured < most  # what is above is left for what an allocator keeps
 
 
 def test_counts_are_those_of_the_model_and_its_run(tmp_path) -> None:
