@@ -1,12 +1,14 @@
 """Tokenizers learned from text."""
 
 import json
+import random
+import time
 
 import pytest
 
 from atlas_memory.cli import main
 from atlas_memory.data import Corpus, Source, encode, load_tokenizer
-from atlas_memory.data.bpe import train_tokenizer
+from atlas_memory.data.bpe import _without_long_words, train_tokenizer
 from atlas_memory.data.tokens import END, PAD, bytes_per_token
 from atlas_memory.training.trainer import train
 from tests.training.small import settings, write_corpus
@@ -39,6 +41,16 @@ def test_a_run_reads_with_it(tmp_path, capsys) -> None:
     assert "280 tokens; use it with data.tokenizer=" in capsys.readouterr().out
     assert train(given).steps == 6
     assert json.loads((tmp_path / "run" / "config.json").read_text())["vocab_size"] == 280
+
+
+def test_a_line_without_spaces_is_cut(tmp_path) -> None:
+    """One word of so many letters took minutes."""
+    line = "".join(random.Random(0).choices("abcdefghij", k=500_000))
+    (tmp_path / "a.txt").write_text(line)
+    assert "".join(_without_long_words(f"{line} and {line}")) == f"{line} and {line}"
+    start = time.perf_counter()
+    made = train_tokenizer(Source(tmp_path / "a.txt"), tmp_path / "out", 600)
+    assert len(made) == 600 and time.perf_counter() - start < 20
 
 
 @pytest.mark.parametrize(

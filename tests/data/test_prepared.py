@@ -127,12 +127,19 @@ def test_what_was_prepared_is_no_text(tmp_path, monkeypatch) -> None:
 def test_training_reads_it(tmp_path) -> None:
     write_corpus(tmp_path / "corpus")
     prepare(Source(str(tmp_path / "corpus")), tmp_path / "out")
+    tokenizer = tmp_path / "tokenizer"
+    train_tokenizer(Source(str(tmp_path / "corpus")), tokenizer, 270)
     prepared, plain = tmp_path / "prepared", tmp_path / "plain"
     outcome = train(settings(prepared, f"data.path={tmp_path / 'out'}"))
     assert outcome.steps == 6
     assert np.isfinite(outcome.loss)
     with pytest.raises(ValueError, match="was prepared with 'bytes'"):
         train(settings(plain, f"data.path={tmp_path / 'out'}", "data.tokenizer=gpt2"))
+    words = prepare(Source(str(tmp_path / "corpus")), tmp_path / "words", str(tokenizer))
+    with pytest.raises(ValueError, match=r"data.tokenizer='bytes', but .*: leave data.tokenizer out"):
+        train(settings(plain, f"data.path={words.folder}", "data.tokenizer=bytes"))
+    assert train(settings(tmp_path / "more", f"data.path={words.folder}", f"data.tokenizer={tokenizer}")).steps == 6
+    assert train(settings(tmp_path / "more", f"data.path={words.folder}", "train.steps=7"), resume=True).steps == 7
     with pytest.raises(ValueError, match=r"data.held_out=0.5 was decided when .* was prepared: leave it out"):
         train(settings(plain, f"data.path={tmp_path / 'out'}", "data.held_out=0.5"))
     assert not (plain / "run").exists()

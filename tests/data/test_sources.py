@@ -156,6 +156,7 @@ def test_rows_of_csv_are_texts_whatever_they_look_like(tmp_path) -> None:
         ("more", r"more/sums.csv' is damaged or no table .*; or leave the file out: name the others, or a"),
         ("/dev/null", "is neither a file nor a folder"),
         ("broken.jsonl", "is damaged or no table of text"),
+        ("turns.jsonl", "has a list in column 'text', row 2, and no text: write what is to be read into a column"),
         ("broken.parquet", "cannot be read|is damaged or no table of text"),
     ],
 )
@@ -166,6 +167,7 @@ def test_refusals(tables, path: str, message: str) -> None:
         (tables / name).mkdir()
         (tables / name / "note.md").write_text("a note")
         (tables / name / "sums.csv").write_text(table)
+    (tables / "turns.jsonl").write_text('{"text": null}\n{"text": [{"role": "user", "content": "a question"}]}\n')
     (tables / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (tables / "broken.parquet").write_bytes((tables / "a.parquet").read_bytes()[:-50])
     options = {"column": "content"} if path == "a.jsonl" else {}

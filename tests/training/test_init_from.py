@@ -60,6 +60,25 @@ def test_an_unknown_preset_writes_nothing(stage1, tmp_path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_weights_in_several_files(stage1, tmp_path) -> None:
+    """As `save_pretrained` writes those of large models."""
+    run, folder = load_run(stage1), tmp_path / "large"
+    run.model.save_pretrained(folder, max_shard_size="50KB")
+    run.tokenizer.save_pretrained(folder)
+    index = folder / "model.safetensors.index.json"
+    assert index.is_file() and not (folder / "model.safetensors").exists()
+    torch.testing.assert_close(load_run(folder).model.state_dict(), run.model.state_dict(), rtol=0, atol=0)
+    more = ("model.rule=tnt", f"model.init_from={folder}", "train.steps=1")
+    assert train(settings(tmp_path / "new", *more)).steps == 1
+    parts = sorted(folder.glob("model-*.safetensors"))
+    parts[-1].rename(folder / "away")
+    with pytest.raises(ConfigError, match=rf"model.init_from: .* lacks {parts[-1].name}, which "):
+        train(settings(tmp_path / "newer", *more))
+    index.write_text("{")
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json' is damaged"):
+        load_run(folder)
+
+
 def test_options_are_the_saved_models_and_not_the_presets(tmp_path) -> None:
     saved = AtlasConfig(hidden_size=8, num_attention_heads=1, intermediate_size=8, rule="titans", conv_size=2)
     AtlasForCausalLM(saved).save_pretrained(tmp_path)

@@ -25,7 +25,7 @@ def took(rule: str, again: bool) -> None:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
-    # Blocks go back to the system as they are freed: what the allocator keeps between them is 10 to 40 % otherwise, and
+    # Blocks go back to the system as they are freed: what the allocator keeps between them would be 10 to 70 % more,
     # another share on every machine.
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from atlas_memory.data.text import rank
 from atlas_memory.data.tokens import END, PAD
 
 SMALLEST = 258  # every byte, the end of text and padding
+_LONG = re.compile(r"\S{1000}")
 
 
 def train_tokenizer(
@@ -53,7 +55,7 @@ def train_tokenizer(
             if not holding:
                 read[1] += len(document.text)
                 progress(*read)
-                yield document.text
+                yield from _without_long_words(document.text)
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -76,3 +78,13 @@ def train_tokenizer(
     with new_folder(folder) as partial:
         tokenizer.save_pretrained(partial)
     return tokenizer
+
+
+def _without_long_words(text: str) -> Iterator[str]:
+    """The text, cut within words of more than 1,000 characters: the time that a word takes grows with the square of its
+    length."""
+    start = 0
+    for found in _LONG.finditer(text):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]

@@ -34,3 +34,13 @@ def digest_of(parts: Iterable[str]) -> bytes | None:
         found.update(text.encode("utf-8", "surrogatepass"))
         blank = blank and not text.strip()
     return None if blank else found.digest()[:16]
+
+
+def how_to_convert(path: Path) -> str:
+    """What to do about a file that is not UTF-8."""
+    if path.suffix.lower() in (".gz", ".zip", ".bz2", ".xz", ".zst"):
+        return "unpack it first"
+    with path.open("rb") as file:
+        wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
+    convert = f"convert it first: iconv -f {'utf-16' if wide else 'latin1'} -t utf-8 {str(path)!r} > NEW"
+    return convert if wide else f"{convert}, or from the encoding it has"

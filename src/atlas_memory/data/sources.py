@@ -14,7 +14,7 @@ from typing import Any
 
 from atlas_memory.data.files import PREPARED, files_under, library_files, shown
 from atlas_memory.data.folders import first_line
-from atlas_memory.data.parts import digest_of, parts_of
+from atlas_memory.data.parts import digest_of, how_to_convert, parts_of
 
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,7 +46,7 @@ class Document:
 
 
 class _NoColumn(ValueError):
-    """A table without the column that is asked for."""
+    """A table without text in the column that is asked for."""
 
 
 @dataclass
@@ -221,7 +221,7 @@ class Source:
                 yield Document(name, text, i > 0)
         except UnicodeDecodeError as error:
             if alone:
-                raise ValueError(f"data.path={str(path)!r} is not UTF-8 text: {_how_to_convert(path)}") from error
+                raise ValueError(f"data.path={str(path)!r} is not UTF-8 text: {how_to_convert(path)}") from error
             self._skip(name)
         except OSError as error:
             if alone:
@@ -235,6 +235,11 @@ class Source:
             if self.column not in row:
                 raise _NoColumn(f"data.path={place!r} has no column {self.column!r}: {_columns(row)}")
             text = row[self.column]
+            if isinstance(text, list | dict):
+                raise _NoColumn(
+                    f"data.path={place!r} has a {type(text).__name__} in column {self.column!r}, row {i + 1}, and no "
+                    "text: write what is to be read into a column of its own, a text a row"
+                )
             if not isinstance(text, str):
                 self._skip(f"{name}:{i + 1}")
                 continue
@@ -294,16 +299,6 @@ class Source:
             return False
         self._seen.add(digest)
         return True
-
-
-def _how_to_convert(path: Path) -> str:
-    """What to do about a file that is not UTF-8."""
-    if path.suffix.lower() in (".gz", ".zip", ".bz2", ".xz", ".zst"):
-        return "unpack it first"
-    with path.open("rb") as file:
-        wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
-    convert = f"convert it first: iconv -f {'utf-16' if wide else 'latin1'} -t utf-8 {str(path)!r} > NEW"
-    return convert if wide else f"{convert}, or from the encoding it has"
 
 
 def _columns(row: dict[str, Any]) -> str:

@@ -282,7 +282,8 @@ class NeuralMemory(Stateful):
         """The layer's output ``[batch, time, dim]``: what the heads answer, ``[batch, heads, time, dim / heads]``,
         normed, gated by x and projected."""
         y = self.norm(y.to(self.norm.weight.dtype)).transpose(1, 2).flatten(2)
-        return self.out(y * F.silu(self.gate(x)))
+        gate = F.silu(self.gate(x))
+        return self.out((y * gate).to(gate.dtype))  # a norm may be kept in float32 where maps are narrower
 
 
 def _as_turn(w: Tensor) -> Tensor:

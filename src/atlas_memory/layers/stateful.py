@@ -148,8 +148,8 @@ class Stateful(nn.Module):
             raise ValueError(f"{path} is no state, or was cut short: {error}") from error
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} holds tensors, but no state of a memory: save_state writes them")
-        theirs, ours = (what.split(", ") for what in (metadata["of"], _what(self)))
-        if theirs != ours:
+        if metadata["of"] != _what(self):
+            theirs, ours = _parts(metadata["of"]), _parts(_what(self))
             held, here = (
                 ", ".join(w for w in these if w not in those) for these, those in ((theirs, ours), (ours, theirs))
             )
@@ -170,6 +170,18 @@ def _what(layer: nn.Module) -> str:
     rules = sorted({repr(m.rule) for m in layer.modules() if hasattr(m, "rule")})
     hierarchies = [repr(m.hierarchy) for m in layer.modules() if hasattr(m, "hierarchy")]
     return f"{type(layer).__name__}({'; '.join(rules + hierarchies)})"
+
+
+def _parts(what: str) -> list[str]:
+    """The kind of a layer and the parts of its rules, of what ``_what`` says of it."""
+    parts, depth = [""], 0
+    for sign in what:
+        before, depth = depth, depth + (sign == "(") - (sign == ")")
+        if max(before, depth) <= 2 and sign in "(),;":  # within a rule, and not within one of its parts
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return [part.strip() for part in parts if part.strip()]
 
 
 def _fits(got: torch.Size, fresh: torch.Size, grows: bool) -> bool:

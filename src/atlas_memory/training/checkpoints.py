@@ -27,6 +27,7 @@ from atlas_memory.training.processes import largest, process, processes
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"  # of weights in several files, as save_pretrained writes those of large models
 DIGESTS = "files.json"
 SAVING = ".saving"
 
@@ -179,12 +180,32 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights in a folder; FileNotFoundError or ValueError if they are not whole."""
     if sharded.is_in(folder):
         return sharded.shapes(folder)
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise FileNotFoundError(2, "no such file", str(path))
+    found: dict[str, tuple[int, ...]] = {}
+    for path in _weight_files(folder):
+        if not path.is_file():
+            raise FileNotFoundError(2, "no such file", str(path))
+        try:
+            with safe_open(path, framework="pt") as file:
+                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{str(path)!r} is damaged or cut short ({error})") from error
+    return found
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether `save_pretrained` has left weights in a folder, in one file or in several."""
+    return any((folder / name).is_file() for name in (WEIGHTS, INDEX))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights in a folder; ValueError if the list of several is damaged."""
+    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
+        return [folder / WEIGHTS]
     try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    except SafetensorError as error:
-        raise ValueError(f"{str(path)!r} is damaged or cut short ({error})") from error
+        names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        paths = [folder / name for name in sorted(set(names))]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{str(folder / INDEX)!r} is damaged") from error
+    if lacking := [path.name for path in paths if not path.is_file()]:
+        raise ValueError(f"{str(folder)!r} lacks {', '.join(lacking)}, which {INDEX} names: bring its files together")
+    return paths

@@ -141,7 +141,8 @@ def _compare(begun: RunConfig, config: RunConfig, folder: Path) -> None:
         for key in sorted(before[section].keys() | now[section].keys()):
             old, new = before[section].get(key), now[section].get(key)
             may = section == "train" and key in _MAY_CHANGE
-            moved = (section, key) == ("data", "path") and (folder / ABOUT).is_file()  # Text.check_same compares
+            moved = section == "data" and (key == "path" or (key == "tokenizer" and None in (old, new)))
+            moved = moved and (folder / ABOUT).is_file()  # Text.check_same compares
             if old != new and not (may or moved):
                 raise ConfigError(
                     f"{section}.{key} is {new!r}, but the run to resume has {old!r}: "

@@ -74,7 +74,7 @@ class DataSection(_Section):
     these, or a folder of `atlas data prepare`; None: the standard library's source. `column`: where tables have the
     text; `split`, `subset`: of a dataset; `streaming`: read a hub's dataset as it comes, not downloading it first;
     `documents`: read only the first so many; `held_out`: the share of documents that is not trained on. `tokenizer`:
-    "bytes", a name or a folder.
+    "bytes", a name or a folder; null: that of a prepared text, of any other "bytes".
 
     `lengths`: steps, and the tokens of a segment from that step on, such as {500: 512, 800: 2048}. A step reads as many
     tokens as before, so that as many times fewer rows. Each is a multiple of the one before, the first of `seq_len`.
@@ -97,13 +97,18 @@ class DataSection(_Section):
     streaming: bool = False
     documents: int | None = Field(default=None, ge=1)
     held_out: float = Field(default=0.1, gt=0, lt=1)
-    tokenizer: str = "bytes"
+    tokenizer: str | None = Field(default=None, min_length=1)
     seq_len: int = Field(default=256, ge=2)
     lengths: dict[int, int] = {}
     order: Literal["stream", "packed", "crops"] = "stream"
     lanes: int | None = Field(default=None, ge=1)
     carry: int | None = Field(default=None, ge=1)
     pass_states: float = Field(default=0.0, ge=0, le=1)
+
+    @property
+    def tokens(self) -> str:
+        """What `tokenizer` says of a text that is not prepared."""
+        return self.tokenizer or "bytes"
 
     @property
     def longest(self) -> int:
@@ -222,8 +227,8 @@ class RunConfig(_Section):
             path = getattr(section, name)
             if path is not None:
                 setattr(section, name, [_absolute(p) for p in path] if isinstance(path, list) else _absolute(path))
-        if copy.data.tokenizer != "bytes" and Path(copy.data.tokenizer).expanduser().is_dir():
-            copy.data.tokenizer = _absolute(copy.data.tokenizer)
+        if copy.data.tokens != "bytes" and Path(copy.data.tokens).expanduser().is_dir():
+            copy.data.tokenizer = _absolute(copy.data.tokens)
         if (after := self.next()) is not None:
             after = after.resolved()
             for name in ("path", "tokenizer"):

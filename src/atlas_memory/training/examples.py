@@ -50,14 +50,14 @@ class Text:
         data = config.data
         prepared = Prepared.open(data.path)
         if prepared is None:
-            tokenizer = load_tokenizer(data.tokenizer)
-            check_tokenizer(config, tokenizer, f"data.tokenizer={data.tokenizer!r}")
+            tokenizer = load_tokenizer(data.tokens)
+            check_tokenizer(config, tokenizer, f"data.tokenizer={data.tokens!r}")
             console = console or Console(stderr=True, quiet=process() > 0)
             return cls(*_read_and_tokenise(data, tokenizer, console)).warned()
-        names = ("bytes", prepared.name_of_tokenizer, prepared.tokenizer)
-        if not any(is_one_tokenizer(data.tokenizer, name) for name in names):
+        names, given = (prepared.name_of_tokenizer, prepared.tokenizer), data.tokenizer
+        if given is not None and not any(is_one_tokenizer(given, name) for name in names):
             raise ConfigError(
-                f"data.tokenizer={data.tokenizer!r}, but {str(prepared.folder)!r} was prepared with "
+                f"data.tokenizer={given!r}, but {str(prepared.folder)!r} was prepared with "
                 f"{prepared.name_of_tokenizer!r}: leave data.tokenizer out, or prepare the text again"
             )
         usual = DataSection()
@@ -167,7 +167,7 @@ def check_there(data: DataSection) -> Any:
     source = Source(**{name: value for name, value in data.source.items() if name != "held_out"})
     if next(source.documents(), None) is None:
         raise ValueError(source.without_text())
-    return load_tokenizer(data.tokenizer)
+    return load_tokenizer(data.tokens)
 
 
 def _read_and_tokenise(

@@ -81,7 +81,7 @@ def plan(config: RunConfig, processes: int = 1) -> list[Plan]:
     takes.
     """
     prepared = Prepared.open(config.data.path)
-    tokenizer = load_tokenizer(prepared.tokenizer if prepared else config.data.tokenizer)
+    tokenizer = load_tokenizer(prepared.tokenizer if prepared else config.data.tokens)
     architecture, found = None, []
     for run in config.in_turn():
         run.check_lengths()

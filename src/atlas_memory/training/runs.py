@@ -20,7 +20,16 @@ from atlas_memory.layers.gates import GateProjection
 from atlas_memory.mathematics.sizes import check_size
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.training import sharded
-from atlas_memory.training.checkpoints import DIGESTS, WEIGHTS, broken, newest_checkpoint, newest_step, number, shapes
+from atlas_memory.training.checkpoints import (
+    DIGESTS,
+    WEIGHTS,
+    broken,
+    has_weights,
+    newest_checkpoint,
+    newest_step,
+    number,
+    shapes,
+)
 from atlas_memory.training.config import ConfigError, RunConfig, load_saved
 from atlas_memory.training.examples import Text, check_there
 from atlas_memory.training.finite import finite
@@ -75,7 +84,7 @@ def check_next(config: RunConfig, tokenizer: Any, architecture: AtlasConfig, tex
             tokenizer = check_there(after.data)
             if not knows(tokenizer, own):
                 raise ConfigError(
-                    f"data.tokenizer={after.data.tokenizer!r} of data.path={after.data.path!r} has other tokens than "
+                    f"data.tokenizer={after.data.tokens!r} of data.path={after.data.path!r} has other tokens than "
                     "the run before, whose model goes on: take the tokenizer of that run"
                 )
         elif text is not None:
@@ -201,7 +210,7 @@ def _newest_model(folder: Path) -> Path:
         raise ValueError(f"no run at {str(folder)!r}: {why}")
     if (folder / DIGESTS).is_file() and (reason := broken(folder)):
         raise ValueError(f"the checkpoint {str(folder)!r} is damaged ({reason}): take another one")
-    whole = (folder / WEIGHTS).is_file() or sharded.is_in(folder)
+    whole = has_weights(folder) or sharded.is_in(folder)
     if whole and newest_step(folder) <= saved_step(folder):
         return folder
     checkpoint = newest_checkpoint(folder)
