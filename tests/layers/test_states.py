@@ -262,6 +262,32 @@ def test_transforms_of_masks_and_beside_recomputation() -> None:
         torch.testing.assert_close(gradient(x), expected)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", LAYERS)
+def test_transforms_over_states(name) -> None:
+    memory, x = layer(name), torch.randn(3, 2, 6, DIM, dtype=torch.float64)
+    read = torch.func.vmap(memory)
+    _, states = read(x)
+    y, states = read(x, states)
+    for each, row, state in zip(y, x, zip(*states.tensors(), strict=True), strict=True):
+        expected, after = memory(row, memory(row)[1])
+        torch.testing.assert_close(each, expected)
+        for a, b in zip(state, after.tensors(), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_an_exported_layer_reads_on(tmp_path) -> None:
+    memory, x = layer("lmm").eval(), torch.randn(2, 6, DIM, dtype=torch.float64)
+    _, state = memory(x)
+    torch.export.save(torch.export.export(memory, (x, state)), tmp_path / "layer.pt2")
+    y, after = torch.export.load(tmp_path / "layer.pt2").module()(x, state)
+    expected, end = memory(x, state)
+    torch.testing.assert_close(y, expected)
+    assert type(after) is type(end)
+    for a, b in zip(after.tensors(), end.tensors(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_of_sharded_weights() -> None:
     """A state before the first token is made from plain tensors, whatever the weights are between calls."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

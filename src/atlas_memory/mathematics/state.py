@@ -5,7 +5,7 @@ Its size does not depend on how many tokens were read, except with ``Exponential
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import KeyEntry, MappingKey, register_pytree_node
 
 if TYPE_CHECKING:
     from .rules import Rule
@@ -44,14 +45,39 @@ def _named(name: str, tree: Tree) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{name}.{inner}", t) for inner, t in tree.named_tensors())
 
 
+def _flatten(state: State) -> tuple[list[Tree], str]:
+    """For PyTorch: what there is in a state, and the names of it, which files of ``torch.export`` can hold."""
+    names = [f.name for f in fields(state) if getattr(state, f.name) is not None]  # type: ignore[arg-type]
+    return [getattr(state, name) for name in names], " ".join(names)
+
+
+def _flatten_with_keys(state: State) -> tuple[list[tuple[KeyEntry, Tree]], str]:
+    # Not GetAttrKey: torch.export, which replaces paths in its checks by their text, takes state.keys for state.k.
+    parts, names = _flatten(state)
+    return [(MappingKey(name), part) for name, part in zip(names.split(), parts, strict=True)], names
+
+
+def _unflatten(cls: type[State], parts: Iterable[Tree], names: str) -> State:
+    there = dict(zip(names.split(), parts, strict=True))
+    return cls(*(there.get(f.name) for f in fields(cls)))  # type: ignore[arg-type]
+
+
 class State:
     """What states share: they are dataclasses of tensors, other states, None and tuples of these. Every tensor has the
     batch as its first dimension, so that sequences can be selected, repeated and reordered. Once their class
-    has been imported, ``torch.load`` takes what ``torch.save`` wrote of them with ``weights_only=True``."""
+    has been imported, ``torch.load`` takes what ``torch.save`` wrote of them with ``weights_only=True``. They are
+    pytrees of PyTorch, so that ``torch.export``, ``torch.func.vmap`` and sharded modules find the tensors in them."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         torch.serialization.add_safe_globals([cls])
+        register_pytree_node(
+            cls,
+            _flatten,
+            partial(_unflatten, cls),
+            serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+            flatten_with_keys_fn=_flatten_with_keys,
+        )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         """The state with ``fn`` applied to every tensor, e.g. ``state.map(lambda x: x[:1])``, its first row."""
