@@ -70,6 +70,21 @@ def test_a_wrapper_without_a_weight(block):
     assert all(m.added.weight.grad.any() for m in mixer.modules() if isinstance(m, Wrapped))
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("block", ["lmm", "mag", "mal", "mac", "hope", "swa", "attention"])
+def test_norms_that_are_kept_in_float32(block):
+    torch.manual_seed(0)
+    mixer = BLOCKS[block].make(16, 2).bfloat16()
+    x = torch.randn(2, 9, 16).bfloat16()
+    expected, _ = mixer(x)
+    for module in mixer.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.float()
+    y, state = mixer(x)
+    assert y.dtype == mixer(x, state)[0].dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected, atol=2e-2, rtol=2e-2)
+
+
 def test_memory_as_context_with_an_adapter():
     torch.manual_seed(0)
     mixers = [MemoryAsContext(16, 2, attention_window=4, rule="omeganet").double() for _ in range(2)]

@@ -124,9 +124,6 @@ def test_bfloat16_inputs_keep_a_float32_memory(rule):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, state = layer(rule)(torch.randn(1, 9, DIM))
     assert all(w.dtype == torch.float32 for w in state.memory.weights) and y.isfinite().all()
-    memory.norm.float()  # as programs that keep norms in float32 make it
-    y, _ = memory(torch.randn(1, 9, DIM, dtype=torch.bfloat16))
-    assert y.dtype == torch.bfloat16 and y.isfinite().all()
 
 
 def test_autocast_is_no_remedy_for_float64():

@@ -55,7 +55,7 @@ class MemoryGate(nn.Module):
     def forward(self, attention: Tensor, memory: Tensor) -> Tensor:
         """What attention and memory give, `[batch, time, dim]` each; of the same shape."""
         # Under autocast both are narrower than the norms' vectors, for which PyTorch has no fused norm.
-        wide = self.bias.dtype
+        wide = self.memory_norm.weight.dtype
         gate = F.silu(self.memory_norm(memory.to(wide)))
         return ((self.attention_norm(attention.to(wide)) + self.bias) * gate).to(memory.dtype)
 
@@ -149,6 +149,6 @@ class MemoryAsLayer(Stateful):
         m, memory_state = self.memory(x, state.memory if state else None, mask)
         if mask is not None:  # what stands at padding would reach the gradient of the norm
             x = x.where(mask.bool()[..., None], 0.0)
-        normed = self.norm((x + m).to(self.norm.weight.dtype))
+        normed = self.norm((x + m).to(self.norm.weight.dtype)).to(m.dtype)
         y, attention_state = self.attention(normed, state.attention if state else None, mask)
         return m + y, HybridState(memory_state, attention_state)

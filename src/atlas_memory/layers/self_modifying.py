@@ -189,7 +189,7 @@ class SelfModifyingMemory(Stateful):
             asked = for_all(q)
             memory = initial_state(self.rule, self.memory.params.initial, asked) if state is None else state.memory
             memory = memory.map(cast(kept_dtype(x)))
-            check_inputs(self.rule, self.memory.params, asked, asked, asked, Gates(asked[..., 0]), memory)
+            check_inputs(self.rule, self.memory.params, asked, asked, asked, Gates(torch.zeros_like(asked[..., 0])), memory)
             if not self.writes:
                 y = _answer(self.memory.retrieve(asked, memory), self.heads)
             elif state is not None and x.shape[1] <= INCREMENTAL_TOKENS:
@@ -197,7 +197,8 @@ class SelfModifyingMemory(Stateful):
             else:
                 y, memory = self._learn(q, u, memory, length, state is None or starts_chunk(self.rule, memory))
         y = self.norm(y.to(self.norm.weight.dtype)).transpose(1, 2).flatten(2)
-        return self.out(y * F.silu(self.gate(x))), LayerState(memory, past)
+        gate = F.silu(self.gate(x))
+        return self.out((y * gate).to(gate.dtype)), LayerState(memory, past)
 
     def _look(self, x: Tensor, past: Tensor | None, length: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q ``[batch, heads, time, dim / heads]``; u, which M_v, M_eta and M_alpha are asked, and behind it, as further

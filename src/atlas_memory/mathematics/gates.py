@@ -55,8 +55,22 @@ class Gates:
                     f"gate {name} must have shape {expected} to go with q, got {list(gate.shape)}"
                     + ("; heads come before time: transpose(1, 2)" if turned else "")
                 )
+            if shape[2] > 1 and at_hand(gate):  # of one token, a look would take longer than it is worth
+                self._check_range(name, gate.detach())
         if self.length is not None:
             self._check_length(self.length, shape)
+
+    @staticmethod
+    def _check_range(name: str, gate: Tensor) -> None:
+        """Raise ValueError for what is no gate, such as a number that a sigmoid was to be applied to. NaN passes, as it
+        does in keys and values, and what rounding has put at 0 or above 1."""
+        if not gate.numel():
+            return
+        least, most = (x.item() for x in gate.aminmax())
+        if least < 0 or (name not in ("eta", "delta") and most > 1.001):
+            meant = {"eta": "at least 0", "delta": "above 0"}.get(name, "from 0 to 1")
+            how = "F.softplus" if name in ("eta", "delta") else "torch.sigmoid"
+            raise ValueError(f"gate {name} must be {meant}, got {least:.4g} to {most:.4g}: {how}(x) makes it of any x")
 
     @staticmethod
     def _check_length(length: Tensor, shape: list[int]) -> None:
