@@ -189,7 +189,8 @@ class SelfModifyingMemory(Stateful):
             asked = for_all(q)
             memory = initial_state(self.rule, self.memory.params.initial, asked) if state is None else state.memory
             memory = memory.map(cast(kept_dtype(x)))
-            check_inputs(self.rule, self.memory.params, asked, asked, asked, Gates(torch.zeros_like(asked[..., 0])), memory)
+            none = Gates(torch.zeros_like(asked[..., 0]))
+            check_inputs(self.rule, self.memory.params, asked, asked, asked, none, memory)
             if not self.writes:
                 y = _answer(self.memory.retrieve(asked, memory), self.heads)
             elif state is not None and x.shape[1] <= INCREMENTAL_TOKENS:
