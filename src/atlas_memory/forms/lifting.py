@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..mathematics.functions import Function, call, without_autocast
 from ..mathematics.rules import Params, Rule
 from .columns import Columns
 from .counterparts import has_chunks
@@ -102,10 +104,29 @@ def times(f: Tensor, w: Tensor) -> Tensor:
     """W f for each of n tokens, ``[..., n, F], [..., m, F] -> [..., n, m]``; with inputs f_i in place of W, f . f_i. W
     may be one matrix for each head, ``[heads, m, F]``."""
     if w.dim() == f.dim():
-        # If large, W f^T turned: its gradient of W lies by rows, as W does. But how it is rounded depends on where its
-        # first factor lies in memory, and so on the place of a sequence in its batch.
-        return (w @ f.mT).mT if large(w) else f @ w.mT
+        return call(_Times, f, w) if large(w) else f @ w.mT
     return torch.einsum("bhnf,hmf->bhnm", f, w)  # a product would copy W for each sequence
+
+
+class _Times(Function):
+    """``times`` with its gradients, both by rows, as f and W lie. PyTorch's own of W lies by columns, and that of W f^T
+    for f: what they are added to and multiplied by is then passed over twice."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(f: Tensor, w: Tensor) -> Tensor:
+        return f @ w.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        f, w = ctx.saved_tensors
+        return g @ w, g.mT @ f
 
 
 def add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
