@@ -178,12 +178,27 @@ def load(path: Path) -> dict[str, Any]:
     return result
 
 
-def table(result: dict[str, Any]) -> str:
-    """A result in Markdown: how it was made, the table, the remarks. Columns that no row fills are left out."""
+LONG = 40  # rows
+
+
+def table(result: dict[str, Any], fold: bool = False) -> str:
+    """A result in Markdown: how it was made, the table, the remarks. Columns that no row fills are left out. With
+    ``fold`` the wider heads of a long table are in another, which a page shows when it is asked to."""
     cells = [[_cell(COLUMNS[name], row) for name in result["columns"]] for row in result["rows"]]
     kept = [i for i in range(len(result["columns"])) if any(row[i] != NOTHING for row in cells)]
-    lines = [[result["columns"][i] for i in kept], ["---"] * len(kept), *[[row[i] for i in kept] for row in cells]]
-    body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+    def drawn(rows: list[list[str]]) -> str:
+        lines = [[result["columns"][i] for i in kept], ["---"] * len(kept), *[[row[i] for i in kept] for row in rows]]
+        return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+    heads = [row.get("dim") for row in result["rows"]]
+    first = sum(head == heads[0] for head in heads)
+    if fold and len(heads) > LONG and first < len(heads):
+        wider = " and ".join(str(head) for head in dict.fromkeys(heads[first:]))
+        more = f"<details><summary>Heads of {wider}</summary>\n\n{drawn(cells[first:])}\n\n</details>"
+        body = f"{drawn(cells[:first])}\n\n{more}"
+    else:
+        body = drawn(cells)
     remarks = "".join(f"\n- {remark}" for remark in [_rates(result), *result["remarks"]] if remark)
     return f"    {result['command']}\n\n{_made(result)}\n\n{body}\n{remarks}\n"
 
@@ -208,7 +223,7 @@ def rewrite(page: Path, folder: Path) -> list[str]:
         found = marks.search(text)
         if found is None:
             raise ValueError(f"{page} has no marks <!-- {name} --> and <!-- end {name} -->: add them")
-        text = f"{text[: found.start()]}{found[1]}\n{table(result)}\n{found[2]}{text[found.end() :]}"
+        text = f"{text[: found.start()]}{found[1]}\n{table(result, fold=True)}\n{found[2]}{text[found.end() :]}"
         written.append(name)
     page.write_text(text, encoding="utf-8")
     return written

@@ -71,6 +71,19 @@ def test_table_has_what_the_file_has(tmp_path: Path) -> None:
     assert "50 GFLOP/s" in text and "10 GB/s" in text and "rounds: 7" in text and "98 %" in text
 
 
+def test_wider_heads_of_a_long_table_are_folded() -> None:
+    row = result()["rows"][0]
+    long = {
+        **result(),
+        "columns": ["candidate", "head"],
+        "rows": [{**row, "dim": dim} for dim in (16, 32) for _ in range(21)],
+    }
+    text = results.table(long, fold=True)
+    first, _, folded = text.partition("<details><summary>Heads of 32</summary>\n\n| candidate | head |")
+    assert first.count("| 16 |") == folded.count("| 32 |") == 21 and "| 32 |" not in first and "</details>" in folded
+    assert "<details>" not in results.table(long) + results.table(result(), fold=True)
+
+
 def test_page_is_rewritten_between_its_marks_only(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE)
