@@ -63,7 +63,7 @@ def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
 
 
 # Heads of bytes are 64 wide: beside heads of 16 what is older is worth three times as much, for 8 % more time
-# (docs/training.md). Lifted keys of 64 would cost 14 times the matrices, so those memories have narrower ones.
+# (docs/settings.md). Lifted keys of 64 would cost 14 times the matrices, so those memories have narrower ones.
 #
 # Table 7 gives blocks, width, heads and learning rate. The width of the MLPs is not stated; ours makes a
 # model have as many parameters as its name says, without the initial memories M_0: those depend on the rule,

@@ -23,7 +23,7 @@ from atlas_memory.training.settings import ABOUT, BYTES
 from atlas_memory.training.vocabulary import check_tokenizer
 
 Examples = RandomCrops | Segments
-LANES = 16  # against one: docs/training.md
+LANES = 16  # against one: docs/settings.md
 LONG = 2**20  # characters, which take a tokenizer about a second
 SEGMENTS = 8  # of a row in an epoch, at least, where lanes are not given
 

@@ -13,7 +13,7 @@ def split_by_rate(model: nn.Module, groups: list[dict[str, Any]], lr: float, gat
     """`groups`, the parameters of gates taken out of each into a group of their own that learns at `gate_rate` x `lr`.
 
     A gate's logit is a sum over the width of the model, so that a step of every weight at the common rate moves it far;
-    docs/training.md has what slower gates bring and cost. The block "hope" makes its gates by memories and has none.
+    docs/settings.md has what slower gates bring and cost. The block "hope" makes its gates by memories and has none.
     """
     gates = {p for module in model.modules() if isinstance(module, GateProjection) for p in module.parameters()}
     split = []
