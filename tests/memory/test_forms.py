@@ -203,12 +203,9 @@ def test_errors_of_windows_in_blocks(monkeypatch, name, channels):
         assert gap < 1e-8, (where, block)
 
 
-FADE_HOME = [name for name in NAMES if getattr(RULES[name].retention, "to_start", False)]
-
-
-@pytest.mark.parametrize("name,channels", with_channels(FADE_HOME))
-def test_large_memories_that_fade_to_m_0(monkeypatch, name, channels):
-    """As if the matrices were so large that a product pays for the gradient of what is left of them."""
+@pytest.mark.parametrize("name,channels", with_channels(NAMES))
+def test_large_memories(monkeypatch, name, channels):
+    """As if the matrices were so large that gradients of our own pay, of products and of what fading leaves."""
     monkeypatch.setattr(fast_weight, "LARGE", 0)
     rule = resized(RULES[name], 2, 5)
     problem = random_problem(rule, 5, time=14, channels=channels)
