@@ -105,7 +105,8 @@ def times(f: Tensor, w: Tensor) -> Tensor:
     may be one matrix for each head, ``[heads, m, F]``."""
     if w.dim() == f.dim():
         return call(_Times, f, w) if large(w) else f @ w.mT
-    return torch.einsum("bhnf,hmf->bhnm", f, w)  # a product would copy W for each sequence
+    # A product would copy W for each sequence.
+    return call(_TimesShared, f, w) if large(f) else torch.einsum("bhnf,hmf->bhnm", f, w)
 
 
 class _Times(Function):
@@ -129,9 +130,60 @@ class _Times(Function):
         return g @ w, g.mT @ f
 
 
+class _TimesShared(Function):
+    """``times`` with one matrix for each head, and its gradients by rows."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(f: Tensor, w: Tensor) -> Tensor:
+        return _by_sequence(_by_head(f) @ w.mT, f)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        f, w = ctx.saved_tensors
+        g = _by_head(g)
+        return _by_sequence(g @ w, f), g.mT @ _by_head(f)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """``[batch, heads, n, m] -> [heads, batch * n, m]``."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _by_sequence(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of ``_by_head``, for as many tokens as ``like`` has."""
+    return x.unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
+
+
 def add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
     """A write, W + sum_i a_i f_i^T: f ``[..., N, F]``, w ``[..., m, F]``, a ``[..., N, m]``."""
-    return add_product(w, a.mT, f)
+    return call(_Add, f, w, a) if large(w) else add_product(w, a.mT, f)
+
+
+class _Add(Function):
+    """``add`` with its gradients by rows, as its arguments lie."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
+        return add_product(w, a.mT, f)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], inputs[2])
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        f, a = ctx.saved_tensors
+        return a @ g, g, f @ g.mT
 
 
 def _into(columns: Columns) -> Write:
