@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from atlas_memory.forms.bands import band, decay_matrix, overlapping, running_product, shift_right
+from atlas_memory.forms.bands import band, decay_matrix, overlapping, running_product, shift_right, stretches
 from atlas_memory.memory import Window
 
 
@@ -69,6 +69,15 @@ def test_overlapping_and_its_gradient(count, width, step):
     assert torch.equal(found, torch.stack([x[:, i * step : i * step + width] for i in range(count)], 1))
     assert torch.autograd.gradcheck(lambda x: overlapping(x, width, step), x)
     assert torch.autograd.gradgradcheck(lambda x: overlapping(x, width, step).square(), x)
+
+
+@pytest.mark.parametrize("time,width", [(7, 3), (4, 4), (5, 1)])
+def test_stretches_and_their_gradient(time, width):
+    x = torch.randn(2, 3, time, dtype=torch.float64, requires_grad=True)
+    found = stretches(x, width)
+    assert torch.equal(found, overlapping(x.mT, width, 1).flatten(-3, -2).mT) and found.is_contiguous()
+    assert torch.autograd.gradcheck(lambda x: stretches(x, width), x)
+    assert torch.autograd.gradgradcheck(lambda x: stretches(x, width).square(), x)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "4"])

@@ -177,6 +177,53 @@ class _Added(Function):
         return overlapping(g, ctx.width, ctx.step), None
 
 
+def stretches(x: Tensor, width: int) -> Tensor:
+    """Stretches of ``width`` columns that begin at every column, one behind the other: ``[..., n, time] -> [..., n,
+    (time - width + 1) width]``. It is what ``overlapping`` does with rows, and lies by rows, too."""
+    return call(_Stretches, x, width)
+
+
+class _Stretches(Function):
+    """``stretches`` with its gradient, for PyTorch's own gradient of ``unfold`` goes number by number."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, width: int) -> Tensor:
+        return x.unfold(-1, width, 1).flatten(-2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        ctx.width = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return call(_StretchesAdded, g, ctx.width), None
+
+
+class _StretchesAdded(Function):
+    """The transpose of ``stretches``, with its gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, width: int) -> Tensor:
+        places = x.unflatten(-1, (-1, width)).unbind(-1)
+        count = places[0].shape[-1]
+        total = x.new_zeros(*x.shape[:-1], count + width - 1)
+        for i, place in enumerate(places):
+            total[..., i : i + count].add_(place)
+        return total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        ctx.width = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return stretches(g, ctx.width), None
+
+
 def shift_right(x: Tensor, by: Tensor | None, length: int) -> Tensor:
     """Place each row of ``x`` ``[batch, ..., time, dim]`` at its offset ``by`` ``[batch]`` (None: 0) in a grid of
     ``length`` slots.

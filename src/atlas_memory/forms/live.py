@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .bands import added, overlapping
+from .bands import added, overlapping, stretches
 from .fast_weight import Schedule, Seen, join_channels, scale_rows, split_channels
 
 BLOCK = 128
@@ -66,7 +66,7 @@ class Pairs(NamedTuple):
 
     def columns(self, x: Tensor) -> Tensor:
         """Columns of pairs from columns of window tokens, ``[..., n, N] -> [..., n, b c]``."""
-        return self.of(x.mT).mT
+        return stretches(x[..., self.spare :], self.size)
 
     def gates(self, window: Tensor) -> Tensor:
         """gamma of every pair ``[..., b c]``, from the band matrix Gamma ``[..., b, N]``."""
