@@ -152,6 +152,7 @@ def test_rows_of_csv_are_texts_whatever_they_look_like(tmp_path) -> None:
         ("a.jsonl", "has no column 'content': set data.column to one of text, id"),
         ("b.csv", "has no column 'text': set data.column to one of body, id"),
         ("c.csv", "has no column 'text': its columns are divided by ';'; put commas, or tabs in a file"),
+        ("d.csv", "first row has 3 fields and its header 2: put texts that have commas in quotes"),
         ("notes", r"notes/sums.csv' has no column 'text': set data.column to one of day, sum; or leave the file out: "),
         ("more", r"more/sums.csv' is damaged or no table .*; or leave the file out: name the others, or a"),
         ("/dev/null", "is neither a file nor a folder"),
@@ -162,6 +163,7 @@ def test_rows_of_csv_are_texts_whatever_they_look_like(tmp_path) -> None:
 )
 def test_refusals(tables, path: str, message: str) -> None:
     (tables / "b.csv").write_text("body,id\nfine,1\n")
+    (tables / "d.csv").write_text("text,id\nhello, world,1\nhello, again,2\n")
     (tables / "c.csv").write_text("id;text\n1;fine\n")
     for name, table in (("notes", "day,sum\n1,2\n"), ("more", "day,sum\n1,2\n1,2,3,4\n")):
         (tables / name).mkdir()

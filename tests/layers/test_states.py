@@ -1,5 +1,6 @@
 """States: what is printed of them, the one before the first token, and files."""
 
+import copy
 from dataclasses import dataclass
 
 import pytest
@@ -274,6 +275,18 @@ def test_transforms_over_states(name) -> None:
         torch.testing.assert_close(each, expected)
         for a, b in zip(state, after.tensors(), strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_copies(name) -> None:
+    """Of states with and without a graph."""
+    memory, x = layer(name), torch.randn(2, 6, DIM, dtype=torch.float64)
+    _, state = memory(x)
+    for given in (state, state.detach()):
+        copied = copy.deepcopy(given)
+        for a, b in zip(copied.tensors(), given.tensors(), strict=True):
+            assert torch.equal(a, b) and (a.data_ptr() != b.data_ptr() or not a.numel())
+    torch.testing.assert_close(memory(x, copy.deepcopy(state))[0], memory(x, state)[0])
 
 
 def test_an_exported_layer_reads_on(tmp_path) -> None:

@@ -361,7 +361,7 @@ def test_wrong_shapes_are_named():
     with pytest.raises(ValueError, match="gate eta must have shape"):
         chunkwise(rule, params, q, k, v, replace(gates, eta=gates.eta[:, :1]))
     for name, value, message in (
-        ("eta", -0.1, r"gate eta must be at least 0, got -0\.1 to -0\.1: F\.softplus\(x\) makes it of any x"),
+        ("eta", -0.1, r"gate eta must be at least 0, got -0\.1 to -0\.1: torch\.sigmoid\(x\) makes it of any x"),
         ("alpha", 1.5, r"gate alpha must be from 0 to 1, got 1\.5 to 1\.5: torch\.sigmoid\(x\) makes it of any x"),
         ("theta", -0.1, "gate theta must be from 0 to 1"),
         ("delta", -1.0, "gate delta must be above 0"),

@@ -79,6 +79,14 @@ def test_weights_in_several_files(stage1, tmp_path) -> None:
         load_run(folder)
 
 
+def test_a_model_without_a_tokenizer_says_how_its_texts_end(stage1, tmp_path, caplog) -> None:
+    run = load_run(stage1)
+    run.model.config.eos_token_id = 0
+    run.model.save_pretrained(tmp_path / "alone")
+    train(settings(tmp_path, "model.rule=tnt", f"model.init_from={tmp_path / 'alone'}", "train.steps=1"))
+    assert "texts end with token 0 there and with 256 in data.tokenizer='bytes'" in caplog.text
+
+
 def test_options_are_the_saved_models_and_not_the_presets(tmp_path) -> None:
     saved = AtlasConfig(hidden_size=8, num_attention_heads=1, intermediate_size=8, rule="titans", conv_size=2)
     AtlasForCausalLM(saved).save_pretrained(tmp_path)

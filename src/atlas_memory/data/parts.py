@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -44,3 +45,16 @@ def how_to_convert(path: Path) -> str:
         wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
     convert = f"convert it first: iconv -f {'utf-16' if wide else 'latin1'} -t utf-8 {str(path)!r} > NEW"
     return convert if wide else f"{convert}, or from the encoding it has"
+
+
+def check_fields(path: Path, sign: str) -> None:
+    """ValueError where the first row of a table has more fields than its header: pandas would take the first of them
+    for a row's name, and each column for the one before."""
+    with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
+        rows = (row for row in csv.reader(file, delimiter=sign) if row)
+        header, first = next(rows, []), next(rows, [])
+    if len(first) > len(header):
+        raise ValueError(
+            f"its first row has {len(first)} fields and its header {len(header)}: put texts that have "
+            f"{'tabs' if sign == chr(9) else 'commas'} in quotes"
+        )

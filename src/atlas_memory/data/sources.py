@@ -14,7 +14,7 @@ from typing import Any
 
 from atlas_memory.data.files import PREPARED, files_under, library_files, shown
 from atlas_memory.data.folders import first_line
-from atlas_memory.data.parts import digest_of, how_to_convert, parts_of
+from atlas_memory.data.parts import check_fields, digest_of, how_to_convert, parts_of
 
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -261,7 +261,9 @@ class Source:
         try:
             if ending is not None:
                 builder, options = _BUILDERS[ending]
-                if builder == "csv":  # or pandas would make numbers of rows, and nothing of "NA" and "null"
+                if builder == "csv":
+                    check_fields(Path(place), options.get("sep", ","))
+                    # Or pandas would make numbers of rows, and nothing of "NA" and "null".
                     options = {**options, "keep_default_na": False, "converters": {self.column: str}}
                 return datasets.load_dataset(builder, data_files=place, split="train", streaming=True, **options)
             if here:

@@ -16,10 +16,14 @@ from .functions import at_hand
 class Gates:
     """What the outer model tells the inner problem of each token: how much to keep, to write and to weigh.
 
+    Numbers that are no gates are refused where a look costs little: on a CPU, in calls of more than one token. NaN is
+    not refused, and reaches what is read after it.
+
     Attributes:
         eta: step size >= 0, ``[batch, heads, time]``; or channel-wise, ``[batch, heads, time, dim]``, where diag(eta)
             multiplies from the left and each channel serves rows / dim adjoining rows of a matrix (Miras section 5.4).
-            Not for Muon, whose steps mix rows.
+            Not for Muon, whose steps mix rows. Where steps are bounded, and in delta rules with keys of unit length, it
+            is a share of a full write, from 0 to 1; above 2 memories diverge.
         alpha: retention in [0, 1], shaped as eta may be; multiplies the old memory. None: 1. Rules that forget
             nothing (``Keep``) do not read it.
         theta: momentum decay in [0, 1], ``[batch, heads, time]``. None: 0. Read by momentum and Muon.
@@ -69,7 +73,7 @@ class Gates:
         least, most = (x.item() for x in gate.aminmax())
         if least < 0 or (name not in ("eta", "delta") and most > 1.001):
             meant = {"eta": "at least 0", "delta": "above 0"}.get(name, "from 0 to 1")
-            how = "F.softplus" if name in ("eta", "delta") else "torch.sigmoid"
+            how = "F.softplus" if name == "delta" else "torch.sigmoid"
             raise ValueError(f"gate {name} must be {meant}, got {least:.4g} to {most:.4g}: {how}(x) makes it of any x")
 
     @staticmethod

@@ -120,6 +120,10 @@ class State:
 
         return self.map(anchor)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy that shares no memory with the state, with its graph: PyTorch copies no tensor that has one."""
+        return self.map(lambda t: memo.setdefault(id(t), t.clone()))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
