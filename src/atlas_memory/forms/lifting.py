@@ -106,7 +106,7 @@ def times(f: Tensor, w: Tensor) -> Tensor:
     if w.dim() == f.dim():
         return call(_Times, f, w) if large(w) else f @ w.mT
     # A product would copy W for each sequence.
-    return call(_TimesShared, f, w) if large(f) else torch.einsum("bhnf,hmf->bhnm", f, w)
+    return _by_sequence(call(_Times, _by_head(f), w), f) if large(f) else torch.einsum("bhnf,hmf->bhnm", f, w)
 
 
 class _Times(Function):
@@ -128,27 +128,6 @@ class _Times(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         f, w = ctx.saved_tensors
         return g @ w, g.mT @ f
-
-
-class _TimesShared(Function):
-    """``times`` with one matrix for each head, and its gradients by rows."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(f: Tensor, w: Tensor) -> Tensor:
-        return _by_sequence(_by_head(f) @ w.mT, f)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    @without_autocast
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        f, w = ctx.saved_tensors
-        g = _by_head(g)
-        return _by_sequence(g @ w, f), g.mT @ _by_head(f)
 
 
 def _by_head(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class Gates:
         eta: step size >= 0, ``[batch, heads, time]``; or channel-wise, ``[batch, heads, time, dim]``, where diag(eta)
             multiplies from the left and each channel serves rows / dim adjoining rows of a matrix (Miras section 5.4).
             Not for Muon, whose steps mix rows. Where steps are bounded, and in delta rules with keys of unit length, it
-            is a share of a full write, from 0 to 1; above 2 memories diverge.
+            is a share of a full write, from 0 to 1; above 2 memories may diverge.
         alpha: retention in [0, 1], shaped as eta may be; multiplies the old memory. None: 1. Rules that forget
             nothing (``Keep``) do not read it.
         theta: momentum decay in [0, 1], ``[batch, heads, time]``. None: 0. Read by momentum and Muon.
