@@ -112,7 +112,7 @@ def number(checkpoint: Path) -> int:
 
 def _all(folder: Path) -> list[Path]:
     """All of a run's `checkpoint-N`, newest first."""
-    found = [p for p in folder.glob("checkpoint-*") if p.name.partition("-")[2].isdigit()]
+    found = [p for p in folder.glob("checkpoint-*") if re.fullmatch("checkpoint-[0-9]{1,15}", p.name) and p.is_dir()]
     return sorted(found, key=number, reverse=True)
 
 

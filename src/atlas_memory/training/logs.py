@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ class Log:
         path: of the file, which need not be there yet.
         usable: what a line must be, of `USABLE`; any object with a whole number as its `step` unless given.
         damaged: lines that are not; they are skipped.
+        unreadable: why there is nothing to read although something is there, such as "it is a folder"; else "".
     """
 
     def __init__(self, path: Path, usable: Check = _LINE) -> None:
@@ -84,13 +86,15 @@ class Log:
         self._begin(None)
 
     def _begin(self, file: int | None) -> None:
-        self._file, self._at, self.damaged = file, 0, 0
+        self._file, self._at, self.damaged, self.unreadable = file, 0, 0, ""
         self._steps: dict[int, dict[str, Any]] = {}
 
     def read(self) -> list[dict[str, Any]]:
         """All lines by step, of which only those are read that came since the last time; a step that was done again
-        after a resume counts once, as last done. A file that was replaced or cut is read anew."""
+        after a resume counts once, as last done. A file that was replaced or cut is read anew; what cannot be read has
+        no lines, and `unreadable` says why."""
         try:
+            _check_regular(self.path)  # to open a pipe would be to wait for whoever writes into it
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
                 if found.st_ino != self._file or found.st_size < self._at:
@@ -99,6 +103,10 @@ class Log:
                 new = file.read()
         except FileNotFoundError:
             self._begin(None)
+            return []
+        except OSError as error:
+            self._begin(None)
+            self.unreadable = error.strerror or str(error)
             return []
         whole = new[: new.rfind(b"\n") + 1]
         self._at += len(whole)
@@ -118,9 +126,23 @@ class Log:
             self.damaged += 1
 
 
+def _check_regular(path: Path) -> None:
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(0, "it is a folder" if stat.S_ISDIR(mode) else "it is no file, but a pipe or a device", str(path))
+
+
 def read_log(folder: Path, name: str = LOG) -> list[dict[str, Any]]:
-    """The usable lines of a log of the run in `folder`, as `Log.read` gives them."""
-    return Log(folder / name, USABLE[name]).read()
+    """The usable lines of a log of the run in `folder`, as `Log.read` gives them; ValueError if it is there and cannot
+    be read."""
+    return _lines(Log(folder / name, USABLE[name]))
+
+
+def _lines(log: Log) -> list[dict[str, Any]]:
+    lines = log.read()
+    if log.unreadable:
+        raise ValueError(f"{str(log.path)!r} cannot be read ({log.unreadable}): move it away, or make it readable")
+    return lines
 
 
 def so_far(folder: Path, step: int) -> tuple[dict[str, Any], float]:
@@ -148,7 +170,7 @@ def cut_logs(folder: Path, step: int) -> None:
     """Drop the lines after `step` from all logs: a run resumed at `step` does those steps again, or others."""
     for name in (LOG, SAMPLES, MEMORY):
         path = folder / name
-        kept = [entry for entry in Log(path).read() if entry["step"] <= step]
+        kept = [entry for entry in _lines(Log(path)) if entry["step"] <= step]
         if path.is_file():
             replacement = path.with_suffix(".tmp")
             replacement.write_text("".join(map(line, kept)), encoding="utf-8")
