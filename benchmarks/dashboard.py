@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
+
+from atlas_memory.training.yaml_files import write_yaml
 
 HEADS, LAYERS = 8, 4
 CHARTS = 4  # that a page of the dashboard has unasked
@@ -28,7 +29,7 @@ def made_run(folder: Path, steps: int = 2000, every: int = 100, seed: int = 0, a
     draw = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     settings = {"model": {"rule": "atlas"}, "data": {"tokenizer": "bytes"}, "train": {"steps": steps, "seed": seed}}
-    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    write_yaml(folder / "run.yaml", settings)
     (folder / "data.json").write_text('{"bytes": true}')
     for step in range(1, steps + 1):
         line = {"step": step, "loss": 2 + 3 * np.exp(-step / 400) + 0.1 * draw.normal(), "learning_rate": 1e-3}

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from atlas_memory.dashboard.runs import DEFAULT_RULE, WITHOUT_MEMORY, Runs, Watched, find_runs
 from atlas_memory.layers.blocks import BLOCKS
@@ -14,6 +13,7 @@ from atlas_memory.models import AtlasConfig
 from atlas_memory.training.config import TrainSection
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, USABLE, Log, cut_logs, read_log
 from atlas_memory.training.settings import in_bytes
+from atlas_memory.training.yaml_files import write_yaml
 from benchmarks.dashboard import append, made_run
 
 
@@ -174,7 +174,7 @@ def test_looking_for_runs_takes_a_twentieth_of_the_time(tmp_path: Path, monkeypa
 def test_the_rule_is_the_one_that_the_model_has(tmp_path: Path) -> None:
     def run(name: str, model: dict[str, Any], saved: str = "") -> Watched:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "run.yaml").write_text(yaml.safe_dump({"model": model}))
+        write_yaml(tmp_path / name / "run.yaml", {"model": model})
         if saved:
             (tmp_path / name / "config.json").write_text(saved)
         return Watched(tmp_path / name, name)

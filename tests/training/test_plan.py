@@ -120,7 +120,7 @@ def test_what_comes_then_is_planned_too(tmp_path, capsys) -> None:
 
 def test_a_run_that_will_not_fit_says_so(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(checks, "LARGE", 1)
-    monkeypatch.setattr(checks, "available", lambda config: 1000)
+    monkeypatch.setattr(checks, "available", lambda config: 200_000)
     assert main(["train", *overrides(tmp_path)]) == 0
     assert "warning: about 0 GB are needed and there are 0: lower train.batch_size" in capsys.readouterr().err
 

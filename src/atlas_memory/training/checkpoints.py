@@ -1,6 +1,7 @@
 """Checkpoints of a run, which are there whole or not at all: how one is written, verified, found and let go of.
 
 checkpoint-N/files.json   size and SHA-256 of every other file of the checkpoint, written last
+checkpoint-N/data.json    a copy of the run's own, by which a checkpoint of another run is known
 .saving/                  where one is written before it gets its name; what a kill left here goes with the next resume
 """
 
@@ -23,7 +24,10 @@ from safetensors import SafetensorError, safe_open
 from atlas_memory.data.folders import first_line
 from atlas_memory.training import sharded
 from atlas_memory.training.config import ConfigError
+from atlas_memory.training.loaded import OPTIMIZER, STATE, number
 from atlas_memory.training.processes import largest, process, processes
+from atlas_memory.training.settings import ABOUT, JSON
+from atlas_memory.training.yaml_files import small_text
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "model.safetensors"
@@ -60,6 +64,8 @@ def publish(folder: Path, step: int, keep: int) -> None:
     `keep`; all processes must call, when each has written its files."""
     name = f"checkpoint-{step}"
     written = folder / SAVING / name
+    if process() == 0:
+        shutil.copyfile(folder / ABOUT, written / ABOUT)
     mine = [path for path in _files(written) if _writer(path) == process()]
     found = [dict(zip(map(str, (p.relative_to(written) for p in mine)), _digests(mine), strict=True))]
     if processes() > 1:
@@ -103,11 +109,6 @@ def _digest(path: Path) -> tuple[int, str]:
 def _sha256(path: Path, *_: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def number(checkpoint: Path) -> int:
-    """The step of a `checkpoint-N`."""
-    return int(checkpoint.name.partition("-")[2])
 
 
 def _all(folder: Path) -> list[Path]:
@@ -156,24 +157,34 @@ def broken(checkpoint: Path) -> str | None:
     if not (checkpoint / DIGESTS).is_file():
         return f"{DIGESTS} is missing"
     try:
-        known = {name: (int(size), str(digest)) for name, (size, digest) in _read_json(checkpoint / DIGESTS).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        said = json.loads(small_text(checkpoint / DIGESTS, JSON))
+        known = {name: (int(size), str(digest)) for name, (size, digest) in said.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return f"{DIGESTS} is damaged"
     try:
+        held = {str(path.relative_to(checkpoint)) for path in _files(checkpoint)}
+        optimizer = f"{sharded.SHARDS}/.metadata" if sharded.is_in(checkpoint) else OPTIMIZER
+        for name in (*sorted(held - {".DS_Store"}), "config.json", STATE, optimizer):
+            if name not in known:
+                return f"{DIGESTS} does not name {name}"
         for name, (size, _) in known.items():
-            if not (checkpoint / name).is_file():
+            if name not in held:
                 return f"{name} is missing"
             if (there := (checkpoint / name).stat().st_size) != size:
                 return f"{name} has {there:,} of {size:,} bytes"
         found = _digests([checkpoint / name for name in known])
     except OSError as error:
         return f"a file is damaged ({first_line(error)})"
-    changed = (name for name, digest in zip(known, found, strict=True) if digest != known[name])
-    return next((f"{name} is damaged: its bytes are not those that were written" for name in changed), None)
+    for name, digest in zip(known, found, strict=True):
+        if digest != known[name]:
+            return f"{name} is damaged: its bytes are not those that were written"
+    return None if _of_this_run(checkpoint) else f"it is of another run: its {ABOUT} is not that of the run"
 
 
-def _read_json(path: Path) -> dict[str, tuple[int, str]]:
-    return json.loads(path.read_text(encoding="utf-8"))
+def _of_this_run(checkpoint: Path) -> bool:
+    """Whether a checkpoint is of the run in whose folder it lies, as far as both say."""
+    both = checkpoint / ABOUT, checkpoint.resolve().parent / ABOUT
+    return not all(path.is_file() for path in both) or both[0].read_bytes() == both[1].read_bytes()
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:

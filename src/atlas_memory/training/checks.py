@@ -19,13 +19,14 @@ from transformers.integrations import get_reporting_integration_callbacks
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import PRESETS, AtlasConfig
 from atlas_memory.training import sharded
-from atlas_memory.training.checkpoints import SAVING, number
+from atlas_memory.training.checkpoints import SAVING, newest_checkpoint, number
 from atlas_memory.training.config import ConfigError, DataSection, ModelSection, RunConfig, load_saved
 from atlas_memory.training.examples import Text
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, read_log
-from atlas_memory.training.plan import available, of_model, without_weights
+from atlas_memory.training.plan import LOGITS, available, of_model, without_weights
 from atlas_memory.training.processes import process, processes
-from atlas_memory.training.settings import ABOUT
+from atlas_memory.training.settings import ABOUT, JSON
+from atlas_memory.training.yaml_files import small_text
 
 LARGE = 20_000_000  # parameters from which on memory is looked at before training
 # What may differ between a run and its resumption: everything else would make it another run.
@@ -85,9 +86,16 @@ def _check_device(config: RunConfig) -> None:
         raise ConfigError("train.bf16=True needs a CUDA device that computes in bfloat16: leave it out")
 
 
-def warn(config: RunConfig, architecture: AtlasConfig, console: Console) -> None:
+def check_needs(config: RunConfig, architecture: AtlasConfig, console: Console) -> None:
     """Say so where rows are asked to read on in an order in which they do not, and where a large model will not fit;
-    finding that out takes seconds, so small ones are not asked."""
+    finding that out takes seconds, so small ones are not asked. ConfigError where the logits of a pass alone do not."""
+    tokens, there = config.train.batch_size * config.data.seq_len, available(config)
+    if LOGITS * architecture.vocab_size * tokens > there:
+        raise ConfigError(
+            f"train.batch_size={config.train.batch_size} rows of data.seq_len={config.data.seq_len} tokens need "
+            f"{LOGITS * architecture.vocab_size * tokens / 1e9:,.0f} GB for logits alone, and there are "
+            f"{there / 1e9:,.0f}: lower one of them"
+        )
     for name in ("lanes", "carry", "pass_states") if config.data.order == "crops" else ():
         if (value := getattr(config.data, name)) != DataSection.model_fields[name].default:
             console.print(f"warning: data.{name}={value} has no effect with data.order=crops", highlight=False)
@@ -102,7 +110,7 @@ def warn(config: RunConfig, architecture: AtlasConfig, console: Console) -> None
         )
     if process() > 0 or without_weights(architecture).num_parameters() < LARGE:
         return
-    needed, there = of_model(config, architecture, processes()).memory, available(config)
+    needed = of_model(config, architecture, processes()).memory
     if needed > there:
         console.print(
             f"warning: about {needed / 1e9:.0f} GB are needed and there are {there / 1e9:.0f}: lower train.batch_size, "
@@ -125,6 +133,9 @@ def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
         return
     if not (folder / "run.yaml").is_file():
         raise ConfigError(f"nothing to resume: {str(folder)!r} holds no run.yaml")
+    if not (folder / ABOUT).is_file() and (last := newest_checkpoint(folder)) and (last / ABOUT).is_file():
+        with usable(folder):
+            shutil.copyfile(last / ABOUT, folder / ABOUT)
     _compare(_as_begun(folder), config, folder)
 
 
@@ -161,11 +172,11 @@ def _as_begun(folder: Path) -> RunConfig:
     saved = load_saved(folder)
     tree = saved.model_dump()
     try:
-        noted = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["settings"]
+        noted = json.loads(small_text(folder / ABOUT, JSON))["settings"]
         tree |= {"model": noted["model"], "data": noted["data"]}
         tree["train"] = noted["train"] | {name: tree["train"][name] for name in _MAY_CHANGE}
-        return RunConfig.model_validate(tree)
-    except (OSError, ValueError, TypeError, KeyError):  # copied without it
+        return RunConfig.model_validate_json(json.dumps(tree))  # whose keys are texts, also those of data.lengths
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # copied without it
         return saved
 
 

@@ -7,163 +7,35 @@ import difflib
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from atlas_memory.data.sources import is_dataset_name
 from atlas_memory.training.names import nearest
-from atlas_memory.training.settings import UNASKED_STEPS
-from atlas_memory.training.yaml_files import CONFIGS, ConfigError, Loader, place_of, read_yaml
+from atlas_memory.training.sections import DataSection, ModelSection, Section, TrainSection
+from atlas_memory.training.yaml_files import CONFIGS, ConfigError, parse, read_yaml, write_yaml
+
+__all__ = ["ConfigError", "DataSection", "ModelSection", "RunConfig", "TrainSection", "load_config", "load_saved"]
+DEEPEST = 16
+"""Runs one after the other, at most."""
 
 
 def _at_home(folder: str) -> str:
     return str(Path(folder).expanduser()) if folder.startswith("~") else folder  # or a folder named ~ would be made
 
 
-def _programs(names: Any) -> Any:
-    return [] if names in ("none", ["none"]) else [names] if isinstance(names, str) else names
+def _ends(then: dict[str, Any]) -> dict[str, Any]:
+    after, count = then, 1
+    while isinstance(after := after.get("then"), dict):
+        count += 1
+    if count > DEEPEST:
+        raise PydanticCustomError("deep", f"input should be at most {DEEPEST} runs one after the other")
+    return then
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_not_one(cls, value: Any, field: ValidationInfo) -> Any:
-        kind = cls.model_fields[str(field.field_name)].annotation
-        if value is True and bool not in (kind, *typing.get_args(kind)):
-            raise PydanticCustomError("true", "input should not be true")
-        return value
-
-
-class ModelSection(_Section):
-    """A preset's name, and any field of `AtlasConfig` that is to differ from it (checked when the model is
-    made).
-
-    `init_from`, the folder of a run or of `save_pretrained`: begin with that model's weights. Its options take the
-    place of the preset's, of which the learning rate remains; those given here change them, within a mapping key by
-    key, as long as the weights fit.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    preset: str = "tiny"
-    init_from: str | None = Field(default=None, min_length=1)
-
-    @property
-    def overrides(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
-
-
-class DataSection(_Section):
-    """Which text, cut how.
-
-    `path`: a text file, a folder, a pattern, JSON lines, Parquet, a saved dataset, a dataset's name on a hub, a list of
-    these, or a folder of `atlas data prepare`; None: the standard library's source. `column`: where tables have the
-    text; `split`, `subset`: of a dataset; `streaming`: read a hub's dataset as it comes, not downloading it first;
-    `documents`: read only the first so many; `held_out`: the share of documents that is not trained on. `tokenizer`:
-    "bytes", a name or a folder; null: that of a prepared text, of any other "bytes".
-
-    `lengths`: steps, and the tokens of a segment from that step on, such as {500: 512, 800: 2048}. A step reads as many
-    tokens as before, so that as many times fewer rows. Each is a multiple of the one before, the first of `seq_len`.
-
-    `order`, how examples of `seq_len` tokens are taken from the documents:
-
-    * "stream": every row reads documents in order, a segment a step, and keeps what it remembers from one step to the
-      next; gradients stay within a segment. `lanes`: so many steps pass until the same rows are read again, so that
-      steps one after the other learn from other documents; null: 16, or fewer where the text is short. `carry`: after
-      so many segments a row goes on in another place, with an empty memory; null: at the document's end.
-      `pass_states`: the share of such beginnings at which the row keeps what it remembers of the place before.
-    * "packed": the same segments, each of which begins with an empty memory.
-    * "crops": segments at random places, over the ends of documents, each with an empty memory.
-    """
-
-    path: str | list[str] | None = None
-    column: str = "text"
-    split: str = "train"
-    subset: str | None = None
-    streaming: bool = False
-    documents: int | None = Field(default=None, ge=1)
-    held_out: float = Field(default=0.1, gt=0, lt=1)
-    tokenizer: str | None = Field(default=None, min_length=1)
-    seq_len: int = Field(default=256, ge=2)
-    lengths: dict[int, int] = {}
-    order: Literal["stream", "packed", "crops"] = "stream"
-    lanes: int | None = Field(default=None, ge=1)
-    carry: int | None = Field(default=None, ge=1)
-    pass_states: float = Field(default=0.0, ge=0, le=1)
-
-    @property
-    def tokens(self) -> str:
-        """What `tokenizer` says of a text that is not prepared."""
-        return self.tokenizer or "bytes"
-
-    @property
-    def longest(self) -> int:
-        """Tokens in the longest segments of the run."""
-        return max([self.seq_len, *self.lengths.values()])
-
-    @property
-    def source(self) -> dict[str, Any]:
-        """The arguments of `load_corpus`."""
-        names = ("path", "column", "split", "subset", "streaming", "held_out")
-        return {name: getattr(self, name) for name in names} | {"documents_at_most": self.documents}
-
-
-class TrainSection(_Section):
-    """How to train. The learning rate follows `schedule` over the steps or over `max_minutes`, whichever ends first:
-    "cosine" down to zero, or "wsd", its peak but for a linear way to zero in the last fifth, which a run that is to be
-    made longer later should take. `report_to`: programs that draw curves, by transformers' names, such as
-    ["tensorboard"]; "none" is none, as there."""
-
-    steps: int | None = Field(default=None, ge=1, le=10**12)  # None: 1,000, or as many as `max_minutes` hold
-    max_minutes: float | None = Field(default=None, gt=0)
-    batch_size: int = Field(default=16, ge=1)  # rows of one process in one pass
-    gradient_accumulation_steps: int = Field(default=1, ge=1)  # passes a step
-    optimizer: Literal["adamw", "muon", "m3"] = "adamw"
-    learning_rate: float | None = Field(default=None, gt=0)  # None: the preset's
-    gate_rate: float = Field(default=1.0, ge=0)  # the gates' learning rate, as a share of the others'
-    schedule: Literal["cosine", "wsd"] = "cosine"
-    warmup_steps: int = Field(default=50, ge=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    grad_clip: float = Field(default=1.0, gt=0)
-    evaluate_every: int = Field(default=200, ge=0)  # steps between readings of held-out text; 0: none
-    sample_tokens: int = Field(default=100, ge=0)  # that the model writes whenever it has read held-out text; 0: none
-    prompt: str | None = None  # what they follow; None: the beginning of the held-out text
-    watch_every: int = Field(default=100, ge=0)  # steps between looks at the memories; 0: none
-    alarm_webhook: str | None = Field(default=None, pattern=r"^https?://[^\s/?#]+\S*$")  # told of bad memories
-    save_every: int = Field(default=200, ge=1)  # steps between checkpoints
-    save_minutes: float | None = Field(default=10.0, gt=0)  # and at most so long between them; None: by steps alone
-    keep_checkpoints: int = Field(default=2, ge=1)
-    gradient_checkpointing: bool = False
-    compiled: bool = False  # what happens in a memory's chunk, when training begins
-    graphed: bool | None = None  # record memories as CUDA graphs; None: on a GPU, if nothing is sharded or recomputed
-    fsdp: bool = False  # shard weights and optimiser among the processes of torchrun
-    report_to: Annotated[list[str], BeforeValidator(_programs)] = []
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    threads: int | None = Field(default=None, ge=1, le=1024)  # None: PyTorch's default
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    bf16: bool | None = None  # None: on a CUDA device that has it
-
-    @property
-    def last_step(self) -> int:
-        """The step at which the run ends, if it is not ended before."""
-        return self.steps or (UNASKED_STEPS if self.max_minutes is None else 10_000_000)
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     """Everything that a run depends on.
 
     `then`: keys and values of a second run, which begins with the model at the end of this one, in the folder
@@ -175,7 +47,7 @@ class RunConfig(_Section):
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     output_dir: Annotated[str, AfterValidator(_at_home)] = Field(default="runs/atlas", min_length=1)
-    then: dict[str, Any] = {}
+    then: Annotated[dict[str, Any], AfterValidator(_ends)] = Field(default={})
 
     def in_turn(self) -> list[RunConfig]:
         """This run, and those that come `then`."""
@@ -240,9 +112,7 @@ class RunConfig(_Section):
 
     def save(self, path: Path) -> None:
         """Write it as YAML, `resolved`."""
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(yaml.safe_dump(self.resolved().model_dump(), sort_keys=False), encoding="utf-8")
-        partial.replace(path)
+        write_yaml(path, self.resolved().model_dump())
 
 
 def _absolute(path: str) -> str:
@@ -299,16 +169,17 @@ def _value(key: str, text: str) -> Any:
     if takes_text and text not in ("", "~", "null") and not text.startswith("[") and not quoted:
         return text
     try:
-        value = yaml.load(text, Loader)
-    except (yaml.YAMLError, ValueError) as error:
+        return parse(text)
+    except ValueError as error:
         if takes_text:
             return text
-        raise ConfigError(f"override {f'{key}={text}'!r}: the value is not YAML{place_of(error)}") from error
-    return value
+        raise ConfigError(f"override {f'{key}={text}'!r}: the value {error}") from error
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
+    if len(parents) >= 2 * DEEPEST:
+        raise ConfigError(f"unknown key {key}: no key has more than {2 * DEEPEST} parts")
     for name in parents:
         branch = tree.get(name)
         if branch is None:

@@ -14,10 +14,9 @@ from transformers import TrainerState
 from atlas_memory.training.card import write_card
 from atlas_memory.training.checkpoints import DIGESTS, SAVING, WEIGHTS, make_readable, shapes, writing
 from atlas_memory.training.examples import Text
+from atlas_memory.training.loaded import STATE, read_state
 from atlas_memory.training.processes import largest, process, processes
 from atlas_memory.training.runs import read_weights, saved_config, saved_step
-
-STATE = "trainer_state.json"
 
 
 def save_model(
@@ -54,7 +53,7 @@ def _removed(folder: Path) -> Iterator[None]:
 def save_again(folder: Path, checkpoint: Path, text: Text, bits: float | None) -> bool:
     """Save the model of a finished run from its last checkpoint, unless it is there; whether that was needed. All
     processes must call."""
-    state = TrainerState.load_from_json(str(checkpoint / STATE))
+    state = read_state(checkpoint)
     # The first process decides for all: another one might look when it has been saved again, and never wait.
     if not largest(process() == 0 and not _is_saved(folder, checkpoint, state.global_step))[0]:
         return False

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
+from atlas_memory.training.yaml_files import LARGEST, parse, small_text
 
 ABOUT, BYTES = "data.json", "bytes"
 """The file in which a run notes what it reads, and its entry that says whether tokens are bytes."""
+
+JSON = 16 * LARGEST
+"""Bytes of it, at most; JSON is read fast."""
 
 UNASKED_STEPS = 1000
 """The steps of a run that names neither its steps nor its minutes."""
@@ -18,17 +21,16 @@ UNASKED_STEPS = 1000
 def flat_settings(folder: Path) -> dict[str, Any]:
     """Keys such as "train.steps" with their values; none where `run.yaml` is not there, or not whole yet."""
     try:
-        text = (folder / "run.yaml").read_text(encoding="utf-8")
-        return dict(_flat(yaml.safe_load(text) or {}))
-    except (OSError, ValueError, yaml.YAMLError):
+        return dict(_flat(parse(small_text(folder / "run.yaml")) or {}))
+    except (OSError, ValueError):
         return {}
 
 
 def in_bytes(folder: Path) -> bool:
     """Whether the run in `folder` noted when it began that a token is a byte, so that its losses are of bytes."""
     try:
-        return bool(json.loads((folder / ABOUT).read_text(encoding="utf-8"))[BYTES])
-    except (OSError, ValueError, TypeError, KeyError):  # not there, or damaged
+        return bool(json.loads(small_text(folder / ABOUT, JSON))[BYTES])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # not there, or damaged
         return False
 
 

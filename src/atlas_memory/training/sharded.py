@@ -6,15 +6,19 @@ checkpoint-N/shards/   weights and optimiser, by torch.distributed.checkpoint: a
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,10 +33,21 @@ from transformers import Trainer, TrainingArguments
 
 from atlas_memory.models import AtlasConfig
 from atlas_memory.training.config import ConfigError, RunConfig
+from atlas_memory.training.loaded import check_groups, fitting, number, read_optimizer
 from atlas_memory.training.processes import processes
 
 SHARDS = "shards"
-SCHEDULER = "scheduler.pt"
+_PLAIN = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "pathlib": {"PosixPath"},
+}
+"""What `.metadata`, a pickle, is made of; whatever else it names is not called."""
 
 
 def check(config: RunConfig) -> None:
@@ -99,14 +114,17 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
     weights = get_model_state_dict(model)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load({"model": weights}, checkpoint_id=checkpoint / SHARDS, no_dist=not isinstance(model, FSDPModule))
+        _read({"model": weights}, checkpoint, no_dist=not isinstance(model, FSDPModule))
     set_model_state_dict(model, weights)
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Read the optimiser's state of a sharded model; all processes must call."""
     state = get_optimizer_state_dict(model, optimizer)
-    dcp.load({"optimizer": state}, checkpoint_id=checkpoint / SHARDS)
+    before = [dict(group) for group in state["param_groups"]]
+    _read({"optimizer": state}, checkpoint)
+    with fitting(checkpoint / SHARDS):
+        check_groups(state["param_groups"], before)
     set_optimizer_state_dict(model, optimizer, state)
 
 
@@ -116,13 +134,14 @@ class ShardedTrainer(Trainer):
     Args:
         model: An `AtlasForCausalLM`.
         fsdp: Whether to shard it, which changes it in place.
+        kind: Of its optimiser: "adamw", "muon" or "m3".
     """
 
     # Accelerate's own FSDP leaves CPUs out and would gather M_0 in bfloat16. So the model comes sharded, and accelerate
     # is kept from putting DistributedDataParallel around it.
 
-    def __init__(self, model: Any, fsdp: bool, args: TrainingArguments, **kwargs: Any) -> None:
-        self.network, self.fsdp = model, fsdp
+    def __init__(self, model: Any, fsdp: bool, kind: str, args: TrainingArguments, **kwargs: Any) -> None:
+        self.network, self.fsdp, self.kind = model, fsdp, kind
         if fsdp:
             shard(model, args.device)
         super().__init__(model=model, args=args, **kwargs)
@@ -141,8 +160,6 @@ class ShardedTrainer(Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         save(Path(output_dir), self.network, cast(Any, self.optimizer).optimizer)
-        if self.args.should_save:
-            torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.fsdp:
@@ -151,11 +168,16 @@ class ShardedTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self.fsdp:
-            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
             return
-        load_optimizer(Path(checkpoint), self.network, cast(Any, self.optimizer).optimizer)
-        cast(Any, self.lr_scheduler).load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+        folder, optimizer, scheduler = Path(checkpoint), cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
+        if self.fsdp:
+            load_optimizer(folder, self.network, optimizer.optimizer)
+        else:
+            optimizer.load_state_dict(read_optimizer(folder, optimizer.optimizer, self.kind))
+        # The step says all that a schedule knows; the checkpoint's own rate may be that of a shorter run.
+        scheduler.last_epoch, scheduler._step_count = number(folder) - 1, number(folder) + 1
+        scheduler.step()
 
 
 def is_in(checkpoint: Path) -> bool:
@@ -177,9 +199,43 @@ def shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(what.size) for name, what in weights.items() if isinstance(what, TensorStorageMetadata)}
 
 
+def _read(state: dict[str, Any], checkpoint: Path, no_dist: bool = False) -> None:
+    """Read what a sharded checkpoint has of `state` into it; ConfigError if that does not fit."""
+    with fitting(checkpoint / SHARDS):
+        try:
+            dcp.load(state, storage_reader=_Reader(checkpoint / SHARDS), planner=_Planner(), no_dist=no_dist)
+        except CheckpointException as error:  # which is none that `except Exception` knows
+            raise ValueError(str(next(iter(error.failures.values()))[0])) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _PLAIN.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """PyTorch's own, which would call whatever `.metadata` names."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            _Unpickler(file).load()  # or an error
+        return super().read_metadata(*args, **kwargs)
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """PyTorch's own, which would call whatever a value that is no tensor names."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        torch.load(value, weights_only=True)  # or an error
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
 def _metadata(shards: Path) -> Metadata:
     try:
-        return dcp.FileSystemReader(shards).read_metadata()
+        return _Reader(shards).read_metadata()
     except FileNotFoundError:
         raise
     except Exception as error:  # a pickle that was cut short raises many types

@@ -26,11 +26,12 @@ from atlas_memory.training.arguments import arguments_of
 from atlas_memory.training.callbacks import Clock, HeldOut, JsonLog, ProgressBar, Samples, StopOnInterrupt
 from atlas_memory.training.carried import CarriedStates
 from atlas_memory.training.checkpoints import SAVING, checkpoint_to_resume, number, publish, writing
-from atlas_memory.training.checks import check_folder, check_run, clear_start, describe, only_run, usable, warn
+from atlas_memory.training.checks import check_folder, check_needs, check_run, clear_start, describe, only_run, usable
 from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.examples import Examples, Text, batches, collate
 from atlas_memory.training.finished import save_again, save_model
 from atlas_memory.training.finite import check_finite, finite, not_finite
+from atlas_memory.training.loaded import random_state, read_state
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, cut_logs, so_far
 from atlas_memory.training.muon import MuonAndAdamW, muon_groups
 from atlas_memory.training.optimisers import M3, m3_groups
@@ -117,7 +118,7 @@ def _locked(
     text.check_ids(architecture.vocab_size)
     examples = text.examples(config)
     check_next(config, text.tokenizer, architecture, text)
-    warn(config, architecture, console)
+    check_needs(config, architecture, console)
     model = first_model(config, architecture) if begins else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -186,6 +187,7 @@ def _run(
         return Outcome(folder, done, last.get("loss", math.nan), elapsed, False)
     if checkpoint is not None:
         check_fit(checkpoint, model, config.model.preset)
+        read_state(checkpoint)
     if resume:
         console.print(f"resuming at step {done}", highlight=False)
         if process() == 0:
@@ -247,8 +249,8 @@ class _Trainer(sharded.ShardedTrainer):
         if run.data.order == "stream" and isinstance(examples, Segments):
             rows, passes = self.run.batch_size, self.run.gradient_accumulation_steps
             self.carried = CarriedStates(model, rows, passes, examples.lanes, process(), processes())
-        batch = collate(cast(Any, model).config.vocab_size)
-        super().__init__(model, self.run.fsdp, train_dataset=examples, data_collator=batch, **kwargs)
+        kwargs |= {"data_collator": collate(cast(Any, model).config.vocab_size)}
+        super().__init__(model, self.run.fsdp, self.run.optimizer, train_dataset=examples, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         super().log({**logs, **self.told()} if "loss" in logs else logs, *args, **kwargs)
@@ -306,15 +308,9 @@ class _Trainer(sharded.ShardedTrainer):
                 "from the checkpoint before"
             )
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:  # whose rate was that of the run before, which may have been shorter
-            scheduler = cast(LRScheduler, self.lr_scheduler)
-            scheduler.last_epoch -= 1
-            scheduler.step()
-
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
+        with random_state(Path(checkpoint or "")):
+            super()._load_rng_state(checkpoint)
         if self.carried is not None and isinstance(self.examples, Segments) and checkpoint is not None:
             self.carried.deal(self.examples.times(self.state.global_step))
             self.carried.load(Path(checkpoint))
