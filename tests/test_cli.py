@@ -78,6 +78,16 @@ def test_help(capsys) -> None:
     assert all(command in out for command in ("train", "generate", "evaluate", "report", "rules"))
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", None])
+def test_text_goes_on_where_standard_output_lacks_a_character_or_is_closed(run, monkeypatch, encoding) -> None:
+    out = encoding and io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["generate", str(run), "--prompt", "caf\u00e9 \U0001f600 is", "--max-new-tokens", "9"]) == 0
+    if out:
+        begins = {"ascii": b"caf? ? is", "cp1252": b"caf\xe9 ? is"}[encoding]
+        assert out.buffer.getvalue().startswith(begins) and out.buffer.getvalue().endswith(os.linesep.encode())
+
+
 def test_generate(run, capsys) -> None:
     texts = []
     for seed in (1, 1, 2):

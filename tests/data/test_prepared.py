@@ -185,14 +185,52 @@ def test_a_full_disk_is_one_line(tmp_path, error: Exception) -> None:
 
 
 @pytest.mark.parametrize("name", ["held_out.jsonl", "starts.npy", "tokenizer"])
-@pytest.mark.parametrize("missing", [True, False])
-def test_a_damaged_file_is_named(tmp_path, name: str, missing: bool) -> None:
+@pytest.mark.parametrize("damage", ["missing", "cut", "pipe"])
+def test_a_damaged_file_is_named(tmp_path, name: str, damage: str) -> None:
     made = prepare(Source(str(write_corpus(tmp_path / "corpus"))), tmp_path / "out")
     path = made.folder / name
     if path.is_dir():
         path = path / "tokenizer.json"
-    path.unlink() if missing else os.truncate(path, path.stat().st_size - 9)
+    if damage == "cut":
+        os.truncate(path, path.stat().st_size - 9)
+    elif damage == "pipe" and name != "tokenizer":  # which would never end
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        path.unlink()
     with pytest.raises(ValueError, match=rf"out': {name} is missing or damaged: prepare it again") as caught:
+        Text.load(settings(tmp_path, f"data.path={made.folder}"))
+    assert "\n" not in str(caught.value)
+
+
+DEEP = "[" * 20_000
+DAMAGED_STARTS = (
+    *(lambda s: np.r_[s[:-1], -5], lambda s: s + 1, lambda s: np.r_[s[:-1], s[-2]], lambda s: np.r_[s[:-1], 10**9]),
+    *(lambda s: s[:-1], lambda s: s.astype(float), lambda s: s[None], lambda s: s[0]),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("held_out.jsonl", line) for line in (DEEP, "[1]", '{"name": "x", "text": 5}', '{"name": 5, "text": "x"}')),
+        *(("starts.npy", damage) for damage in DAMAGED_STARTS),
+        *(
+            (PREPARED, change)
+            for change in (DEEP, "[]", {"dtype": "O"}, {"dtype": "f4"}, {"dtype": []}, {"tokens": "9"})
+        ),
+    ],
+)
+def test_what_a_prepared_folder_says_is_checked(tmp_path, name: str, content) -> None:
+    made = prepare(Source(str(write_corpus(tmp_path / "corpus"))), tmp_path / "out")
+    if name == "starts.npy":
+        np.save(made.folder / name, content(np.load(made.folder / name)))
+    elif isinstance(content, dict):
+        about = json.loads((made.folder / name).read_text()) | content
+        (made.folder / name).write_text(json.dumps(about))
+    else:
+        (made.folder / name).write_text(content)
+    with pytest.raises(ValueError, match=r"out'.*: prepare it again$") as caught:
         Text.load(settings(tmp_path, f"data.path={made.folder}"))
     assert "\n" not in str(caught.value)
 

@@ -52,16 +52,24 @@ def test_the_split_does_not_depend_on_how_a_place_is_written(tables, monkeypatch
         assert one.train == two.train and one.held_out == two.held_out
 
 
-def test_json_that_is_no_table_is_a_text(tables) -> None:
-    (tables / "texts" / "options.json").write_text('{"name": "x", "version": 1}')
-    (tables / "texts" / "list.json").write_text("[1, 2\n")
-    found = {d.text for d in Source(str(tables / "texts")).documents()}
-    assert {'{"name": "x", "version": 1}', "[1, 2\n"} < found
+def test_json_without_rows_of_text_is_left_out_of_a_folder(tables, caplog) -> None:
+    """What ends in .json may be anything; whatever it is, it is never read as raw JSON, and that is said."""
+    others = {
+        "options": '{"name": "x", "version": 1}',
+        "list": "[1, 2\n",
+        "first": '{"text": "cut\n{"text": "a"}\n',
+        "table": '[{"content": "x"}]',
+    }
+    for name, text in others.items():
+        (tables / "texts" / f"{name}.json").write_text(text)
+    source = Source(str(tables / "texts"))
+    assert [d.text for d in source.documents()] == TEXTS and source.skipped == 4
+    assert source.first_skipped == ["first.json", "list.json", "options.json"]
+    assert caplog.text.count("it is left out, and so are others like it") == 1
 
 
 def test_a_table_without_the_column_that_is_asked_for_is_no_text(tables) -> None:
     (tables / "texts" / "table.json").write_text('[{"content": "x"}]')
-    assert len(list(Source(str(tables / "texts")).documents())) == 13
     assert len(list(Source(str(tables / "texts"), column="content").documents())) == 13
     with pytest.raises(ValueError, match=r"no column 'body': set data.column to one of content"):
         list(Source(str(tables / "texts"), column="body").documents())
@@ -152,26 +160,32 @@ def test_rows_of_csv_are_texts_whatever_they_look_like(tmp_path) -> None:
         ("a.jsonl", "has no column 'content': set data.column to one of text, id"),
         ("b.csv", "has no column 'text': set data.column to one of body, id"),
         ("c.csv", "has no column 'text': its columns are divided by ';'; put commas, or tabs in a file"),
-        ("d.csv", "first row has 3 fields and its header 2: put texts that have commas in quotes"),
+        ("d.csv", "row 1 .* has 3 fields and the header 2: put texts that have commas in quotes"),
         ("notes", r"notes/sums.csv' has no column 'text': set data.column to one of day, sum; or leave the file out: "),
-        ("more", r"more/sums.csv' is damaged or no table .*; or leave the file out: name the others, or a"),
+        ("more", r"more/sums.csv' is damaged .* row 2 cannot be read .*; or leave the file out: name the others, or a"),
         ("/dev/null", "is neither a file nor a folder"),
-        ("broken.jsonl", "is damaged or no table of text"),
+        ("broken.jsonl", r"is damaged or no table of text: row 2 cannot be read \(line 2, column 9: "),
         ("turns.jsonl", "has a list in column 'text', row 2, and no text: write what is to be read into a column"),
-        ("broken.parquet", "cannot be read|is damaged or no table of text"),
+        ("broken.parquet", "is damaged or no table of text"),
+        ("broken", "broken' is a link to 'nowhere', and nothing is there"),
+        ("round", "round' is a link to 'round', and nothing is there"),
+        ("x" * 300, "cannot be read: File name too long"),
+        ("a\0b", "cannot be read: embedded null byte"),
     ],
 )
 def test_refusals(tables, path: str, message: str) -> None:
     (tables / "b.csv").write_text("body,id\nfine,1\n")
     (tables / "d.csv").write_text("text,id\nhello, world,1\nhello, again,2\n")
     (tables / "c.csv").write_text("id;text\n1;fine\n")
-    for name, table in (("notes", "day,sum\n1,2\n"), ("more", "day,sum\n1,2\n1,2,3,4\n")):
+    for name, table in (("notes", "day,sum\n1,2\n"), ("more", "day,text\n1,a\n1,2,3,4\n")):
         (tables / name).mkdir()
         (tables / name / "note.md").write_text("a note")
         (tables / name / "sums.csv").write_text(table)
     (tables / "turns.jsonl").write_text('{"text": null}\n{"text": [{"role": "user", "content": "a question"}]}\n')
     (tables / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (tables / "broken.parquet").write_bytes((tables / "a.parquet").read_bytes()[:-50])
+    (tables / "broken").symlink_to("nowhere")
+    (tables / "round").symlink_to("round")
     options = {"column": "content"} if path == "a.jsonl" else {}
     with pytest.raises(ValueError, match=message) as caught:
         list(Source(str(tables / path), split="dev", **options).documents())
@@ -251,3 +265,61 @@ def test_a_page_is_read_with_its_tags_and_that_is_said(tables, caplog) -> None:
     (tables / "page.html").write_text("<p>text</p>")
     assert [d.text for d in Source(str(tables / "page.html")).documents()] == ["<p>text</p>"]
     assert "page.html is read as it is, with its tags" in caplog.text
+
+
+def test_folders_and_files_that_cannot_be_read_are_left_out_by_name(tables, monkeypatch, caplog) -> None:
+    """And what cannot be read does not end the reading of what can."""
+    corpus = tables / "corpus"
+    for name in ("locked", "open"):
+        (corpus / name).mkdir(parents=True)
+        (corpus / name / "text.txt").write_text(f"in {name}")
+    (corpus / "open" / "secret.jsonl").write_text('{"text": "secret"}')
+    (corpus / "open" / "broken.txt").symlink_to("nowhere")
+    scandir, opened = os.scandir, Path.open
+
+    def refused(path) -> None:
+        if Path(path).name in ("locked", "secret.jsonl"):
+            raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", lambda path: refused(path) or scandir(path))
+    monkeypatch.setattr(Path, "open", lambda path, *a, **k: refused(path) or opened(path, *a, **k))
+    source = Source(str(corpus))
+    source.size()
+    assert [d.text for d in source.documents()] == ["in open"]
+    assert caplog.text.count("locked cannot be read (Permission denied): it is left out") == 1
+    assert source.first_skipped == ["open/broken.txt", "open/secret.jsonl"]
+    with pytest.raises(ValueError, match=r"secret.jsonl' cannot be read: Permission denied"):
+        list(Source(str(corpus / "open" / "secret.jsonl")).documents())
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet", ".txt"])
+@pytest.mark.parametrize("place", ["data[1]{}", "a*{}", "[EN] books", "[EN] books/*{}", "[ab]*"])
+def test_names_are_names_where_they_exist_and_patterns_elsewhere(tmp_path, ending: str, place: str) -> None:
+    names = [f"data[1]{ending}", f"data1{ending}", f"a*{ending}", f"ab{ending}", f"[EN] books/x{ending}"]
+    names.append(f"E books/x{ending}")
+    for i, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if ending == ".txt":
+            (tmp_path / name).write_text(name)
+            continue
+        rows = datasets.Dataset.from_dict({"text": [name], "id": [i]})
+        {".jsonl": rows.to_json, ".csv": rows.to_csv, ".parquet": rows.to_parquet}[ending](tmp_path / name)
+    wanted = {"data[1]{}": names[:1], "a*{}": names[2:3], "[ab]*": names[2:4]}.get(place, names[4:5])
+    source = Source(str(tmp_path / place.format(ending)))
+    assert [d.text for d in source.documents()] == wanted
+    assert source.size() == (None if ending == ".parquet" else sum((tmp_path / n).stat().st_size for n in wanted))
+
+
+def test_names_that_would_steer_a_terminal_are_shown_escaped(tmp_path, caplog) -> None:
+    odd = "a\x1b[31m\n\u202e\udcff"
+    (tmp_path / odd).mkdir()
+    (tmp_path / odd / f"{odd}.bin").write_bytes(b"\0")
+    (tmp_path / odd / f"{odd}.html").write_text("<p>text")
+    (tmp_path / odd / f"{odd}.jsonl").write_text('{"text": "\\ud83d"}\n{"text": "more"}')
+    (tmp_path / odd / f"{odd}.txt").symlink_to("nowhere")
+    corpus = Corpus.load(tmp_path / odd)
+    (tmp_path / odd / f"{odd}.csv").write_text(f'"{odd[:-1]}",b\n1,2\n')
+    with pytest.raises(ValueError, match="no column") as caught:
+        list(Source([str(tmp_path / odd)]).documents())
+    said = str(corpus) + "".join(caplog.messages) + str(caught.value)
+    assert said.isprintable() and said.count("\\x1b[31m") > 7

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
-from .loading import interrupted, loading, on_interrupt, say
+from .loading import interrupted, loading, on_interrupt, say, take_any_text
 from .planning import plan
 from .rules import rules
 from .text import data_app, tokenizer_app
@@ -256,6 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # core busy elsewhere, training takes 80 times as long. With this twice, and a tenth longer on a quiet machine.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    take_any_text()
     usage_error = cast(type[Exception], typer.BadParameter.__base__)  # click's, wherever this typer keeps it
     try:
         with on_interrupt(interrupted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import logging
 import os
@@ -62,6 +63,16 @@ def on_interrupt(handler: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def take_any_text() -> None:
+    """Let standard output take any text: what its encoding lacks is replaced. Where it, or that of errors, is closed,
+    what is written there goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def interrupted(*_: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PREPARED = "prepared.json"  # in a folder of `atlas data prepare`, written last: without it the folder is not finished
@@ -18,10 +18,16 @@ def shown(name: str) -> str:
     return name.encode("utf-8", "replace").decode()
 
 
-def files_under(root: Path) -> list[str]:
+def plain(name: str) -> str:
+    """A name as people may be shown it: what would steer a terminal, end a line or turn the writing is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+
+
+def files_under(root: Path, unreadable: Callable[[OSError], None]) -> list[str]:
     """Relative paths of the files under `root`, sorted within each folder; without hidden ones, prepared folders and
-    runs. Links to folders are followed, and each folder is entered once."""
-    return list(_walk(root, frozenset()))
+    runs. Links to folders are followed, and each folder is entered once. `unreadable` is told of those that cannot be,
+    which are left out."""
+    return list(_walk(root, frozenset(), unreadable))
 
 
 def library_files(root: Path) -> list[str]:
@@ -29,7 +35,7 @@ def library_files(root: Path) -> list[str]:
     return [name for name in _walk(root, _LEFT_OUT) if _is_library_source(name)]
 
 
-def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
+def _walk(root: Path, left_out: frozenset[str], unreadable: Callable[[OSError], None] | None = None) -> Iterator[str]:
     been = {os.path.realpath(root)}
 
     def enters(path: Path) -> bool:
@@ -40,16 +46,17 @@ def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
         been.add(real)
         return new
 
-    for folder, subfolders, files in os.walk(root, followlinks=True):
+    for folder, subfolders, files in os.walk(root, onerror=unreadable, followlinks=True):
         subfolders[:] = [name for name in sorted(subfolders) if enters(Path(folder) / name)]
         for path in (Path(folder) / name for name in sorted(files) if not name.startswith(".")):
-            if path.is_file() or not path.exists():  # no pipe and no device, which may never end
+            if os.path.isfile(path) or not os.path.exists(path):  # no pipe and no device, which may never end
                 yield path.relative_to(root).as_posix()
 
 
 def _is_ours(folder: Path) -> bool:
     """Whether it is a prepared text, or the folder of a run, whose logs would be read as tables of text."""
-    return (folder / PREPARED).is_file() or all((folder / name).is_file() for name in ("run.yaml", "data.json"))
+    has = {name for name in (PREPARED, "run.yaml", "data.json") if os.path.isfile(folder / name)}
+    return PREPARED in has or len(has) == 2
 
 
 def _is_library_source(name: str) -> bool:

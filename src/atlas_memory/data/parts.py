@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # gz, zst and zip
+_WIDE = (b"\xff\xfe", b"\xfe\xff")  # UTF-16
 
 
 def parts_of(path: Path, largest: int | None) -> Iterator[str]:
@@ -29,32 +31,28 @@ def parts_of(path: Path, largest: int | None) -> Iterator[str]:
 
 
 def digest_of(parts: Iterable[str]) -> bytes | None:
-    """A hash of a text given in parts; None if it is blank."""
+    """A hash of a text given in parts; None if it is blank. UnicodeEncodeError for halves of characters."""
     found, blank = hashlib.sha256(), True
     for text in parts:
-        found.update(text.encode("utf-8", "surrogatepass"))
+        found.update(text.encode("utf-8"))
         blank = blank and not text.strip()
     return None if blank else found.digest()[:16]
 
 
+def is_packed_or_wide(path: Path) -> bool:
+    """Whether a file begins as compressed files or as UTF-16 do."""
+    return _beginning(path).startswith((*_PACKED, *_WIDE))
+
+
 def how_to_convert(path: Path) -> str:
     """What to do about a file that is not UTF-8."""
-    if path.suffix.lower() in (".gz", ".zip", ".bz2", ".xz", ".zst"):
+    if path.suffix.lower() in (".gz", ".zip", ".bz2", ".xz", ".zst") or _beginning(path).startswith(_PACKED):
         return "unpack it first"
-    with path.open("rb") as file:
-        wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
+    wide = _beginning(path).startswith(_WIDE)
     convert = f"convert it first: iconv -f {'utf-16' if wide else 'latin1'} -t utf-8 {str(path)!r} > NEW"
     return convert if wide else f"{convert}, or from the encoding it has"
 
 
-def check_fields(path: Path, sign: str) -> None:
-    """ValueError where the first row of a table has more fields than its header: pandas would take the first of them
-    for a row's name, and each column for the one before."""
-    with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
-        rows = (row for row in csv.reader(file, delimiter=sign) if row)
-        header, first = next(rows, []), next(rows, [])
-    if len(first) > len(header):
-        raise ValueError(
-            f"its first row has {len(first)} fields and its header {len(header)}: put texts that have "
-            f"{'tabs' if sign == chr(9) else 'commas'} in quotes"
-        )
+def _beginning(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(4)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_memory.data.files import PREPARED
+from atlas_memory.data.files import PREPARED, plain
 from atlas_memory.data.folders import check_new, new_folder
 from atlas_memory.data.sources import Document, Source
 from atlas_memory.data.streams import Tokens
@@ -54,13 +54,13 @@ class Prepared:
     @classmethod
     def open(cls, path: Any) -> Prepared | None:
         """The prepared folder at `path`; None for anything else. ValueError if its files do not belong together."""
-        if not isinstance(path, str | Path) or not (Path(path).expanduser() / PREPARED).is_file():
+        if not isinstance(path, str | Path) or not os.path.isfile(Path(path).expanduser() / PREPARED):
             return None
         folder = Path(path).expanduser()
         try:
             found = cls(folder, **json.loads((folder / PREPARED).read_text(encoding="utf-8")))
-            whole = (folder / "tokens.bin").stat().st_size == found.tokens * np.dtype(found.dtype).itemsize
-        except (OSError, TypeError, ValueError) as error:
+            whole = (folder / "tokens.bin").stat().st_size == found.tokens * {"<u2": 2, "<u4": 4}[found.dtype]
+        except (OSError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise ValueError(f"data.path={str(path)!r} is a damaged prepared folder: prepare it again") from error
         if not whole:
             raise ValueError(f"data.path={str(path)!r}: tokens.bin is cut short: prepare it again")
@@ -70,8 +70,11 @@ class Prepared:
     def _reading(self, name: str) -> Iterator[Path]:
         """Around the reading of one of the files: ValueError that names it if it is missing or cut short."""
         try:
-            yield self.folder / name
-        except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+            path = self.folder / name
+            if not (path.is_file() or path.is_dir()):
+                raise FileNotFoundError(name)  # or a pipe, which may never end
+            yield path
+        except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(
                 f"data.path={str(self.folder)!r}: {name} is missing or damaged: prepare it again"
             ) from error
@@ -87,8 +90,10 @@ class Prepared:
             ids = np.memmap(path, dtype=self.dtype, mode="r")
         with self._reading("starts.npy") as path:
             starts = np.load(path)
-            if len(starts) != self.documents:
-                raise ValueError(f"{len(starts)} documents of {self.documents}")
+            if starts.dtype != np.int64 or starts.shape != (self.documents,):
+                raise ValueError(f"{starts.shape} documents of {self.documents}")
+            if starts[0] != 0 or starts[-1] >= self.tokens or (np.diff(starts) <= 0).any():
+                raise ValueError("documents that do not ascend from 0")
         return Tokens(ids, starts)
 
     def load_tokenizer(self) -> Any:
@@ -101,12 +106,13 @@ class Prepared:
         with self._reading("held_out.jsonl") as path:
             lines = path.read_text(encoding="utf-8").splitlines()
             held_out = tuple(Document(**json.loads(line)) for line in lines)
-            if not held_out:
+            if not held_out or not all(isinstance(part, str) for d in held_out for part in (d.name, d.text)):
                 raise ValueError("no documents")
         return Corpus(self.source, (), held_out, self.skipped)
 
     def __str__(self) -> str:
-        return f"{self.source}, prepared in {str(self.folder)!r}: {self.documents:,} documents, {self.tokens:,} tokens"
+        amount = f"{self.documents:,} documents, {self.tokens:,} tokens"
+        return f"{plain(self.source)}, prepared in {str(self.folder)!r}: {amount}"
 
 
 def load_corpus(path: Any, **options: Any) -> Corpus:

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import logging
+import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from atlas_memory.data.files import PREPARED, files_under, library_files, shown
+from atlas_memory.data.files import PREPARED, files_under, library_files, plain, shown
 from atlas_memory.data.folders import first_line
-from atlas_memory.data.parts import check_fields, digest_of, how_to_convert, parts_of
+from atlas_memory.data.parts import digest_of, how_to_convert, parts_of
+from atlas_memory.data.saved import SPLITS, is_saved_dataset, rows_of_dataset
+from atlas_memory.data.tables import READERS, NoTable, column_of
 
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".jsonl": ("json", {}),
-    ".ndjson": ("json", {}),
-    ".json": ("json", {}),
-    ".parquet": ("parquet", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
-}
 _NAMED = 3  # of the files that were skipped
 logger = logging.getLogger(__name__)
 
 
 def is_dataset_name(place: str) -> bool:
     """Whether it can only be the name of a dataset on a hub: nothing here has it, and it looks like one."""
-    ending = Path(place).suffix.lower() in {*_BUILDERS, ".txt", ".md", ".py", ".gz", ".zip"}
+    ending = Path(place).suffix.lower() in {*READERS, ".txt", ".md", ".py", ".gz", ".zip"}
     return bool(_HUB.fullmatch(place)) and not ending and not Path(place).parent.exists()
 
 
@@ -43,10 +38,6 @@ class Document:
     text: str
     continues: bool = False
     """Whether it goes on with the document before it, of which it is a part."""
-
-
-class _NoColumn(ValueError):
-    """A table without text in the column that is asked for."""
 
 
 @dataclass
@@ -65,8 +56,8 @@ class Source:
         largest: Cut text files into parts of about so many characters, at the ends of lines; None: never.
 
     Attributes:
-        skipped: Of the files of folders and the rows of tables, how many were not text, empty or exact copies of
-            another (a copy could sit on the other side of a split).
+        skipped: Of the files of folders and the rows of tables, how many were not text, empty, unreadable or exact
+            copies of another (a copy could sit on the other side of a split).
         first_skipped: The names of the first of them.
         read: Bytes of files that have been read.
     """
@@ -83,17 +74,17 @@ class Source:
     read: int = 0
     _seen: set[bytes] = field(default_factory=set)
     _asked: set[str] = field(default_factory=set)  # options that had an effect
-    _tags: bool = False  # whether a page was met, of which people were told
+    _told: set[str] = field(default_factory=set)  # what people were told once
 
     def __str__(self) -> str:
         if self.path is None:
             return "the Python standard library's source"
-        return str(self.path) if isinstance(self.path, str | Path) else ", ".join(self.path)
+        return plain(str(self.path) if isinstance(self.path, str | Path) else ", ".join(self.path))
 
     def remarks(self) -> str:
         """How many were skipped, the names of the first of them, and which options nothing that was read asked for, as
         the end of a sentence; empty if there is nothing to say."""
-        names = ", ".join(self.first_skipped)
+        names = ", ".join(plain(name) for name in self.first_skipped)
         more = f" and {self.skipped - _NAMED} more" if self.skipped > _NAMED else ""
         said = f"; {self.skipped} skipped (not text, empty or copies): {names}{more}" if self.skipped else ""
         for name in ("column", "split", "subset", "streaming"):
@@ -114,11 +105,12 @@ class Source:
             return sum(_size(root / name) for name in library_files(root))
         files: list[Path] = []
         for place in [str(self.path)] if isinstance(self.path, str | Path) else self.path:
-            found = [Path(name) for name in glob.glob(str(Path(place).expanduser()), recursive=True)]
-            if any(map(_is_saved_dataset, found)) or (not found and is_dataset_name(place)):
+            root = _root(str(place))
+            found = [root] if root.exists() else [path for path, _ in _fitting(root)]
+            if any(map(is_saved_dataset, found)) or (not found and is_dataset_name(place)):
                 return None
             for root in found:
-                files += [root / name for name in files_under(root)] if root.is_dir() else [root]
+                files += [root / name for name in files_under(root, self._leave_out)] if root.is_dir() else [root]
         packed = any(path.suffix.lower() == ".parquet" for path in files)  # of which more is read than there is
         return None if packed else sum(map(_size, files))
 
@@ -126,7 +118,8 @@ class Source:
         """Every document, or the first so many.
 
         Raises:
-            ValueError: A place that does not exist or cannot be read; a table without the column.
+            ValueError: A place that does not exist or cannot be read; a table without the column, or with a row that
+                cannot be read, which it names.
         """
         count = 0
         for document in self._documents():
@@ -149,26 +142,30 @@ class Source:
             yield from self._place(str(place), "" if len(places) == 1 else f"{n}/")
 
     def _place(self, place: str, prefix: str) -> Iterator[Document]:
-        root = Path(place).expanduser()
-        if (root / PREPARED).is_file():
+        root = _root(place)
+        if os.path.isfile(root / PREPARED):
             raise ValueError(f"data.path: {place!r} is a prepared folder, which is no part of a text: name it alone")
-        if (root / "tokens.bin").is_file() and (root / "starts.npy").is_file():
+        if os.path.isfile(root / "tokens.bin") and os.path.isfile(root / "starts.npy"):
             raise ValueError(f"data.path={place!r} is a prepared folder without its {PREPARED}: prepare it again")
-        if root.is_dir() and not _is_saved_dataset(root):
-            found = self._files(root, files_under(root))
+        if root.is_dir() and not is_saved_dataset(root):
+            found = self._files(root, files_under(root, self._leave_out))
         elif root.is_dir():
-            found = self._rows(str(root), root.name)
+            self._asked |= {"split"} if (root / SPLITS).is_file() else set()
+            found = self._rows(place, rows_of_dataset(root, self.column, self.split), root.name)
         elif root.is_file():
             found = self._file(root, root.name, alone=True)
         elif root.exists():
             raise ValueError(f"data.path={place!r} is neither a file nor a folder: name one that holds the text")
-        elif names := sorted(glob.glob(str(root), recursive=True)):
-            fixed = Path(*takewhile(lambda part: not glob.has_magic(part), root.parts))
-            found = (d for name in names for d in self._place(name, _folder(Path(name), fixed)))
+        elif root.is_symlink():
+            raise ValueError(f"data.path={place!r} is a link to {os.readlink(root)!r}, and nothing is there")
+        elif fitting := _fitting(root):
+            found = (d for path, prefix in fitting for d in self._place(str(path), prefix))
         elif any(c in place for c in "*?["):
             raise ValueError(f"data.path={place!r}: no file fits this pattern")
         elif is_dataset_name(place):
-            found = self._rows(place, place)
+            self._asked |= {"split", "subset", "streaming"}
+            rows = rows_of_dataset(place, self.column, self.split, self.subset, self.streaming)
+            found = self._rows(place, rows, place)
         else:
             raise ValueError(f"data.path={place!r} does not exist{_how_to_make(root)}")
         for document in found:
@@ -184,25 +181,35 @@ class Source:
         self.read = before + _size(path)
 
     def _documents_of(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
-        ending = path.suffix.lower()
-        if ending in _BUILDERS and _size(path):
-            try:
-                rows = self._rows(str(path), name, ending)
-                yield from rows if alone or ending != ".json" else list(rows)
+        """`alone`: the user named it, so that what is wrong with it is said and not skipped."""
+        is_table = path.suffix.lower() in READERS and _size(path)
+        try:
+            yield from self._table(path, name, alone) if is_table else self._text(path, name, alone)
+        except OSError as error:
+            if alone:
+                raise ValueError(f"data.path={str(path)!r} cannot be read: {error.strerror}") from error
+            self._skip(name)
+            self._leave_out(error)
+
+    def _table(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
+        path.open("rb").close()  # an OSError where it cannot be read; later ones are of damaged rows
+        try:
+            rows = READERS[path.suffix.lower()](path, self.column)
+            yield from self._rows(str(path), rows, name, self.read + _size(path))
+        except ValueError as error:
+            if alone:
+                raise
+            if isinstance(error, NoTable) and path.suffix.lower() == ".json" and self.column == "text":
+                self._skip(name)  # what ends in .json may be anything, such as a list of options
+                self._tell(".json", f"{error}: it is left out, and so are others like it")
                 return
-            except ValueError as error:
-                if alone:
-                    raise
-                if ending != ".json" or (isinstance(error, _NoColumn) and self.column != "text"):
-                    raise ValueError(
-                        f"{error}; or leave the file out: name the others, or a pattern such as "
-                        f"data.path='{path.parent / '*.txt'}'"
-                    ) from error
-                # What ends in .json may be anything, such as a list of options: then it is a text.
-        yield from self._text(path, name, alone)
+            raise ValueError(
+                f"{error}; or leave the file out: name the others, or a pattern such as "
+                f"data.path={str(path.parent / '*.txt')!r}"
+            ) from error
 
     def _text(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
-        """A text in its parts. `alone`: the user named it, so that what is wrong with it is said and not skipped."""
+        """A text in its parts."""
         try:
             parts: Iterable[str] = parts_of(path, self.largest)
             whole: Iterable[str] = parts_of(path, self.largest)
@@ -211,84 +218,49 @@ class Source:
             digest = digest_of(whole)  # of all parts, before any of them is read from
             for i, text in enumerate(parts):
                 self.read += len(text)
-                self._say_if_it_has_tags(path)
+                if path.suffix.lower() in (".html", ".htm"):
+                    words = "is read as it is, with its tags, and so are others like it"
+                    self._tell("tags", f"{plain(str(path))} {words}: take their text out before if that is not wanted")
                 if i == 0 and not self._is_new(digest, name):  # a copy of another file, or of nothing
-                    if alone and path == Path(str(self)).expanduser():
+                    if isinstance(self.path, str | Path) and path == Path(self.path).expanduser():
                         raise ValueError(f"data.path={str(path)!r} is empty")
                     if alone and self.skipped <= _NAMED:
-                        logger.warning("%s is left out: it is empty, or a copy of another", path)
+                        logger.warning("%s is left out: it is empty, or a copy of another", plain(str(path)))
                     return
                 yield Document(name, text, i > 0)
         except UnicodeDecodeError as error:
             if alone:
                 raise ValueError(f"data.path={str(path)!r} is not UTF-8 text: {how_to_convert(path)}") from error
             self._skip(name)
-        except OSError as error:
-            if alone:
-                raise ValueError(f"data.path={str(path)!r} cannot be read: {error.strerror}") from error
-            self._skip(name)
 
-    def _rows(self, place: str, name: str, ending: str | None = None) -> Iterator[Document]:
+    def _rows(self, place: str, rows: Iterable[Any], name: str, size: int = 0) -> Iterator[Document]:
+        """A document for each row that has text. `size`: the bytes read when all of them have been."""
         self._asked.add("column")
-        size = 0 if ending is None else self.read + _size(Path(place))
-        for i, row in enumerate(_each(self._dataset(place, ending), place)):
-            if self.column not in row:
-                raise _NoColumn(f"data.path={place!r} has no column {self.column!r}: {_columns(row)}")
-            text = row[self.column]
-            if isinstance(text, list | dict):
-                raise _NoColumn(
-                    f"data.path={place!r} has a {type(text).__name__} in column {self.column!r}, row {i + 1}, and no "
-                    "text: write what is to be read into a column of its own, a text a row"
-                )
+        for i, text in enumerate(column_of(place, rows, self.column)):
+            row = f"{name}:{i + 1}"  # people count from one
             if not isinstance(text, str):
-                self._skip(f"{name}:{i + 1}")
+                self._skip(row)
                 continue
             self.read = min(size, self.read + len(text))
-            if self._is_new(digest_of([text]), f"{name}:{i + 1}"):  # people count from one
+            try:
+                new = self._is_new(digest_of([text]), row)
+            except UnicodeEncodeError:
+                self._skip(row)
+                words = "is left out, and so are others like it: it has half a character, or bytes that are not UTF-8"
+                self._tell("half", f"{plain(row)} {words} (convert what has another encoding first)")
+                continue
+            if new:
                 yield Document(f"{name}:{i}", text)  # the name decides what is held out
 
-    def _dataset(self, place: str, ending: str | None) -> Any:
-        """A dataset of Hugging Face: rows of a table file, one at a time; a folder of `save_to_disk`; a hub's."""
-        try:
-            import datasets
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"data.path={place!r} is read by datasets, which is missing: pip install datasets"
-            ) from error
-        datasets.disable_progress_bars()
-        datasets.logging.set_verbosity(logging.CRITICAL)  # what it reports, the error says
-        here = Path(place).is_dir()
-        try:
-            if ending is not None:
-                builder, options = _BUILDERS[ending]
-                if builder == "csv":
-                    check_fields(Path(place), options.get("sep", ","))
-                    # Or pandas would make numbers of rows, and nothing of "NA" and "null".
-                    options = {**options, "keep_default_na": False, "converters": {self.column: str}}
-                return datasets.load_dataset(builder, data_files=place, split="train", streaming=True, **options)
-            if here:
-                found = datasets.load_from_disk(place)
-            else:
-                self._asked |= {"split", "subset", "streaming"}
-                found = datasets.load_dataset(place, self.subset, split=self.split, streaming=self.streaming)
-            if not isinstance(found, datasets.DatasetDict):
-                return found
-            self._asked.add("split")
-            if self.split not in found:
-                raise ValueError(f"it has no split {self.split!r}: set data.split to one of {', '.join(found)}")
-            return found[self.split]
-        except Exception as error:  # the loader raises a dozen different types
-            where = "cannot be read" if ending or here else "does not exist here nor as a dataset by name"
-            raise ValueError(f"data.path={place!r} {where} ({first_line(error)})") from error
+    def _tell(self, what: str, words: str) -> None:
+        """Warn of something once."""
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("%s", words)
 
-    def _say_if_it_has_tags(self, path: Path) -> None:
-        if path.suffix.lower() in (".html", ".htm") and not self._tags:
-            self._tags = True
-            logger.warning(
-                "%s is read as it is, with its tags, and so are others like it: take their text out before if that is "
-                "not wanted",
-                path,
-            )
+    def _leave_out(self, error: OSError) -> None:
+        name = plain(str(error.filename))
+        self._tell(name, f"{name} cannot be read ({error.strerror}): it is left out")
 
     def _skip(self, name: str) -> None:
         self.skipped += 1
@@ -303,36 +275,29 @@ class Source:
         return True
 
 
-def _columns(row: dict[str, Any]) -> str:
-    """What to do about a table whose rows are like this one, and have no column of the name that is asked for."""
-    if len(row) == 1 and (other := next((sign for sign in ";\t|" if sign in next(iter(row))), None)):
-        return f"its columns are divided by {other!r}; put commas, or tabs in a file that ends in .tsv"
-    return f"set data.column to one of {', '.join(row)}"
+def _root(place: str) -> Path:
+    """Its path, whether there is anything or not; ValueError where that cannot be asked."""
+    root = Path(place).expanduser()
+    try:
+        root.stat()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte
+        if getattr(error, "errno", None) not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            reason = getattr(error, "strerror", None) or first_line(error)
+            raise ValueError(f"data.path={place!r} cannot be read: {reason}") from error
+    return root
+
+
+def _fitting(pattern: Path) -> list[tuple[Path, str]]:
+    """The paths that fit a pattern, and what the names of their documents begin with. Folders that are there as they
+    are written are no patterns."""
+    fixed = next(folder for folder in pattern.parents if folder.exists())
+    found = sorted(glob.glob(str(pattern.relative_to(fixed)), root_dir=fixed, recursive=True))
+    return [(fixed / name, _folder(fixed / name, fixed)) for name in found]
 
 
 def _folder(path: Path, fixed: Path) -> str:
-    """What the names of documents of a path that fitted a pattern begin with; ``fixed`` is the pattern's beginning."""
     inside = (path if path.is_dir() else path.parent).relative_to(fixed).as_posix()
     return "" if inside == "." else f"{inside}/"
-
-
-def _each(rows: Any, place: str) -> Iterator[dict[str, Any]]:
-    """The rows of a dataset; ValueError where one cannot be read."""
-    iterator = iter(rows)
-    while True:
-        try:
-            row = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:  # the readers raise a dozen different types
-            raise ValueError(f"data.path={place!r} is damaged or no table of text ({first_line(error)})") from error
-        yield row
-
-
-def _is_saved_dataset(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").is_file() or (
-        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
-    )
 
 
 def _how_to_make(root: Path) -> str:
@@ -341,4 +306,4 @@ def _how_to_make(root: Path) -> str:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    return os.path.getsize(path) if os.path.isfile(path) else 0
