@@ -117,7 +117,7 @@ class Stateful(nn.Module):
         if Path(path).is_dir():
             raise ValueError(f"{path} is a folder: name a file in it, such as {Path(path) / 'state.safetensors'}")
         like = self.initial_state()
-        _check(self, dict(state.named_tensors()), like, "the state")
+        check_tensors(self, dict(state.named_tensors()), like, "the state")
         tensors = {name: t.detach().clone().contiguous() for name, t in state.named_tensors()}
         path = Path(path)
         partial = path.with_name(path.name + ".partial")
@@ -154,7 +154,7 @@ class Stateful(nn.Module):
                 ", ".join(w for w in these if w not in those) for these, those in ((theirs, ours), (ours, theirs))
             )
             raise ValueError(f"{path} holds a state of another layer: {held}; in this {type(self).__name__}: {here}")
-        _check(self, tensors, like, str(path))
+        check_tensors(self, tensors, like, str(path))
         names = iter([name for name, _ in like.named_tensors()])
         return like.map(lambda t: tensors[next(names)].to(t.dtype))
 
@@ -193,7 +193,7 @@ def _fits(got: torch.Size, fresh: torch.Size, grows: bool) -> bool:
     return longer[0] == 0 and min(longer) >= 0 and sum(map(bool, longer)) <= 1
 
 
-def _check(layer: nn.Module, tensors: dict[str, Tensor], like: State, where: str) -> None:
+def check_tensors(layer: nn.Module, tensors: dict[str, Tensor], like: State, where: str) -> None:
     """Raise ValueError unless names and shapes are those of ``like``, whatever the batch, the precision and, where a
     state grows with what is read, its length."""
     expected = dict(like.named_tensors())

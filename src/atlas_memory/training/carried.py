@@ -10,7 +10,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from atlas_memory.layers.stateful import check_tensors
 from atlas_memory.models.cache import AtlasCache
+from atlas_memory.training.loaded import fitting
 
 FILES = "memory-*.safetensors"  # one of every process
 Packed = tuple[dict[str, torch.Tensor], dict[str, str]]
@@ -38,7 +40,7 @@ class CarriedStates:
     ) -> None:
         self._blocks = model.model.layers
         with torch.no_grad():  # of what tensors each state is made, for `_take`
-            self._like = [b.mixer.initial_state().map(lambda t: t.new_empty(0)) for b in self._blocks]
+            self._like = [b.mixer.initial_state(0) for b in self._blocks]
         self._batch, self._accumulation, self._lanes = batch, accumulation, lanes
         self._process, self._processes = process, processes
         self._begin(1)
@@ -94,20 +96,41 @@ class CarriedStates:
         """Read what all processes saved, and take this one's rows of it, however they were dealt then.
 
         Raises:
-            ValueError: Rows are missing: another number of rows was trained.
+            ValueError: Rows are missing: another number of rows was trained; or what is there is no state of this
+                model's.
         """
         own = {row for rows in self._rows for row in rows}
         parts = []
-        for path in sorted(folder.glob(FILES)):
-            with safe_open(path, framework="pt") as file:
-                about = file.metadata()
-                batches = [range(*rows) for rows in json.loads(about["rows"])]
-                # Others may be far more than fits into memory. An open file has keys() and is no mapping.
-                mine = [key for key in file.keys() if own & set(batches[int(key.split(".", 1)[0])])]  # noqa: SIM118
-                parts.append(({key: file.get_tensor(key) for key in mine}, about))
+        with fitting(folder / FILES):
+            for path in sorted(folder.glob(FILES)):
+                with safe_open(path, framework="pt") as file:
+                    about = file.metadata()
+                    batches = self._batches(about)
+                    # Others may be far more than fits into memory. An open file has keys() and is no mapping.
+                    mine = [key for key in file.keys() if own & set(batches[int(key.split(".", 1)[0])])]  # noqa: SIM118
+                    parts.append(({key: file.get_tensor(key) for key in mine}, about))
+            if sum(map(len, (rows for _, about in parts for rows in self._batches(about)))) > self._total:
+                raise ValueError("rows stand in it twice")
         self._take(parts, str(folder))
         if int(parts[0][1].get("times", 1)) == self._times:  # otherwise segments grow with the next step
             self._turn = int(parts[0][1]["lane"]) * self._accumulation
+
+    @property
+    def _total(self) -> int:
+        """Rows of all processes and lanes."""
+        return self._batch * self._accumulation * self._lanes * self._processes
+
+    def _batches(self, about: dict[str, str]) -> list[range]:
+        """The rows of each batch in a file; ValueError if they are none of this run, or what they have read is no
+        number."""
+        batches, seen = [range(*rows) for rows in json.loads(about["rows"])], json.loads(about["seen"])
+        if any(rows.start < 0 or rows.stop > self._total or not rows for rows in batches):
+            raise ValueError(f"it has other rows than the {self._total} of this run")
+        if len(seen) != len(batches) or not all(type(count) is int and 0 <= count < 2**53 for count in seen):
+            raise ValueError("what its rows have read is no number of tokens")
+        if not 0 <= int(about["lane"]) < self._lanes * max(int(about.get("times", 1)), 0):
+            raise ValueError(f"its lane is {about['lane']}, and its segments {about.get('times')} times as long")
+        return batches
 
     def _take(self, parts: list[Packed], place: str = "the run") -> None:
         """Begin with this process's rows of what all processes packed at `place`."""
@@ -131,8 +154,11 @@ class CarriedStates:
             if not seen[rows[0]]:
                 continue
             for i, (block, like, held) in enumerate(zip(self._blocks, self._like, cache.blocks, strict=True)):
-                names = [f"{i}.{name}" for name, _ in like.named_tensors()]
-                values = iter([torch.stack([found[row][name] for row in rows]) for name in names])
+                names = [name for name, _ in like.named_tensors()]
+                with fitting(Path(place) / FILES):
+                    tensors = {name: torch.stack([found[row][f"{i}.{name}"] for row in rows]) for name in names}
+                    check_tensors(block.mixer, tensors, like, f"what rows remember in layer {i}")
+                values = iter([tensors[name] for name in names])
                 device = next(block.parameters()).device
                 restored = like.map(lambda _, values=values, device=device: next(values).to(device))
                 held.restore(restored, seen[rows[0]])
