@@ -15,13 +15,15 @@ import torch
 
 from atlas_memory.cli import main
 from atlas_memory.cli.planning import brief
-from atlas_memory.cli.rules import _part
+from atlas_memory.cli.rules import PARAMETER_RULES, PARAMETERS, _part
 from atlas_memory.cli.streaming import CharacterStreamer
 from atlas_memory.data import byte_tokenizer
 from atlas_memory.forms.cost import state_bytes
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
+from atlas_memory.models import AtlasConfig
 from atlas_memory.models.presets import PRESETS
+from atlas_memory.training.plan import without_weights
 from atlas_memory.training.trainer import train
 from tests.training.small import overrides, settings
 
@@ -49,6 +51,15 @@ def test_rules(capsys, monkeypatch, columns) -> None:
     assert all(name in out for name in (*RULES, *BLOCKS, *PRESETS))
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= int(columns)
+
+
+def test_the_parameters_of_presets_are_those_of_their_models() -> None:
+    for preset, counts in PARAMETERS.items():
+        for rule, count in zip(PARAMETER_RULES, counts, strict=True):
+            model = without_weights(AtlasConfig.preset(preset, rule=rule, num_hidden_layers=1))  # all blocks are alike
+            block = sum(p.numel() for p in model.model.layers[0].parameters())
+            assert model.num_parameters() + (PRESETS[preset].config["num_hidden_layers"] - 1) * block == count
+    assert PARAMETERS.keys() == PRESETS.keys() - {"small", "medium", "large"}  # other names of three
 
 
 def test_rules_as_json(capsys) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
+from ..printing import one_line
 from .loading import interrupted, loading, on_interrupt, say, take_any_text
 from .planning import plan
 from .rules import rules
@@ -80,13 +81,10 @@ def train(
     leave()
     done = f"{outcome.folder}: step {outcome.steps}, loss {outcome.loss:.3f}, {outcome.seconds:.0f} s"
     if outcome.interrupted:
-        print(
-            f"atlas: interrupted; {done}; continue with: atlas train --resume output_dir={outcome.folder}",
-            file=sys.stderr,
-        )
+        say(f"interrupted; {done}; continue with: atlas train --resume output_dir={outcome.folder}", 130)
         raise typer.Exit(130)
     if process() == 0:
-        print(done)
+        print(one_line(done))
 
 
 def _above_zero(temperature: float) -> float:
@@ -211,7 +209,7 @@ def report(
         page = write_comparison(runs, data, column=column) if len(runs) > 1 else None
         numbers = {} if page else write_report(runs[0], data, column=column)
     if page:
-        print(f"comparison: {page}")
+        print(one_line(f"comparison: {page}"))
         return
     found, margin = numbers["memory_on"]["bits_per_byte"], numbers["margin"]
     if margin is None:
@@ -223,8 +221,8 @@ def report(
         )
     for alarm in numbers["alarms"]:
         if alarm["until"] is None:
-            print(f"alarm since step {alarm['step']:,}: {alarm['text']}")
-    print(f"report: {Path(numbers['folder']) / 'report.html'}")
+            print(one_line(f"alarm since step {alarm['step']:,}: {alarm['text']}"))
+    print(one_line(f"report: {Path(numbers['folder']) / 'report.html'}"))
 
 
 @app.command()
@@ -272,4 +270,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message, code = str(error), 2 if config and isinstance(error, config.ConfigError) else 1
     except (KeyboardInterrupt, typer.Abort):  # of which has been told
         return 130
-    return say(" ".join(message.split()), code) if message else code  # none after a bare `atlas`: help was shown
+    return say(message, code) if message else code  # none after a bare `atlas`: help was shown

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..printing import one_line
+
 
 @contextmanager
 def loading() -> Iterator[None]:
@@ -30,10 +32,17 @@ def loading() -> Iterator[None]:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
-        logging.basicConfig(format="atlas: %(message)s", level=logging.WARNING)
+        handler = logging.StreamHandler()
+        handler.setFormatter(_OneLine("atlas: %(message)s"))
+        logging.basicConfig(handlers=[handler], level=logging.WARNING)
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|accelerate)\.")
         yield
+
+
+class _OneLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return one_line(super().format(record))
 
 
 @contextmanager
@@ -83,6 +92,7 @@ def interrupted(*_: object) -> None:
 def say(message: str, code: int) -> int:
     """An error, to standard error; to torchrun too, if it started this process, in the form that its report reads.
     Returns `code`, that of the process."""
+    message = one_line(message)
     rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     print(f"{'atlas' if count == '1' else f'atlas, process {rank} of {count}'}: {message}", file=sys.stderr, flush=True)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):

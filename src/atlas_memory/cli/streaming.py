@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from atlas_memory.data.tokens import CONTEXT
-from atlas_memory.evaluation.sampling import printable
+from atlas_memory.printing import printable
 
 AT_MOST = 64  # tokens that are decoded again and again
 

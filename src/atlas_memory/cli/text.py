@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from ..printing import one_line, tell
 from .loading import loading
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def _counting(source: Source, unit: str) -> Iterator[Callable[[int, int], None]]
 
         yield told
     seconds = time.monotonic() - began
-    console.print(f"read {said} in {seconds:.0f} s{source.remarks()}", highlight=False, markup=False, soft_wrap=True)
+    tell(console, f"read {said} in {seconds:.0f} s{source.remarks()}")
 
 
 @contextmanager
@@ -92,7 +93,7 @@ def prepare(
     source = Source(sources or None, column, split, subset, streaming, documents)
     with _of_options(), _counting(source, "tokens") as show:
         made = run(source, out, tokenizer, held_out, workers or min(8, _cores()), show)
-    print(made)
+    print(one_line(made))
 
 
 @tokenizer_app.command("train")
@@ -115,4 +116,4 @@ def train_(
     source = Source(sources or None, column, split, subset, streaming, documents)
     with _of_options(), _counting(source, "characters") as show:
         made = train_tokenizer(source, out, vocab_size, held_out, show)
-    print(f"{out}: {len(made):,} tokens; use it with data.tokenizer={out}")
+    print(one_line(f"{out}: {len(made):,} tokens; use it with data.tokenizer={out}"))

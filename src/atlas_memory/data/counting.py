@@ -16,12 +16,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from atlas_memory.printing import tell
+
 
 @contextmanager
 def counting(console: Console, what: str, total: int | None) -> Iterator[Callable[[int, str], None]]:
     """Say `what` is done; and on a terminal, until it is, show how much of `total` (None: unknown) has been, the time
     that is left, and details, as they are told."""
-    console.print(what, highlight=False, markup=False, soft_wrap=True)
+    tell(console, what)
     known = (BarColumn(10), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("left")) if total else ()
     columns = (SpinnerColumn(), *known, TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +47,3 @@ def sample(
             **choice,
         )
     return tokenizer.decode(out[0], skip_special_tokens=True)
-
-
-def printable(text: str) -> str:
-    """The text for a terminal: characters that would move its cursor or change its colours are escaped."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -18,8 +18,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from atlas_memory.data import Document
 from atlas_memory.data.tokens import encode
 from atlas_memory.evaluation.perplexity import bits_per_byte
-from atlas_memory.evaluation.sampling import printable, sample
+from atlas_memory.evaluation.sampling import sample
 from atlas_memory.observation.watching import evaluating
+from atlas_memory.printing import tell
 from atlas_memory.training.checkpoints import writing
 from atlas_memory.training.finite import not_finite
 from atlas_memory.training.logs import line
@@ -202,11 +203,9 @@ class Samples(AtStepEnd):
         written = text.removeprefix(self.prompt)
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line({"step": state.global_step, "prompt": self.prompt, "text": written}))
-        shown = printable(" ".join(written.split()))
+        shown = " ".join(written.split())
         shown = shown if len(shown) <= 100 else f"{shown[:100]} ..."
-        self.console.print(
-            f"sample after step {state.global_step:,}: {shown}", highlight=False, markup=False, soft_wrap=True
-        )
+        tell(self.console, f"sample after step {state.global_step:,}: {shown}")
 
 
 class JsonLog(TrainerCallback):
@@ -285,7 +284,7 @@ class ProgressBar(TrainerCallback):
             self._tenth, self._printed = int(10 * share), now
             step, loss, speed, left, held_out, passed, rate = parts
             text = "  ".join(filter(None, (step, f"{loss} nats/token", held_out, speed, rate, f"{passed}, {left}")))
-            self.console.print(f"training {share:4.0%}  {text}", highlight=False, soft_wrap=True)
+            tell(self.console, f"training {share:4.0%}  {text}")
 
     def _fitting(self, parts: tuple[str, ...]) -> str:
         """The first of the parts, the most important ones, as many as the terminal has room for behind the bar."""

@@ -44,6 +44,11 @@ def writing(path: Path) -> Iterator[None]:
     except (torch.AcceleratorError, torch.OutOfMemoryError):
         raise  # whose RuntimeErrors are of no file
     except (OSError, RuntimeError, SafetensorError) as error:  # PyTorch and safetensors have their own for a full disk
+        if not path.parent.is_dir():
+            raise OSError(
+                f"{path} could not be written: its folder is gone; put a copy back, and the run goes on from the "
+                f"checkpoint in it with: atlas train --resume output_dir={path.parent}; or begin again"
+            ) from error
         full = shutil.disk_usage(path.parent).free < 2**20
         reason = "the disk is full" if full else getattr(error, "strerror", None) or first_line(error)
         raise OSError(

@@ -18,6 +18,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import PRESETS, AtlasConfig
+from atlas_memory.printing import tell
 from atlas_memory.training import sharded
 from atlas_memory.training.checkpoints import SAVING, newest_checkpoint, number
 from atlas_memory.training.config import ConfigError, DataSection, ModelSection, RunConfig, load_saved
@@ -98,25 +99,23 @@ def check_needs(config: RunConfig, architecture: AtlasConfig, console: Console) 
         )
     for name in ("lanes", "carry", "pass_states") if config.data.order == "crops" else ():
         if (value := getattr(config.data, name)) != DataSection.model_fields[name].default:
-            console.print(f"warning: data.{name}={value} has no effect with data.order=crops", highlight=False)
+            tell(console, f"warning: data.{name}={value} has no effect with data.order=crops")
     chunk = architecture.memory_rule().window.chunk if BLOCKS[architecture.block].memory else 0
     if config.data.order != "crops" and architecture.hierarchy is None and chunk > 2 * config.data.longest:
-        console.print(
+        tell(
+            console,
             f"warning: memories read chunks of {chunk} tokens, and compute whole ones for each segment of "
             f"{config.data.longest}, since rows stand at different places: model.chunk_size={config.data.longest} "
             "takes a part of the time",
-            highlight=False,
-            soft_wrap=True,
         )
     if process() > 0 or without_weights(architecture).num_parameters() < LARGE:
         return
     needed = of_model(config, architecture, processes()).memory
     if needed > there:
-        console.print(
+        tell(
+            console,
             f"warning: about {needed / 1e9:.0f} GB are needed and there are {there / 1e9:.0f}: lower train.batch_size, "
             "data.seq_len or data.lanes, or take train.gradient_checkpointing=true; `atlas plan` tells what each costs",
-            highlight=False,
-            soft_wrap=True,
         )
 
 

@@ -20,6 +20,7 @@ from atlas_memory.data.tokens import encode
 from atlas_memory.models import AtlasForCausalLM
 from atlas_memory.observation import Alarm, alarms, effective_remembrance, summarise, trace
 from atlas_memory.observation.watching import memories
+from atlas_memory.printing import tell
 from atlas_memory.training import sharded
 from atlas_memory.training.callbacks import AtStepEnd, StopOnInterrupt
 from atlas_memory.training.checkpoints import writing
@@ -120,7 +121,7 @@ class MemoryWatch(AtStepEnd):
 
     def _raise(self, step: int, alarm: dict[str, str]) -> None:
         text = f"memory alarm after step {step:,}: {alarm['text']}"
-        self.console.print(text, style="bold red", highlight=False, markup=False, soft_wrap=True)
+        tell(self.console, text, style="bold red")
         self._tell(step, alarm)
         if self.on_alarm is not None:
             self.on_alarm(step, Alarm(alarm["kind"], alarm["memory"], alarm["text"]))
@@ -136,7 +137,7 @@ class MemoryWatch(AtStepEnd):
         except (OSError, HTTPException, ValueError) as error:  # training does not end for want of a listener
             self._untold.add(_key(alarm))
             text = f"train.alarm_webhook={self.webhook!r} could not be told: {error}; it is told after the next look"
-            self.console.print(text, markup=False)
+            tell(self.console, text)
 
 
 def _whole(config: Any, weights: dict[str, Any]) -> AtlasForCausalLM:
