@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from atlas_memory.cli import main
 from atlas_memory.data import byte_tokenizer
@@ -284,4 +285,11 @@ def test_a_tokenizer_without_padding(tmp_path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    assert train(settings(tmp_path, f"data.tokenizer={tmp_path / 'tokenizer'}")).steps == 6
+    named = f"data.tokenizer={tmp_path / 'tokenizer'}"
+    assert train(settings(tmp_path, named)).steps == 6
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-6"):  # as other tools ask for it
+        saved = AutoTokenizer.from_pretrained(folder)
+        assert saved.pad_token_id == saved.eos_token_id == 256 and len(saved) == len(tokenizer)
+    assert (
+        train(settings(tmp_path, f"data.tokenizer={tmp_path / 'tokenizer'}", "train.steps=7"), resume=True).steps == 7
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def save_model(
         made = folder / SAVING / "model"
         with writing(folder / WEIGHTS), _removed(folder / SAVING):
             model.save_pretrained(made, state_dict=weights)
-            text.tokenizer.save_pretrained(made)
+            padded(text.tokenizer).save_pretrained(made)
             state.save_to_json(str(made / STATE))
             make_readable(made)
             # How old the saved model is, as load_run asks, comes after the model.
@@ -39,6 +40,15 @@ def save_model(
             write_card(folder, model, text.about, state.global_step, bits)
     if processes() > 1:
         torch.distributed.barrier()
+
+
+def padded(tokenizer: Any) -> Any:
+    """A tokenizer to be saved. Many tools ask for a token to pad with: where it has none, that is its end of text. No
+    id changes, and the run's own tokenizer stays as it is."""
+    if tokenizer.pad_token is None:
+        tokenizer = deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from atlas_memory.training.checkpoints import SAVING, checkpoint_to_resume, numb
 from atlas_memory.training.checks import check_folder, check_needs, check_run, clear_start, describe, only_run, usable
 from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.examples import Examples, Text, batches, collate
-from atlas_memory.training.finished import save_again, save_model
+from atlas_memory.training.finished import padded, save_again, save_model
 from atlas_memory.training.finite import check_finite, finite, not_finite
 from atlas_memory.training.loaded import random_state, read_state
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, cut_logs, so_far
@@ -215,7 +215,7 @@ def _run(
         model,
         examples,
         args=arguments,
-        processing_class=text.tokenizer,
+        processing_class=padded(text.tokenizer),
         callbacks=[clock, interrupt, reader, writer, watch, log, bar],
     )
     trainer.told = lambda: watch.figures | ({} if reader.bits is None else {"held_out_bits_per_byte": reader.bits})
