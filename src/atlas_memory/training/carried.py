@@ -140,10 +140,11 @@ class CarriedStates:
             batches = [range(*rows) for rows in json.loads(about["rows"])]
             for rows, count in zip(batches, json.loads(about["seen"]), strict=True):
                 seen |= dict.fromkeys(rows, count)
-            for key, tensor in tensors.items():
-                n, name = key.split(".", 1)
-                for row, value in zip(batches[int(n)], tensor, strict=True):
-                    found.setdefault(row, {})[name] = value
+            with fitting(Path(place) / FILES):
+                for key, tensor in tensors.items():
+                    n, name = key.split(".", 1)
+                    for row, value in zip(batches[int(n)], tensor, strict=True):
+                        found.setdefault(row, {})[name] = value
         own = [row for rows in self._rows for row in rows]
         if missing := [row for row in own if row not in seen]:
             raise ValueError(
