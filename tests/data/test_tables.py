@@ -3,9 +3,11 @@
 import gzip
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -236,3 +238,22 @@ def test_files_are_read_without_datasets(tmp_path, monkeypatch, ending: str) -> 
     write(tmp_path / f"a{ending}")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert read(tmp_path / f"a{ending}") == ["a"]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
+def test_damaged_files_are_read_or_refused_in_words(tmp_path, ending: str) -> None:
+    """A hundred files of each kind with bytes changed, put in, taken out and cut off."""
+    random, path = np.random.default_rng(0), tmp_path / f"a{ending}"
+    rows = datasets.Dataset.from_dict({"text": [f'{i} é "q" 🙂\n' for i in range(30)], "x": list(range(30))})
+    write = {".csv": rows.to_csv, ".parquet": rows.to_parquet, ".tsv": partial(rows.to_csv, sep="\t")}
+    write.get(ending, rows.to_json)(path)
+    whole = path.read_bytes()
+    for _ in range(100):
+        content = bytearray(whole)
+        for at, size, new in zip(*random.integers(0, (len(content), 20, 4), (3, 3)).T, strict=True):
+            content[at : at + size * (new < 2)] = random.choice(list(b'"\n\\[]{},\t\xff\0'), new).tolist()
+        path.write_bytes(content if random.random() < 0.8 else content[: len(content) // 2])
+        try:
+            read(path)
+        except ValueError as error:
+            assert str(error).startswith("data.path=") and "\n" not in str(error) and len(str(error)) < 1500

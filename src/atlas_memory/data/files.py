@@ -18,11 +18,6 @@ def shown(name: str) -> str:
     return name.encode("utf-8", "replace").decode()
 
 
-def plain(name: str) -> str:
-    """A name as people may be shown it: what would steer a terminal, end a line or turn the writing is escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
-
-
 def files_under(root: Path, unreadable: Callable[[OSError], None]) -> list[str]:
     """Relative paths of the files under `root`, sorted within each folder; without hidden ones, prepared folders and
     runs. Links to folders are followed, and each folder is entered once. `unreadable` is told of those that cannot be,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_memory.data.files import PREPARED, plain
+from atlas_memory.data.files import PREPARED
 from atlas_memory.data.folders import check_new, new_folder
 from atlas_memory.data.sources import Document, Source
 from atlas_memory.data.streams import Tokens
@@ -111,8 +111,7 @@ class Prepared:
         return Corpus(self.source, (), held_out, self.skipped)
 
     def __str__(self) -> str:
-        amount = f"{self.documents:,} documents, {self.tokens:,} tokens"
-        return f"{plain(self.source)}, prepared in {str(self.folder)!r}: {amount}"
+        return f"{self.source}, prepared in {str(self.folder)!r}: {self.documents:,} documents, {self.tokens:,} tokens"
 
 
 def load_corpus(path: Any, **options: Any) -> Corpus:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atlas_memory.data.files import PREPARED, files_under, library_files, plain, shown
+from atlas_memory.data.files import PREPARED, files_under, library_files, shown
 from atlas_memory.data.folders import first_line
 from atlas_memory.data.parts import digest_of, how_to_convert, parts_of
 from atlas_memory.data.saved import SPLITS, is_saved_dataset, rows_of_dataset
@@ -79,12 +79,12 @@ class Source:
     def __str__(self) -> str:
         if self.path is None:
             return "the Python standard library's source"
-        return plain(str(self.path) if isinstance(self.path, str | Path) else ", ".join(self.path))
+        return str(self.path) if isinstance(self.path, str | Path) else ", ".join(self.path)
 
     def remarks(self) -> str:
         """How many were skipped, the names of the first of them, and which options nothing that was read asked for, as
         the end of a sentence; empty if there is nothing to say."""
-        names = ", ".join(plain(name) for name in self.first_skipped)
+        names = ", ".join(self.first_skipped)
         more = f" and {self.skipped - _NAMED} more" if self.skipped > _NAMED else ""
         said = f"; {self.skipped} skipped (not text, empty or copies): {names}{more}" if self.skipped else ""
         for name in ("column", "split", "subset", "streaming"):
@@ -220,12 +220,12 @@ class Source:
                 self.read += len(text)
                 if path.suffix.lower() in (".html", ".htm"):
                     words = "is read as it is, with its tags, and so are others like it"
-                    self._tell("tags", f"{plain(str(path))} {words}: take their text out before if that is not wanted")
+                    self._tell("tags", f"{path} {words}: take their text out before if that is not wanted")
                 if i == 0 and not self._is_new(digest, name):  # a copy of another file, or of nothing
                     if isinstance(self.path, str | Path) and path == Path(self.path).expanduser():
                         raise ValueError(f"data.path={str(path)!r} is empty")
                     if alone and self.skipped <= _NAMED:
-                        logger.warning("%s is left out: it is empty, or a copy of another", plain(str(path)))
+                        logger.warning("%s is left out: it is empty, or a copy of another", path)
                     return
                 yield Document(name, text, i > 0)
         except UnicodeDecodeError as error:
@@ -247,7 +247,7 @@ class Source:
             except UnicodeEncodeError:
                 self._skip(row)
                 words = "is left out, and so are others like it: it has half a character, or bytes that are not UTF-8"
-                self._tell("half", f"{plain(row)} {words} (convert what has another encoding first)")
+                self._tell("half", f"{row} {words} (convert what has another encoding first)")
                 continue
             if new:
                 yield Document(f"{name}:{i}", text)  # the name decides what is held out
@@ -259,8 +259,7 @@ class Source:
             logger.warning("%s", words)
 
     def _leave_out(self, error: OSError) -> None:
-        name = plain(str(error.filename))
-        self._tell(name, f"{name} cannot be read ({error.strerror}): it is left out")
+        self._tell(str(error.filename), f"{error.filename} cannot be read ({error.strerror}): it is left out")
 
     def _skip(self, name: str) -> None:
         self.skipped += 1

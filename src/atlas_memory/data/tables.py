@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from atlas_memory.data.files import plain
 from atlas_memory.data.folders import first_line
 from atlas_memory.data.parts import how_to_convert, is_packed_or_wide
 
@@ -174,5 +173,5 @@ def _columns(names: list[str]) -> str:
     """What to do about a table that has these columns, and none of the name that is asked for."""
     if len(names) == 1 and (other := next((sign for sign in ";\t|" if sign in names[0]), None)):
         return f"its columns are divided by {other!r}; put commas, or tabs in a file that ends in .tsv"
-    said = plain(", ".join(names[:20]))[:200]
+    said = " ".join(", ".join(names[:20]).split())[:200]
     return f"set data.column to one of {said}{', ...' if len(names) > 20 or len(said) == 200 else ''}"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atlas_memory.data.files import plain
 from atlas_memory.data.sources import Document, Source
 
 
@@ -50,7 +49,7 @@ class Corpus:
     def __str__(self) -> str:
         megabytes = [sum(len(d.text) for d in part) / 1e6 for part in (self.train, self.held_out)]
         return (
-            f"{plain(self.source)}: {len(self.train)} documents ({megabytes[0]:.2f}M characters) to train on, "
+            f"{self.source}: {len(self.train)} documents ({megabytes[0]:.2f}M characters) to train on, "
             f"{len(self.held_out)} ({megabytes[1]:.2f}M) held out{self.remarks}"
         )
 
