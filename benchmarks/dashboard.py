@@ -66,26 +66,27 @@ def _look(step: int, draw: np.random.Generator, alarm: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def served(*runs: Path) -> Iterator[str]:
-    """The address of a dashboard of runs, while it runs."""
+def served(*runs: Path, address: str = "localhost", within: Path | None = None) -> Iterator[str]:
+    """Where a dashboard of runs is, while it runs, started in the folder `within`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "atlas_memory", "dashboard", "--no-browser", "--port", str(port)]
+    command += ["--address", address]
     with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads holds 64 kB, and then the server
-        server = subprocess.Popen([*command, *map(str, runs)], stdout=said, stderr=subprocess.STDOUT)
+        server = subprocess.Popen([*command, *map(str, runs)], stdout=said, stderr=subprocess.STDOUT, cwd=within)
         try:
-            address = f"http://localhost:{port}"
+            url = f"http://localhost:{port}"
             for _ in range(600):
                 try:
-                    urllib.request.urlopen(f"{address}/_stcore/health", timeout=1).close()
+                    urllib.request.urlopen(f"{url}/_stcore/health", timeout=1).close()
                     break
                 except OSError:
                     if server.poll() is not None:
                         said.seek(0)
                         raise RuntimeError(f"the dashboard ended: {said.read()}") from None
                     time.sleep(0.1)
-            yield address
+            yield url
         finally:
             server.terminate()
             server.wait()

@@ -19,4 +19,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the folder in which `python -m` was called, whose files are not to be taken for modules
     sys.exit(main())
