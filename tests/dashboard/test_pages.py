@@ -1,5 +1,6 @@
 """The pages, in a real browser: what they show is read there."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from playwright.sync_api import expect
 
 from atlas_memory.dashboard.texts import MARKED, with_passage
 from atlas_memory.evaluation.reading import AGAIN
+from atlas_memory.training.logs import LOG, MEMORY, SAMPLES
 from benchmarks.dashboard import append, browser, chromium, made_run, served
 
 WAIT = 60_000  # milliseconds: this machine may be busy
@@ -157,6 +159,49 @@ def test_memories_and_settings_are_shown(opened: Any, shared: tuple[Path, str]) 
     expect(rule.get_by_text("gated-deltanet")).to_be_visible()  # the preset's: run.yaml names none
     page.get_by_role("link", name="Samples").click()
     expect(page.get_by_text("once upon a time 300")).to_be_visible()
+    page.close()
+
+
+@needs_browser
+def test_what_stands_in_files_is_shown_as_text(opened: Any, shared: tuple[Path, str]) -> None:
+    """It asks no other host, runs nothing, and takes down no page, whatever it is."""
+    folder, address = shared
+    evil = "![x](http://evil.example/x.png) <img src='http://evil.example/y.png' onerror='alert(1)'> $x^2$ :red[x]"
+    odd = made_run(folder / "<img src=x onerror=alert(1)> **b** $x^2$", steps=4, every=2)
+    values = f'{{rule: "{evil}", block: "{evil}", "{evil}": 0x{"f" * 9999}, long: "{"x" * 99999}", nothing: "\\0"}}'
+    (odd / "run.yaml").write_text(f"model: {values}\ntrain: {{watch_every: '{evil.replace(chr(39), '')}'}}\n")
+    (made_run(folder / "setting", steps=4) / LOG).unlink()
+    (folder / "setting" / LOG).mkdir()
+    made_run(folder / os.fsdecode(b"\xe9\x1b[31m"), steps=4)
+    alarm = {"kind": evil, "memory": evil, "text": f"{evil} \x1b[31m \0 \ud800 {'long ' * 9999}"}
+    heads = [1.0, math.inf, math.nan, None, 1e308]
+    memory = {"name": f"a.²:{evil} \ud800", "share": math.nan, "branch": math.inf, "error": [heads, []], "norm": heads}
+    append(odd / MEMORY, {"step": 5, "seconds": 1, "memories": []})
+    append(odd / MEMORY, {"step": 6, "seconds": 1, "remembrance": math.nan, "memories": [memory], "alarms": [alarm]})
+    append(odd / SAMPLES, {"step": 5, "prompt": "<script>alert(1)</script>", "text": evil})
+    append(odd / SAMPLES, {"step": 6, "prompt": f"{evil} \ud800\0\x1b[31m", "text": "x" * 2_000_000})
+    page = opened.new_page(viewport={"width": 1400, "height": 2400})
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("dialog", lambda dialog: asked.append(f"dialog: {dialog.message}") or dialog.dismiss())
+    for path, shown in (
+        ("", f"after step 6: {evil} \\x1b[31m \\x00 \\ud800 long"),
+        ("", "setting: log.jsonl cannot be read: it is a folder"),
+        ("settings", "setting"),
+        ("settings", evil),
+        ("memories", "norm"),
+        ("samples", f"{evil} \\ud800\\x00\\x1b[31m"),
+        ("reading", "tokens at most"),
+    ):
+        page.goto(f"{address}/{path}")
+        expect(page.get_by_text(shown).first).to_be_visible()
+        expect(page.get_by_test_id("stStatusWidget")).to_have_count(0)
+        assert page.get_by_test_id("stException").count() == 0, page.get_by_test_id("stException").all_inner_texts()
+    page.goto(f"{address}/memories")
+    page.get_by_role("combobox", name="run", exact=True).click()
+    page.get_by_role("option").last.click()
+    expect(page.get_by_text(evil).or_(page.get_by_text("Last look after step")).first).to_be_visible()
+    assert not [url for url in asked if not url.startswith((address, f"ws{address[4:]}", "data:", "blob:"))]
     page.close()
 
 

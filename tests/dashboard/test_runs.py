@@ -1,7 +1,10 @@
 """The logs of runs, as they grow."""
 
 import json
+import math
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +95,101 @@ def test_places_without_runs_are_refused(tmp_path: Path) -> None:
         find_runs([tmp_path])
 
 
+def _pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)  # to read it would be to wait for ever
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _link(path: Path, to: str) -> None:
+    path.unlink()
+    path.symlink_to(to)
+
+
+def _yaml(text: str) -> Callable[[Path], object]:
+    return lambda run: (run / "run.yaml").write_text(text)
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {  # how a run is spoilt, and what is said of it
+    "log is a folder": (lambda run: _folder(run / LOG), "log.jsonl cannot be read: it is a folder"),
+    "log is a pipe": (lambda run: _pipe(run / LOG), "log.jsonl cannot be read: it is no file"),
+    "log is a link to itself": (lambda run: _link(run / LOG, LOG), "log.jsonl cannot be read: Too many levels"),
+    "looks are a pipe": (lambda run: _pipe(run / MEMORY), "memory.jsonl cannot be read: it is no file"),
+    "samples are a folder": (lambda run: _folder(run / SAMPLES), "samples.jsonl cannot be read: it is a folder"),
+    "settings are a pipe": (lambda run: _pipe(run / "run.yaml"), "run.yaml cannot be read: it is no file"),
+    "settings are a folder": (lambda run: _folder(run / "run.yaml"), "run.yaml cannot be read: Is a directory"),
+    "settings are no YAML": (_yaml("a: [1\nb: {"), "run.yaml is not YAML (line 2"),
+    "settings are deep": (_yaml("a: " + "[" * 1500), "run.yaml is not YAML (it is"),
+    "settings are a list": (_yaml("- 1"), "run.yaml has no keys and values"),
+    "settings are no text": (lambda run: (run / "run.yaml").write_bytes(b"a: \xff"), "run.yaml is not UTF-8 text"),
+    "settings are huge": (_yaml("a: " + "x" * 2**20), "run.yaml cannot be read: it has"),
+    "log is not there": (lambda run: _link(run / LOG, "nowhere"), ""),
+    "what it reads is a pipe": (lambda run: _pipe(run / "data.json"), ""),
+    "model is a pipe": (lambda run: _pipe(run / "config.json"), ""),
+    "model is deep": (lambda run: (run / "config.json").write_text("[" * 10**5), ""),
+    "model is of nobody": (_yaml('model: {init_from: "~nobody/\\0"}'), ""),
+    "steps are odd": (_yaml("train: {steps: true, max_minutes: []}"), ""),
+    "steps are many": (_yaml(f"train: {{steps: 0x{'f' * 9999}}}"), ""),
+    "a checkpoint has an odd name": (lambda run: (run / "checkpoint-²").mkdir(), ""),
+    "a link goes round": (lambda run: (run / "round").symlink_to(run.parent), ""),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_spoilt_run_says_why_and_spoils_no_other(tmp_path: Path, how: str) -> None:
+    spoil, says = SPOILT[how]
+    for name in ("good", "spoilt"):
+        made_run(tmp_path / name, steps=4, every=2)
+    spoil(tmp_path / "spoilt")
+    good, spoilt = Runs([tmp_path]).all()
+    for run in (good, spoilt):
+        run.read()
+        assert run.written > 0 and isinstance(run.bytes, bool) and f"{run.rule} {run.goal} {run.alarms}"
+    assert [says in line for line in spoilt.unreadable] == [True] * bool(says)
+    assert len(good.steps) == 4 and len(good.looks) == 2 and good.goal == 4 and not good.unreadable
+
+
+def test_a_spoilt_run_that_is_mended_is_shown_again(tmp_path: Path) -> None:
+    run = Watched(made_run(tmp_path / "run", steps=4), "run")
+    whole = (tmp_path / "run" / LOG).read_text()
+    _folder(tmp_path / "run" / LOG)
+    run.read()
+    assert run.unreadable and not run.steps
+    (tmp_path / "run" / LOG).rmdir()
+    (tmp_path / "run" / LOG).write_text(whole)
+    run.read()
+    assert not run.unreadable and len(run.steps) == 4
+
+
+def test_a_closed_folder_is_named_and_the_rest_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, scandir = tmp_path / "closed", os.scandir
+    made_run(closed / "run", steps=1)
+    made_run(tmp_path / "open", steps=1)
+
+    def refusing(path: Any) -> Any:
+        if Path(path) == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", refusing)
+    places = Runs([tmp_path])
+    assert [run.name for run in places.all()] == ["open"]
+    assert places.missing == [f"no way into {str(closed)!r}: Permission denied"]
+    with pytest.raises(ValueError, match=r"no run at .*no way into .*closed': Permission denied"):
+        find_runs([closed])
+
+
+def test_names_are_shown_as_text(tmp_path: Path) -> None:
+    for name in (b"\xe9", b"\x1b[31m", "\u202e".encode(), b"line\nline"):
+        made_run(tmp_path / os.fsdecode(name), steps=1)
+    names = [run.name for run in Runs([tmp_path]).all()]
+    assert sorted(names) == ["\\u202e", "\\udce9", "\\x1b[31m", "line\nline"]
+
+
 def test_what_a_loss_is_in(tmp_path: Path) -> None:
     assert not in_bytes(tmp_path)
     for noted, known in (('{"bytes": true}', True), ('{"bytes": false}', False), ("{}", False), ("[", False)):
@@ -136,6 +234,7 @@ def test_a_look_may_lack_figures(tmp_path: Path) -> None:
     ("name", "change"),
     [
         *[(LOG, {"loss": value}) for value in (None, "y", [1.0], True, 10**400)],
+        *[(LOG, {"loss": value}) for value in (math.nan, math.inf, 1e308)],
         *[(LOG, {"elapsed": None}), (LOG, {"held_out_bits_per_byte": None}), (LOG, {"learning_rate": "1e-3"})],
         *[(MEMORY, {"memories": value}) for value in (None, {}, [None], [{"name": "m"}])],
         *[(MEMORY, {"memories": [HELD | {"share": "0.5"}]}), (MEMORY, {"memories": [HELD | {"norm": 1.0}]})],

@@ -1,19 +1,25 @@
 """The report."""
 
+import html
 import json
+import math
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 from matplotlib.figure import Figure
+from rich.console import Console
 
+from atlas_memory.cli.progress import telling
 from atlas_memory.report.comparison import write_comparison
 from atlas_memory.report.folders import folder_for
+from atlas_memory.report.names import short
 from atlas_memory.report.report import write_report
-from atlas_memory.report.words import amount, duration, headline
+from atlas_memory.report.words import DEMO_STEPS, amount, duration, headline, legible
 from atlas_memory.training import load_run, train
 from atlas_memory.training.texts import text_of
 from tests.training.small import copied, settings
@@ -146,6 +152,129 @@ def test_alarms_stand_above_the_report(watched: Path, tmp_path: Path) -> None:
     )
     page = _page(run)
     assert "A memory that learns while it reads" in page and "Alarm of steps 2 to 4, not seen since" in page
+
+
+ODD = {  # lines of memory.jsonl that a look of ours would not write
+    "no memories": [{"step": 4, "seconds": 1, "memories": []}, {"step": 6, "seconds": 1, "memories": []}],
+    "no figures": [{"share": None, "branch": None, "error": []}],
+    "no numbers": [
+        {"share": math.nan, "branch": math.inf, "error": [], "rank": [math.nan, math.inf], "half_life": [-1]}
+    ],
+    "other heads": [{"share": 1e308, "branch": 1, "error": [], "rank": [1.0], "written": [None, None, None]}],
+    "another kind of alarm": [{"share": 0.5, "branch": 1, "error": [], "alarm": "of a kind that is not known"}],
+}
+
+
+@pytest.mark.usefixtures("words_only")
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_looks_spoil_no_report(watched: Path, tmp_path: Path, odd: str) -> None:
+    run = copied(watched, tmp_path)
+    lines = ODD[odd]
+    if odd != "no memories":
+        name = "model.layers.{}.mixer"
+        memories = [{"name": name.format(layer)} | line for line in lines for layer in (0, 1)]
+        alarms = [{"kind": line["alarm"], "memory": "", "text": "<b>x"} for line in lines if "alarm" in line]
+        lines = [{"step": step, "seconds": 1, "memories": memories, "alarms": alarms} for step in (5, 6)]
+    with (run / "memory.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+    page = _page(run)
+    assert "By position" in page and "<b>x" not in page
+    assert ("A memory that is of no use" in page) == ("kind" in odd)
+
+
+@pytest.mark.usefixtures("finished", "words_only")
+def test_what_a_log_holds_spoils_no_report(tmp_path: Path) -> None:
+    with (tmp_path / "run" / "log.jsonl").open("a") as file:
+        file.write('no JSON\n{"step": 5, "loss": NaN, "elapsed": 1}\n{"step": 6, "loss": "2", "elapsed": 1}\n\0\n')
+    assert "Training" in _page(tmp_path / "run")
+    (tmp_path / "run" / "data.json").unlink()
+    os.mkfifo(tmp_path / "run" / "data.json")
+    (tmp_path / "run" / "log.jsonl").unlink()
+    (tmp_path / "run" / "log.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"log.jsonl' cannot be read \(it is a folder\)"):
+        write_report(tmp_path / "run")
+
+
+@pytest.mark.usefixtures("words_only")
+def test_a_run_that_time_ended_says_how_far_it_came(finished: Path) -> None:
+    described, log = finished / "run.yaml", finished / "log.jsonl"
+    assert "minutes that it had" not in _page(finished)
+    described.write_text(described.read_text().replace("max_minutes: null", "max_minutes: 0.5"))
+    log.write_text(re.sub('"elapsed": [0-9.]+', '"elapsed": 29.9', log.read_text()))
+    assert "minutes that it had" not in _page(finished)  # it was ended by something else
+    log.write_text(log.read_text().replace('"elapsed": 29.9', '"elapsed": 30.1'))
+    page = _page(finished)
+    assert "6 steps of 32 tokens in 30.1 seconds" in page
+    assert "The 0.5 minutes that it had were enough for 6 steps" in page and f"{DEMO_STEPS:,} in five" in page
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"In five minutes two cores made {DEMO_STEPS:,} steps" in readme
+
+
+@pytest.mark.usefixtures("finished", "words_only")
+def test_why_the_log_has_another_figure_is_said(tmp_path: Path) -> None:
+    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()][-1]
+    page = _page(tmp_path / "run")
+    assert f"{logged['held_out_bits_per_byte']:.3f} bits a byte after step 6, is not to be compared" in page
+    assert "8 streams of at most 128 tokens" in page
+    (tmp_path / "text.txt").write_text("a text of its own. " * 9)
+    numbers = write_report(tmp_path / "run", tmp_path / "text.txt", streams=2, sample_tokens=5)
+    assert numbers["held_out_in_training"] is None
+
+
+@pytest.mark.usefixtures("finished", "words_only")
+def test_a_report_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("SEGMENT", 64), ("WINDOWS", 4)):
+        monkeypatch.setattr(f"atlas_memory.evaluation.perplexity.{name}", size)
+    said: list[tuple[str, float]] = []
+    write_report(tmp_path / "run", streams=2, sample_tokens=5, told=lambda what, share: said.append((what, share)))
+    for how in ("as the model reads", "with the memory's writes off", "with the last 16 tokens only"):
+        shares = [share for what, share in said if what == f"reading 2 streams {how}"]
+        assert len(shares) > 1 and shares == sorted(shares) and shares[-1] == pytest.approx(1)
+    assert said[-1][1] == pytest.approx(1) and any(what == "writing a sample" for what, _ in said)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_command_tells_how_far_it_is(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([100.0, 101.0, 131.0, 132.0])
+    monkeypatch.setattr("atlas_memory.cli.progress.Console", partial(Console, force_terminal=terminal))
+    if not terminal:
+        monkeypatch.setattr("atlas_memory.cli.progress.time.monotonic", lambda: next(clock))
+    with telling("report") as told:
+        for what, share in (("[b]reading", 0.0), ("[b]reading", 0.2), ("[b]reading", 0.4), ("drawing", 0.0)):
+            told(what, share)
+    out, err = capsys.readouterr()
+    assert out == ""
+    if terminal:
+        assert "drawing" in err and "report: " not in err
+    else:
+        assert err == "report: [b]reading\nreport: [b]reading 40%\nreport: drawing\n"
+
+
+@pytest.mark.usefixtures("words_only")
+def test_names_on_the_page_of_a_comparison_are_text(finished: Path, tmp_path: Path) -> None:
+    names = ["<img src=x onerror=alert(1)>", '"_$x^2$ &amp; \x1b[31m\u202e', "javascript:alert(1)"]
+    runs = [Path(shutil.copytree(finished, tmp_path / "runs" / name)) for name in names]
+    described = runs[0] / "run.yaml"
+    described.write_text(described.read_text().replace("prompt: null", "prompt: <script>alert(1)</script>"))
+    page = write_comparison(runs, streams=2, sample_tokens=5)
+    text = page.read_text()
+    assert set(re.findall("<([a-z0-9]+)", text)) <= {
+        *("html", "meta", "title", "style", "h1", "h2", "p", "div", "table", "tr", "th", "td", "a", "img", "b"),
+    }
+    assert "<img src=x" not in text and "<img src=x onerror=alert(1)>" in html.unescape(text)
+    assert "<script>alert(1)</script>" in html.unescape(text) and "\\x1b[31m\\u202e" in text
+    links = re.findall('(?:href|src)="(.*?)"', text)
+    assert all((page.parent / unquote(link)).is_file() for link in links) and len(links) > 5
+
+
+def test_what_cannot_be_shown_is_escaped() -> None:
+    assert legible("a\0\x1b[31m\u202e\ud800\n\té") == "a\\x00\\x1b[31m\\u202e\\ud800\n\té"
+    assert legible("x" * 9, 4) == "xxxx…" and legible(10**5000) == "a huge number" and legible(None) == "None"
+    assert [short(name) for name in ("model.layers.11.mixer:local 3", "a.²", f"layers.{'9' * 5000}", ":\x1b")] == [
+        *("layer 12 local 3", "layer 1", "layer 1", "layer 1 \\x1b")
+    ]
 
 
 def test_the_headline_is_of_the_memories_that_raise_an_alarm() -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -18,6 +19,7 @@ from .. import __version__
 from ..printing import one_line
 from .loading import interrupted, loading, on_interrupt, say, take_any_text
 from .planning import plan
+from .progress import telling
 from .rules import rules
 from .text import data_app, tokenizer_app
 
@@ -162,11 +164,14 @@ def evaluate(
     _, documents = text_of(loaded, data, column)
     trained = (loaded.config or RunConfig()).data
     length = reading_length(trained.longest) if length is None else length
-    scores = {
-        name: bits_per_byte(loaded.model, loaded.tokenizer, documents, length, enabled, streams or None)
-        for name, enabled in (("memory_on", True), ("writes_off", False))
-        if writes is not (Writes.off if enabled else Writes.on)
-    }
+    scores = {}
+    with telling("evaluate") as told:
+        for name, enabled in (("memory_on", True), ("writes_off", False)):
+            if writes is not (Writes.off if enabled else Writes.on):
+                said = partial(told, f"reading with {name.replace('_', ' ')}")
+                scores[name] = bits_per_byte(
+                    loaded.model, loaded.tokenizer, documents, length, enabled, streams or None, told=said
+                )
     margin = scores["memory_on"].margin(scores["writes_off"]) if writes is Writes.both else None
     if as_json:
         found: dict[str, Any] = {name: score.to_dict() for name, score in scores.items()}
@@ -203,11 +208,11 @@ def report(
     with loading():
         from atlas_memory.report.comparison import write_comparison
         from atlas_memory.report.report import write_report
-        from atlas_memory.report.words import amount
+        from atlas_memory.report.words import amount, far_fewer
 
-    with Console(stderr=True).status(f"reading with {', '.join(map(str, runs))}, which may take minutes"):
-        page = write_comparison(runs, data, column=column) if len(runs) > 1 else None
-        numbers = {} if page else write_report(runs[0], data, column=column)
+    with telling("report") as told:
+        page = write_comparison(runs, data, column=column, told=told) if len(runs) > 1 else None
+        numbers = {} if page else write_report(runs[0], data, column=column, told=told)
     if page:
         print(one_line(f"comparison: {page}"))
         return
@@ -222,6 +227,8 @@ def report(
     for alarm in numbers["alarms"]:
         if alarm["until"] is None:
             print(one_line(f"alarm since step {alarm['step']:,}: {alarm['text']}"))
+    if fewer := far_fewer(numbers):
+        print(fewer)
     print(one_line(f"report: {Path(numbers['folder']) / 'report.html'}"))
 
 

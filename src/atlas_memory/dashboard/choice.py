@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import streamlit as st
 
-from atlas_memory.dashboard.runs import Runs, Watched
+from atlas_memory.dashboard.runs import Runs, Watched, newest
+from atlas_memory.dashboard.tables import note
 
 if TYPE_CHECKING:
     from atlas_memory.training.runs import Run
@@ -44,7 +45,7 @@ def choose() -> None:
     """Let people choose, and say which places have no run (any more)."""
     st.sidebar.multiselect("Runs", list(st.session_state["folders"]), key="runs")
     for line in st.session_state["missing"]:
-        st.error(f"There is {line}", icon=":material/folder_off:")
+        note(f"There is {line}", "warning")
     _follow()
 
 
@@ -93,7 +94,7 @@ def loaded(run: Watched) -> Run | None:
     """The model of a run as last saved."""
     saved = [*run.folder.glob("*.safetensors"), *run.folder.glob("checkpoint-*")]
     try:
-        return _load(str(run.folder), max((p.stat().st_mtime for p in saved), default=0.0))
+        return _load(str(run.folder), newest(saved))
     except (ValueError, OSError, RuntimeError) as error:
-        st.error(f"The model could not be loaded: {error}")
+        note(f"The model could not be loaded: {error}", "alarm")
         return None

@@ -13,11 +13,13 @@ from atlas_memory.dashboard import charts
 from atlas_memory.dashboard.choice import EVERY, READING, choose, chosen_runs, find, loaded, one, some
 from atlas_memory.dashboard.figures import CURVES, MEASURES
 from atlas_memory.dashboard.runs import Watched
-from atlas_memory.dashboard.tables import table
+from atlas_memory.dashboard.tables import note, table
 from atlas_memory.dashboard.texts import texts_page
+from atlas_memory.report.words import legible
 
 _UNITS = {True: "bits per byte", False: "nats per token"}
 LIVE = 60.0  # seconds after its last line for which a run counts as under way
+SAMPLE = 20_000  # characters of a sample that are shown
 
 
 def _side_by_side(drawn: Sequence[tuple[charts.Spec | None, str]]) -> None:
@@ -44,7 +46,7 @@ def _each(lines: str, key: str, scale: bool = False) -> Callable[[Watched], Iter
 
 def _share(run: Watched) -> Iterable[tuple[int, float | None]]:
     for look in run.looks:
-        known = [memory["share"] for memory in look["memories"] if memory["share"] is not None]
+        known = [share for memory in look["memories"] if (share := memory["share"]) is not None and np.isfinite(share)]
         yield look["step"], float(np.mean(known)) if known else None
 
 
@@ -52,15 +54,18 @@ def _share(run: Watched) -> Iterable[tuple[int, float | None]]:
 def _alarms_and_curves() -> None:
     runs = chosen_runs()
     for run in runs:
+        for reason in run.unreadable:
+            note(f": {reason}", "warning", run.name)
         for step, until, text in run.alarms:
             if until is None:
-                st.error(f"**{run.name}**, after step {step:,}: {text}", icon=":material/notifications_active:")
+                note(f", after step {step:,}: {text}", "alarm", run.name)
             else:
-                st.info(f"**{run.name}**, steps {step:,} to {until:,}, not seen since: {text}")
+                note(f", steps {step:,} to {until:,}, not seen since: {text}", "info", run.name)
         if run.damaged:
             lines = "line" if run.damaged == 1 else "lines"
-            st.warning(f"**{run.name}**: {run.damaged} damaged {lines} of its logs left out")
-    table([_row(run) for run in runs])
+            note(f": {run.damaged} damaged {lines} of its logs left out", "warning", run.name)
+    rows = [_row(run) for run in runs]
+    table(rows[0], [row.values() for row in rows])
     of_bytes = {run.bytes for run in runs}
     unit = "bits per byte, of words nats per token" if len(of_bytes) > 1 else _UNITS[all(of_bytes)]
     shown = {
@@ -85,7 +90,7 @@ def _row(run: Watched) -> dict[str, str]:
     share = [value for _, value in _share(run) if value is not None]
     by, unit = (1 / np.log(2), "bits") if run.bytes else (1.0, "nats")
     done = f"{last['step']:,}" if last else "none"
-    live = last and time.time() - _written(run) < LIVE and last["step"] != run.goal
+    live = last and time.time() - run.written < LIVE and last["step"] != run.goal
     return {
         "run": run.name,
         "rule": run.rule if run.remembers else run.block,
@@ -96,10 +101,6 @@ def _row(run: Watched) -> dict[str, str]:
         "alarms": str(sum(until is None for _, until, _ in run.alarms)),
         "minutes": f"{last['elapsed'] / 60:.1f}" if last else "",
     }
-
-
-def _written(run: Watched) -> float:
-    return max((p.stat().st_mtime for p in run.folder.glob("*.jsonl")), default=0.0)
 
 
 def runs_page() -> None:
@@ -121,14 +122,15 @@ def memories_page() -> None:
 def _heat_maps(run: Watched) -> None:
     chosen_runs()
     if not run.remembers:
-        st.info(f"This model has no memory (model.block={run.block}).")
+        note(f"This model has no memory (model.block={run.block}).", "info")
         return
     if not run.looks:
         every = run.config.get("train.watch_every", 100)
-        st.info(
+        note(
             f"There is no look at its memories yet; one is taken every {every} steps (train.watch_every)."
             if every
-            else "Nothing looks at its memories (train.watch_every=0)."
+            else "Nothing looks at its memories (train.watch_every=0).",
+            "info",
         )
         return
     known = charts.measures(run.looks)
@@ -159,15 +161,15 @@ def settings_page() -> None:
     found = {run.name: run.config | ({"model.rule": run.rule} if run.rule else {}) for run in runs}
     keys = list(dict.fromkeys(key for of_run in found.values() for key in of_run))
 
-    def row(key: str) -> dict[str, str]:
-        return {"setting": key} | {name: str(of_run.get(key, "")) for name, of_run in found.items()}
+    def row(key: str) -> list[str]:
+        return [key, *(legible(of_run.get(key, "")) for of_run in found.values())]
 
-    differ = [key for key in keys if len({str(of_run.get(key)) for of_run in found.values()}) > 1]
+    differ = [key for key in keys if len({legible(of_run.get(key)) for of_run in found.values()}) > 1]
     if len(runs) > 1:
         st.subheader("What differs")
-        table([row(key) for key in differ], wrap=True)
+        table(["setting", *found], [row(key) for key in differ], wrap=True)
     with st.expander("All settings", expanded=len(runs) == 1):
-        table([row(key) for key in keys], wrap=True)
+        table(["setting", *found], [row(key) for key in keys], wrap=True)
 
 
 def samples_page() -> None:
@@ -190,9 +192,9 @@ def samples_page() -> None:
             with READING:
                 text = sample(model.model, model.tokenizer, prompt, int(count), temperature)
         except (ValueError, RuntimeError) as error:
-            st.error(f"Nothing could be written: {error}")
+            note(f"Nothing could be written: {error}", "alarm")
             return
-        st.code(text, language=None, wrap_lines=True)
+        st.code(legible(text, SAMPLE), language=None, wrap_lines=True)
 
 
 @st.fragment(run_every=EVERY)
@@ -204,7 +206,7 @@ def _written_samples(run: Watched) -> None:
     by_step = {line["step"]: line for line in run.samples}
     steps = list(by_step)
     step = st.select_slider("after step", steps, value=steps[-1]) if len(steps) > 1 else steps[0]
-    st.code(by_step[step]["prompt"] + by_step[step]["text"], language=None, wrap_lines=True)
+    st.code(legible(by_step[step]["prompt"] + by_step[step]["text"], SAMPLE), language=None, wrap_lines=True)
 
 
 def main() -> None:

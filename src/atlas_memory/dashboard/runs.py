@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from atlas_memory.models import PRESETS  # without torch
-from atlas_memory.report.words import raised
+from atlas_memory.report.words import legible, raised
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, USABLE, Log
 from atlas_memory.training.settings import UNASKED_STEPS, flat_settings, in_bytes
+from atlas_memory.training.yaml_files import small_text
 
 SIGNS = (LOG, "run.yaml")  # of a run: either
 # What `AtlasConfig` and `BLOCKS` say too, which load torch.
@@ -29,6 +31,7 @@ class Watched:
         config: its `run.yaml` as flat keys, such as "train.steps".
         steps, looks, samples: lines of log.jsonl, memory.jsonl and samples.jsonl, as of the last `read`.
         damaged: lines of them that are of no use.
+        unreadable: a line for each of its files that is there and cannot be read, with the reason.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -44,10 +47,16 @@ class Watched:
         with self._lock:
             self.steps, self.looks, self.samples = [log.read() for log in self._logs]
             self.damaged = sum(log.damaged for log in self._logs)
-            self.config = flat_settings(self.folder) or self.config  # a run that goes on may have more steps
+            self.unreadable = [
+                f"{log.path.name} cannot be read: {log.unreadable}" for log in self._logs if log.unreadable
+            ]
+            try:
+                self.config = flat_settings(self.folder) or self.config  # a run that goes on may have more steps
+            except ValueError as error:
+                self.unreadable.append(str(error))
             if not self._model:
-                first = self.config.get("model.init_from")
-                self._model = _saved(self.folder) or (_saved(Path(str(first)).expanduser()) if first else {})
+                first = os.path.expanduser(str(self.config.get("model.init_from") or ""))
+                self._model = _saved(self.folder) or (_saved(Path(first)) if first else {})
 
     @property
     def goal(self) -> int | None:
@@ -55,7 +64,12 @@ class Watched:
         goal, minutes = self.config.get("train.steps"), self.config.get("train.max_minutes")
         if goal is None and minutes is None and self.config:
             return UNASKED_STEPS
-        return goal if isinstance(goal, int) else None
+        return goal if type(goal) is int and goal < 1 << 63 else None
+
+    @property
+    def written(self) -> float:
+        """When one of its logs was written last."""
+        return newest(log.path for log in self._logs)
 
     @property
     def bytes(self) -> bool:
@@ -90,23 +104,38 @@ class Watched:
 
 def find_runs(places: Sequence[str | Path]) -> list[Path]:
     """The runs among folders and in them, each once, in the order of their names; ValueError if a place has none."""
-    return list(dict.fromkeys(folder for place in places for folder in _in(Path(place))))
+    return list(dict.fromkeys(folder for place in places for folder in _in(Path(place), [])))
 
 
-def _in(place: Path) -> list[Path]:
-    if not place.is_dir():
+def _in(place: Path, closed: list[str]) -> list[Path]:
+    """The runs in a folder; those in it that cannot be read are named in `closed`."""
+    if not os.path.isdir(place):
         raise ValueError(f"no run at {str(place)!r}: the folder does not exist")
-    inside = sorted(Path(at) for at, _, files in os.walk(place) if {*files} & {*SIGNS})
+    refused: list[OSError] = []
+    walked = os.walk(place, onerror=refused.append)
+    inside = sorted(Path(at) for at, folders, files in walked if {*folders, *files} & {*SIGNS})
+    closed += [f"no way into {str(error.filename)!r}: {error.strerror}" for error in refused]
     if not inside:
-        raise ValueError(f"no run at {str(place)!r}: neither the folder nor one in it holds a {' or a '.join(SIGNS)}")
+        found = f"neither the folder nor one in it holds a {' or a '.join(SIGNS)}"
+        raise ValueError(f"no run at {str(place)!r}: {', '.join([found, *closed])}")
     return [folder.resolve() for folder in inside]
+
+
+def newest(paths: Iterable[Path]) -> float:
+    """When one of these was changed last, in seconds; 0 where none is there."""
+    times = [0.0]
+    for path in paths:
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times)
 
 
 class Runs:
     """The runs in places, as they come and go.
 
     Attributes:
-        missing: a line for each place that had no run when it was looked at last.
+        missing: a line for each place that had no run when it was looked at last, and for each folder in one that could
+            not be looked into.
     """
 
     def __init__(self, places: Sequence[str | Path]) -> None:
@@ -122,14 +151,14 @@ class Runs:
         if due and begun < self._due:
             return list(self._known.values())
         folders: dict[Path, None] = {}
-        missing = []
+        missing: list[str] = []
         for place in self.places:
             try:
-                folders |= dict.fromkeys(find_runs([place]))
+                folders |= dict.fromkeys(_in(Path(place), missing))
             except ValueError as error:
                 missing.append(str(error))
         above = Path(os.path.commonpath([folder.parent for folder in folders] or [Path("/")]))
-        names = {folder: str(folder.relative_to(above)) for folder in folders}
+        names = {folder: legible(folder.relative_to(above), 1 << 16) for folder in folders}
         known = self._known
         self._known = {
             folder: known[folder] if folder in known and known[folder].name == name else Watched(folder, name)
@@ -142,7 +171,7 @@ class Runs:
 def _saved(folder: Path) -> dict[str, Any]:
     """The configuration of the model in a folder; nothing where there is none, or not whole yet."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(small_text(folder / "config.json"))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -9,6 +9,7 @@ import streamlit as st
 
 from atlas_memory.dashboard import charts
 from atlas_memory.dashboard.choice import READING, loaded, one
+from atlas_memory.dashboard.tables import note
 
 if TYPE_CHECKING:
     from atlas_memory.evaluation.reading import Reading
@@ -82,7 +83,7 @@ def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, R
             ids = with_passage(ids, again, later)
             return f"{name}, read by {run.folder.name}", read(run.model, run.tokenizer, ids, recent=trained)
     except (ValueError, OSError, RuntimeError) as error:
-        st.error(f"The text could not be read: {error}".replace("give another by --data", "paste a text"))
+        note(f"The text could not be read: {error}".replace("give another by --data", "paste a text"), "alarm")
         return None
 
 
@@ -115,7 +116,7 @@ def _reading(name: str, reading: Reading) -> None:
         words += f"; what its memories wrote saved {np.nanmean(reading.saved):.3f}"
     if reading.older is not None:
         words += f", and what was more than {reading.recent:,} tokens back {np.nanmean(reading.older):.4f}"
-    st.write(words + ".")
+    note(words + ".")
     st.vega_lite_chart(charts.reading_along(reading), width="stretch", theme=None)
     page = reading_page(name, reading, back=None)
     st.iframe(page, height=700)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from atlas_memory.observation.writes import memory_writes
 
 SEGMENT = 256  # tokens given to the model in one call
 ROWS, WINDOWS = 8, 64  # streams, and windows of recent tokens, that are read side by side
+Told = Callable[[float], None]
+"""What is told, while something is read, which share of it has been."""
 
 
 def reading_length(seq_len: int) -> int:
@@ -100,6 +102,7 @@ def bits_per_byte(
     writes: bool = True,
     streams: int | None = None,
     recent: int | None = None,
+    told: Told | None = None,
 ) -> Score:
     """Read the documents as streams of at most `length` tokens, in segments, carrying the state between them.
 
@@ -108,8 +111,8 @@ def bits_per_byte(
     read with the last recent / 2 to `recent` tokens in it and nothing older: against the same text read without,
     it tells what older tokens are worth. `streams` limits how many are read: the longest
     ones, taken in turn from the documents at random places, so that with enough text all have the full length
-    and every position is measured on the same streams. ValueError if there is no text or an argument is below
-    1.
+    and every position is measured on the same streams. `told`: is told how much has been read, while it is. ValueError
+    if there is no text or an argument is below 1.
     """
     if length < 1:
         raise ValueError(f"length={length} must be at least 1")
@@ -125,7 +128,8 @@ def bits_per_byte(
     with evaluating(model), memory_writes(model, writes), torch.inference_mode():
         for first in range(0, len(cut), ROWS):
             rows = cut[first : first + ROWS]
-            for row, nats in enumerate(_nats(model, tokenizer.eos_token_id, [ids for ids, _ in rows], recent)):
+            part = _part(told, first / len(cut), len(rows) / len(cut))
+            for row, nats in enumerate(_nats(model, tokenizer.eos_token_id, [ids for ids, _ in rows], recent, part)):
                 bucket = np.searchsorted(edges, np.arange(len(nats)), side="right") - 1
                 np.add.at(bits[first + row], bucket, nats / math.log(2))
                 np.add.at(counts[first + row], bucket, rows[row][1])
@@ -167,18 +171,23 @@ def _edges(longest: int) -> tuple[int, ...]:
     return tuple(edges)
 
 
-def _nats(model: Any, start: int, rows: list[np.ndarray], recent: int | None) -> list[np.ndarray]:
+def _part(told: Told | None, begin: float, share: float) -> Told | None:
+    """What is told of a part what `told` is told of the whole."""
+    return None if told is None else lambda done: told(begin + share * done)
+
+
+def _nats(model: Any, start: int, rows: list[np.ndarray], recent: int | None, told: Told | None) -> list[np.ndarray]:
     """The negative log-likelihood of every token of every row, float64 `[tokens of the row]`."""
     longest = max(len(row) for row in rows)
     tokens = torch.full((len(rows), longest + 1), start, dtype=torch.long)  # padding on the right changes nothing
     for i, row in enumerate(rows):
         tokens[i, 1 : len(row) + 1] = torch.from_numpy(row.astype(np.int64))
     tokens = tokens.to(model.device)
-    nats = token_nats(model, tokens) if recent is None else recent_nats(model, tokens, recent)
+    nats = token_nats(model, tokens, told) if recent is None else recent_nats(model, tokens, recent, told)
     return [nats[i, : len(row)] for i, row in enumerate(rows)]
 
 
-def token_nats(model: Any, tokens: torch.Tensor) -> np.ndarray:
+def token_nats(model: Any, tokens: torch.Tensor, told: Told | None = None) -> np.ndarray:
     """The negative log-likelihood of every token but the first, from an empty memory: `[rows, tokens - 1]`."""
     cache, found = None, []
     for inputs, targets in zip(tokens[:, :-1].split(SEGMENT, 1), tokens[:, 1:].split(SEGMENT, 1), strict=True):
@@ -186,10 +195,12 @@ def token_nats(model: Any, tokens: torch.Tensor) -> np.ndarray:
         cache = out.past_key_values
         logits = out.logits.float().transpose(1, 2)
         found.append(nn.functional.cross_entropy(logits, targets, reduction="none").cpu())
+        if told is not None:
+            told(min(1.0, len(found) * SEGMENT / max(1, tokens.shape[1] - 1)))
     return torch.cat(found, 1).double().numpy()
 
 
-def recent_nats(model: Any, tokens: torch.Tensor, recent: int) -> np.ndarray:
+def recent_nats(model: Any, tokens: torch.Tensor, recent: int, told: Told | None = None) -> np.ndarray:
     """As ``token_nats``, from a memory of the last ``recent // 2`` to ``recent`` tokens only: windows of so many that
     overlap by half, read side by side, of which the second halves count."""
     half, count = recent // 2, tokens.shape[1] - 1
@@ -197,6 +208,10 @@ def recent_nats(model: Any, tokens: torch.Tensor, recent: int) -> np.ndarray:
     found = [token_nats(model, whole[:, : half + 1])]
     if whole.shape[1] > half + 1:
         windows = whole.unfold(1, 2 * half + 1, half)  # [rows, windows, tokens]
-        parts = [token_nats(model, part)[:, half:] for part in windows.flatten(0, 1).split(WINDOWS)]
+        groups = windows.flatten(0, 1).split(WINDOWS)
+        parts = [
+            token_nats(model, group, _part(told, n / len(groups), 1 / len(groups)))[:, half:]
+            for n, group in enumerate(groups)
+        ]
         found.append(np.concatenate(parts).reshape(len(tokens), -1))
     return np.concatenate(found, 1)[:, :count]

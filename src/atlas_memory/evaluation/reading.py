@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from atlas_memory.data.tokens import CONTEXT
-from atlas_memory.evaluation.perplexity import recent_nats, token_nats
+from atlas_memory.evaluation.perplexity import Told, recent_nats, token_nats
 from atlas_memory.observation.watching import evaluating, memories
 from atlas_memory.observation.writes import memory_writes
 
@@ -52,15 +52,20 @@ class Reading:
 
 
 def read(
-    model: Any, tokenizer: Any, ids: np.ndarray, cost: np.ndarray | None = None, recent: int | None = None
+    model: Any,
+    tokenizer: Any,
+    ids: np.ndarray,
+    cost: np.ndarray | None = None,
+    recent: int | None = None,
+    told: Told | None = None,
 ) -> Reading:
     """Read tokens ``[tokens]`` with a model; ``cost`` in bits, where it is known. With ``recent``, of at least 2, read
-    them without what is older too."""
+    them without what is older too. ``told`` is told of each of these readings how much of it has been done."""
     tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
 
     def bits(last: int | None = None) -> np.ndarray:
         with evaluating(model), torch.inference_mode():
-            nats = token_nats(model, tokens) if last is None else recent_nats(model, tokens, last)
+            nats = token_nats(model, tokens, told) if last is None else recent_nats(model, tokens, last, told)
         return np.append(np.nan, nats[0] / math.log(2))
 
     cost, saved = bits() if cost is None else cost, None

@@ -17,10 +17,10 @@ from matplotlib.ticker import FixedLocator
 from atlas_memory.report.figures import canvas, labelled, plain_names, stroke, tidy
 from atlas_memory.report.folders import folder_for, place, written
 from atlas_memory.report.names import COLOURS
-from atlas_memory.report.page import document, picture, table
+from atlas_memory.report.page import cells, document, picture, table
 from atlas_memory.report.pictures import running_mean
-from atlas_memory.report.report import write_report
-from atlas_memory.report.words import amount
+from atlas_memory.report.report import Told, write_report
+from atlas_memory.report.words import amount, legible
 from atlas_memory.training.logs import LOG, MEMORY, read_log
 from atlas_memory.training.runs import load_run
 from atlas_memory.training.settings import flat_settings, in_bytes
@@ -32,18 +32,22 @@ def write_comparison(
     streams: int = 16,
     sample_tokens: int = 400,
     column: str | None = None,
+    told: Told = lambda what, share: None,
 ) -> Path:
     """Write the report of each run, as ``write_report`` does, and a folder ``comparison`` beside the runs (where they
     lie in no folder that can be written to, beside the first), with the page that compares them (of a text that
-    ``data`` names, ``comparison-NAME``). Returns the page's path; ValueError if a run cannot be read or is named
-    twice."""
+    ``data`` names, ``comparison-NAME``). ``told`` hears how far it is. Returns the page's path; ValueError if a run
+    cannot be read or is named twice."""
     paths = [Path(folder).resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise ValueError(f"a run is named twice among {', '.join(map(str, folders))}")
     above, names = _beside(paths)
     for path in paths:
         load_run(path)  # which finds what is wrong with the last before the first is read
-    reports = [write_report(path, data, streams, sample_tokens, column) for path in paths]
+    reports = [
+        write_report(path, data, streams, sample_tokens, column, _of(name, told))
+        for path, name in zip(paths, names, strict=True)
+    ]
     target = folder_for(above, "comparison", data)
     ends = [math.inf if report["steps"] is None else report["steps"] for report in reports]  # where models were saved
 
@@ -57,7 +61,7 @@ def write_comparison(
         if has_logs:
             _losses(made / "loss.png", names, logs, all(map(in_bytes, paths)))
         _positions(made / "position.png", names, reports)
-        has_looks = any(len(of_run) > 1 for of_run in looks.values())
+        has_looks = any(len([look for look in of_run if _known_shares(look)]) > 1 for of_run in looks.values())
         if has_looks:
             _shares(made / "share.png", looks)
         links = [os.path.relpath(Path(report["folder"]) / "report.html", target) for report in reports]
@@ -68,6 +72,11 @@ def write_comparison(
     return target / "comparison.html"
 
 
+def _of(name: str, told: Told) -> Told:
+    """What says of which run it is what `told` is told."""
+    return lambda what, share: told(f"{name}: {what}", share)
+
+
 def _rule(report: dict[str, Any]) -> dict[str, Any]:
     """The setting ``model.rule`` of a run, which the preset decides where its settings do not name it."""
     return {"model.rule": report["rule"]} if report["rule"] else {}
@@ -76,7 +85,7 @@ def _rule(report: dict[str, Any]) -> dict[str, Any]:
 def _beside(paths: Sequence[Path]) -> tuple[Path, list[str]]:
     """The folder of a comparison of these runs, and their names in it."""
     above = Path(os.path.commonpath([path.parent for path in paths]))
-    names = [str(path.relative_to(above)) for path in paths]
+    names = [legible(path.relative_to(above)) for path in paths]
     usable = above != Path(above.anchor) and os.access(above, os.W_OK)
     return above if usable else paths[0].parent, names
 
@@ -142,7 +151,8 @@ def _shares(path: Path, looks: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def _known_shares(look: dict[str, Any]) -> list[float]:
-    return [memory["share"] for memory in look["memories"] if memory["share"] is not None]
+    shares = [memory["share"] for memory in look["memories"]]
+    return [share for share in shares if share is not None and math.isfinite(share)]
 
 
 def _page(
@@ -158,8 +168,8 @@ def _page(
     heads += ["parameters", "steps"]
     rows = [_row(*each) for each in zip(names, links, reports, looks, strict=True)]
     keys = list(dict.fromkeys(key for each in settings for key in each))
-    differ = [key for key in keys if len({str(each.get(key)) for each in settings}) > 1]
-    others = [[key, *(str(each.get(key, "")) for each in settings)] for key in differ]
+    differ = [key for key in keys if len({legible(each.get(key)) for each in settings}) > 1]
+    others = [[key, *(legible(each.get(key, "")) for each in settings)] for key in differ]
     texts = {report["text_digest"] for report in reports}
     reads = dict.fromkeys(f"{report['text']}, {report['read']}" for report in reports)
     parts = [
@@ -179,7 +189,7 @@ def _page(
         if has_looks
         else "",
         "<h2>Settings that differ</h2>",
-        table(["setting", *names], ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in others]),
+        table(["setting", *names], [cells(*row) for row in others]),
     ]
     return document("Comparison", "".join(parts))
 
@@ -187,11 +197,9 @@ def _page(
 def _row(name: str, link: str, report: dict[str, Any], looks: list[dict[str, Any]]) -> str:
     margin, older = report["margin"], report["beyond_training_length"]
     share = sorted(_known_shares(looks[-1])) if looks else []
-    cells = [
-        f'<a href="{html.escape(quote(link))}">{html.escape(name)}</a>',
-        html.escape(str(report["block"])),
-        html.escape(str(report["rule"] or "")),
-        _alarms(report["alarms"]) if looks else "",
+    linked = f'<td><a href="{html.escape(quote(os.fsencode(link)))}">{html.escape(name)}</a></td>'
+    alarms = f"<td>{_alarms(report['alarms']) if looks else ''}</td>"
+    figures = [
         " to ".join(dict.fromkeys(f"{end:.2f}" for end in share[:1] + share[-1:])),
         f"{report['memory_on']['bits_per_byte']:.4f}",
         "" if margin is None else amount(margin),
@@ -199,7 +207,7 @@ def _row(name: str, link: str, report: dict[str, Any], looks: list[dict[str, Any
         f"{report['parameters']:,}",
         "" if report["steps"] is None else f"{report['steps']:,}",
     ]
-    return "".join(f"<td>{cell}</td>" for cell in cells)
+    return linked + cells(report["block"], report["rule"] or "") + alarms + cells(*figures)
 
 
 def _alarms(alarms: Sequence[dict[str, Any]]) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+from atlas_memory.report.words import legible
+
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A8A8A"
 COLOURS = (BLUE, ORANGE, GREEN, PINK, "#56B4E9", "#E69F00", "#000000", GREY, "#7A4EAB", "#8C564B")  # of runs
@@ -16,5 +20,6 @@ GATES = {  # name: (label, colour)
 
 def short(name: str) -> str:
     """A memory's name for a picture: the number of its layer, and what it is called within it."""
-    number = next((int(part) for part in name.split(":")[0].split(".") if part.isdigit()), 0)
-    return f"layer {number + 1} {name.partition(':')[2]}".rstrip()
+    layer, _, own = name.partition(":")
+    number = re.search(r"(?<![^.])[0-9]{1,9}(?![^.])", layer)
+    return f"layer {int(number[0]) + 1 if number else 1} {legible(own, 60)}".rstrip()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import html
 from typing import Any
 
+from atlas_memory.data.files import shown
 from atlas_memory.report.names import short
-from atlas_memory.report.words import amount, duration, headline, size
+from atlas_memory.report.words import amount, count, duration, far_fewer, headline, size
 
 MEANING = {
     "alpha": "retention: what share of the old memory is kept at a token",
@@ -27,6 +28,7 @@ td, th { padding: .2rem 1rem .2rem 0; text-align: left; font-variant-numeric: ta
 .hint { display: none } @media (max-width: 58rem) { .hint { display: block; margin: 0; color: #555; font-size: 14px } }
 .alarm { border-left: 5px solid #c00000; background: #fdecec; padding: .5rem 1rem } .was { color: #555 }
 .raised { color: #c00000 }
+summary { cursor: pointer; font-weight: 600 }
 .big { font-size: 1.3rem } .given { color: #777 } .about { color: #555; font-size: 15px }
 """
 
@@ -38,6 +40,7 @@ def page(numbers: dict[str, Any], has_log: bool, has_looks: bool) -> str:
         "".join(map(_alarm, numbers["alarms"])),
         f'<p class="about">{_about(numbers)}</p>',
         f'<p class="big">{_result(numbers)}</p>',
+        f"<p>{html.escape(' '.join(filter(None, (far_fewer(numbers), _other_held_out(numbers)))))}</p>",
         _training(has_looks) if has_log else "",
         _positions(numbers),
         _gates(numbers) if numbers["gates"]["memories"] else "",
@@ -51,8 +54,8 @@ def page(numbers: dict[str, Any], has_log: bool, has_looks: bool) -> str:
 
 
 def document(title: str, body: str, style: str = STYLE) -> str:
-    """A whole page of HTML."""
-    return (
+    """A whole page of HTML, of characters that can be written."""
+    return shown(
         '<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{html.escape(title)}</title>\n<style>{style}</style>\n{body}\n</html>\n"
     )
@@ -69,7 +72,8 @@ def _alarm(alarm: dict[str, Any]) -> str:
 def _about(numbers: dict[str, Any]) -> str:
     steps = ""
     if numbers["steps"] is not None:
-        steps = f"{numbers['steps']:,} steps in {duration(numbers['training_seconds'])}, "
+        of = f" of {numbers['tokens_per_step']:,} tokens" if numbers["tokens_per_step"] else ""
+        steps = f"{count(numbers['steps'], 'step')}{of} in {duration(numbers['training_seconds'])}, "
     trained = f"trained on {numbers['training_length']:,} tokens at a time"
     if not numbers["training_length_is_known"]:
         trained = f"its folder does not say on how many tokens at a time: {numbers['training_length']:,} are assumed"
@@ -91,6 +95,20 @@ def _result(numbers: dict[str, Any]) -> str:
     if older is not None:
         said += f". Beyond the training length, tokens more than {trained:,} back save {amount(older)}"
     return said + "."
+
+
+def _other_held_out(numbers: dict[str, Any]) -> str:
+    """Why the log has another figure for the same text; "" where it has none."""
+    logged = numbers["held_out_in_training"]
+    if logged is None:
+        return ""
+    on = numbers["memory_on"]
+    return (
+        f"The log's last figure for held-out text, {logged['bits_per_byte']:.3f} bits a byte after step "
+        f"{logged['step']:,}, is not to be compared with the one above: during training {logged['streams']} streams of "
+        f"at most {logged['length']:,} tokens are read, from the beginnings of the longest documents; here there are "
+        f"{on['streams']} of at most {on['by_position'][-1]['to']:,}, from anywhere in the text."
+    )
 
 
 def _training(has_looks: bool) -> str:
@@ -115,14 +133,14 @@ def _positions(numbers: dict[str, Any]) -> str:
     trained, rows = numbers["training_length"], []
     for j, bucket in enumerate(on["by_position"]):
         older = numbers["older_by_position"][j]
-        cells = [
+        texts = [
             f"{bucket['from']:,}–{bucket['to']:,}",
             f"{bucket['bits_per_byte']:.3f}",
             f"{recent['by_position'][j]['bits_per_byte']:.3f}",
             amount(older),
         ]
-        cells += [] if off is None else [f"{off['by_position'][j]['bits_per_byte']:.3f}"]
-        rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+        texts += [] if off is None else [f"{off['by_position'][j]['bits_per_byte']:.3f}"]
+        rows.append(cells(*texts))
     heads = ["tokens", "bits a byte", f"last {trained:,} only", "older tokens save"]
     heads += [] if off is None else ["writes off"]
     without = (
@@ -144,11 +162,11 @@ def _gates(numbers: dict[str, Any]) -> str:
     for memory in numbers["gates"]["memories"]:
         for name, g in memory["gates"].items():
             used.add(name)
-            cells = [short(memory["name"]), name, f"{g['mean']:.3f}", f"{g['std']:.3f}", f"{g['over_time']:.3f}"]
-            cells.append(f"{g['q05']:.3f} / {g['q50']:.3f} / {g['q95']:.3f}")
-            rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+            middle = f"{g['q05']:.3f} / {g['q50']:.3f} / {g['q95']:.3f}"
+            spread = f"{g['std']:.3f}", f"{g['over_time']:.3f}"
+            rows.append(cells(short(memory["name"]), name, f"{g['mean']:.3f}", *spread, middle))
     lives = [
-        f"<td>{short(memory['name'])}</td><td>{', '.join(f'{x:,.0f}' for x in sorted(memory['half_life']))}</td>"
+        cells(short(memory["name"]), ", ".join(f"{x:,.0f}" for x in sorted(memory["half_life"])))
         for memory in numbers["gates"]["memories"]
         if memory["half_life"]
     ]
@@ -170,10 +188,10 @@ def _gates(numbers: dict[str, Any]) -> str:
         "anything, and by how much its path bends from one piece of 256 tokens to the "
         "next. 0 degrees: it goes straight on; 90: each piece is written in another direction; 120: what one piece "
         "wrote is forgotten in the next; 180: it takes back what the piece before had written.</p>"
-        f"<h2>Gates</h2>{_broad('gates.png', 'Gates of each memory over a document')}"
+        f"<details><summary>Gates</summary>{_broad('gates.png', 'Gates of each memory over a document')}"
         f"<p>{meaning}.</p>"
         + table(["memory", "gate", "mean", "std", "std over time", "5% / 50% / 95%"], rows)
-        + forget
+        + f"{forget}</details>"
     )
 
 
@@ -200,7 +218,12 @@ def _broad(name: str, alt: str) -> str:
     )
 
 
+def cells(*texts: str) -> str:
+    """Cells of a row, in their tags."""
+    return "".join(f"<td>{html.escape(text)}</td>" for text in texts)
+
+
 def table(heads: list[str], rows: list[str]) -> str:
     """A table; rows are cells in their tags."""
-    head = "".join(f"<th>{name}</th>" for name in heads)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
-from matplotlib.ticker import FixedLocator, MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, StrMethodFormatter
 
 from atlas_memory.evaluation.perplexity import Score
 from atlas_memory.observation import MemoryTrace
@@ -181,23 +181,22 @@ OVER_TRAINING = {  # name: (label, colours from, to; None: as they are)
 }
 
 
-def over_training(path: Path, looks: Sequence[dict[str, Any]]) -> None:
-    """Of the lines of ``memory.jsonl``: a row for each memory, a column for each figure, a line of a panel for each
-    head over the steps; and below, the share of every layer's output that hangs on what was written."""
+def over_training(path: Path, names: Sequence[str], looks: Sequence[dict[str, Any]]) -> None:
+    """Of the lines of ``memory.jsonl``, which have all memories of these names: a row for each memory, a column for
+    each figure, a line of a panel for each head over the steps; and below, the share of every layer's output that hangs
+    on what was written."""
     steps = [look["step"] for look in looks]
-    names = [memory["name"] for memory in looks[-1]["memories"]]
-    shown = {
-        name: about
-        for name, about in OVER_TRAINING.items()
-        if any(memory.get(name) is not None for memory in looks[-1]["memories"])
-    }
+    by_name = [{memory["name"]: memory for memory in look["memories"]} for look in looks]
+    found = {name: [look[name] for look in by_name] for name in names}
+    shown = {key: about for key, about in OVER_TRAINING.items() if any(of[-1].get(key) for of in found.values())}
+    shown = shown or OVER_TRAINING
     figure = canvas(3.4 * len(shown) + 0.8, 1.5 * len(names) + 3.2)
     parts: Any = figure.subfigures(2, 1, height_ratios=(len(names), 1.6))  # of which each has its own margins
     panels: Any = parts[0].subplots(len(names), len(shown), squeeze=False)
     for row, memory_name in enumerate(names):
         for column, (name, (label, limits)) in enumerate(shown.items()):
             axes = panels[row, column]
-            _heads_over_steps(axes, steps, [look["memories"][row] for look in looks], name, limits)
+            _heads_over_steps(axes, steps, found[memory_name], name, limits)
             if row == 0:
                 axes.set_title(label, fontsize=12)
             if column == 0:
@@ -205,9 +204,9 @@ def over_training(path: Path, looks: Sequence[dict[str, Any]]) -> None:
     axes = parts[1].subplots()
     ends = []
     for i, (name, colour) in enumerate(zip(names, (BLUE, ORANGE, GREEN, PINK, GREY) * len(names), strict=False)):
-        share = [look["memories"][i]["share"] for look in looks]
-        axes.plot(steps, np.array(share, dtype=float), color=colour, **stroke(i))
-        ends.append((short(name), share[-1] or 0.0, colour))
+        share = np.array([memory["share"] for memory in found[name]], dtype=float)
+        axes.plot(steps, share, color=colour, **stroke(i))
+        ends.append((short(name), float(np.clip(np.nan_to_num(share[-1]), 0.0, 1.0)), colour))
     axes.set(ylim=(-0.04, 1.04), xlabel="step", ylabel="share of the output\nthat hangs on it")
     tidy(axes)
     figure.suptitle("The memories over the steps of training", fontsize=13)
@@ -223,8 +222,10 @@ def _heads_over_steps(
     limits: tuple[float, float] | None,
 ) -> None:
     """A line for each head of a memory, coloured by one of its figures in every look; half-lives by their order."""
-    missing = [np.nan] * len(looks[-1]["norm"])
-    values = np.array([look.get(name) or missing for look in looks], dtype=float).T
+    each = [look.get(name) or [] for look in looks]
+    heads = max(1, *map(len, each))
+    values = np.array([of if len(of) == heads else [np.nan] * heads for of in each], dtype=float).T
+    values[~np.isfinite(values)] = np.nan
     scale: dict[str, Any] = {}
     if limits is not None:
         scale = (
@@ -238,7 +239,8 @@ def _heads_over_steps(
     first, last = (middles[0], middles[-1]) if middles else (steps[0] + 0.5, steps[0] - 0.5)
     columns = [2 * steps[0] - first, *middles, 2 * steps[-1] - last]
     picture = axes.pcolormesh(columns, rows, values, cmap="cividis", **scale)
-    axes.figure.colorbar(picture, ax=axes, pad=0.02)
+    plain = StrMethodFormatter("{x:,.0f}") if name == "half_life" else None  # its own are mathematics: `plain_names`
+    axes.figure.colorbar(picture, ax=axes, pad=0.02, format=plain)
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1))
 
 

@@ -6,21 +6,21 @@ import json
 import math
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from atlas_memory.data.files import shown
 from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import encode, is_byte_tokenizer
 from atlas_memory.evaluation.perplexity import SEGMENT, Score, bits_per_byte, reading_length
 from atlas_memory.evaluation.reading import read
 from atlas_memory.evaluation.sampling import sample
 from atlas_memory.models import PRESETS
-from atlas_memory.observation import MemoryTrace, trace
+from atlas_memory.observation import MemoryTrace, traces
+from atlas_memory.observation.trace import joined
 from atlas_memory.observation.watching import memories
 from atlas_memory.report.figures import plain_names
 from atlas_memory.report.folders import check_writable, folder_for, place, written
@@ -36,14 +36,18 @@ from atlas_memory.report.pictures import (
     wrote_nothing,
 )
 from atlas_memory.report.reading import reading_page
-from atlas_memory.report.words import count, raised, size
+from atlas_memory.report.words import count, legible, raised, size
+from atlas_memory.training.callbacks import HeldOut
 from atlas_memory.training.config import RunConfig
 from atlas_memory.training.examples import digest_of_held_out
 from atlas_memory.training.logs import LOG, MEMORY, read_log
 from atlas_memory.training.runs import Run, load_run
+from atlas_memory.training.settings import noted
 from atlas_memory.training.texts import text_of
 
 PROMPT = 32  # tokens of the text that the sample goes on from
+Told = Callable[[str, float], None]
+"""What is told what a report is doing, and which share of that is done."""
 
 
 def write_report(
@@ -52,66 +56,86 @@ def write_report(
     streams: int = 16,
     sample_tokens: int = 400,
     column: str | None = None,
+    told: Told = lambda what, share: None,
 ) -> dict[str, Any]:
     """Evaluate the run in `folder` and write its `report/` (of a text that `data` names, `report-NAME/`, see
     `folder_for`): report.html, report.json and the pictures.
 
     Reads `streams` streams of `reading_length` as the model reads, with a memory of the last training length only and,
     if it has memories, with their writes off; and one document with every memory traced. The text is the run's own
-    held-out part, or `data` with nothing held out, of whose tables `column` is read (None: the run's). Returns what
-    report.json holds, with `folder`, the report's; ValueError if the run cannot be loaded, has no run.yaml to name its
-    text and there is no `data`, or no document has two tokens.
+    held-out part, or `data` with nothing held out, of whose tables `column` is read (None: the run's). `told` hears how
+    far it is. Returns what report.json holds, with `folder`, the report's; ValueError if the run cannot be loaded, has
+    no run.yaml to name its text and there is no `data`, or no document has two tokens.
     """
     run = load_run(folder)
     target = folder_for(run.folder, "report", data)
     check_writable(target)
+    # A run that goes on, or was killed, has logged steps after those of its newest checkpoint.
+    log, looks = ([e for e in read_log(run.folder, name) if e["step"] <= run.step] for name in (LOG, MEMORY))
     text, documents = text_of(run, data, column)
     trained = (run.config or RunConfig()).data.longest
     length = reading_length(trained)
     document = next((d for d in documents if len(d.text) > 2 * length), max(documents, key=lambda d: len(d.text)))
+    named = legible(document.name, 200)
     all_ids = encode(run.tokenizer, document.text)
     if len(all_ids) < 2:
         raise ValueError(f"{text}: its longest document is a single token, with nothing to predict: give a longer text")
     ids = all_ids[:length].astype(np.int64)
 
-    def score(writes: bool = True, recent: int | None = None) -> Score:
-        return bits_per_byte(run.model, run.tokenizer, documents, length, writes, streams, recent)
+    def score(how: str, writes: bool = True, recent: int | None = None) -> Score:
+        def said(share: float) -> None:
+            told(f"reading {count(streams, 'stream')} {how}", share)
 
-    scores = score(), score(writes=False) if memories(run.model) else None, score(recent=trained)
-    seen = trace(run.model, torch.from_numpy(ids)[None], piece=SEGMENT)
+        return bits_per_byte(run.model, run.tokenizer, documents, length, writes, streams, recent, said)
+
+    scores = (
+        score("as the model reads"),
+        score("with the memory's writes off", writes=False) if memories(run.model) else None,
+        score(f"with the last {trained:,} tokens only", recent=trained),
+    )
+    pieces = []
+    for piece in traces(run.model, torch.from_numpy(ids)[None], piece=SEGMENT):
+        pieces.append(piece)
+        told("looking at the memories, token by token", piece.points[-1] / len(ids))
+    seen = joined(pieces)
     cost = cast(torch.Tensor, seen.nats)[0].double().numpy() / math.log(2)
     prompt = run.tokenizer.decode(ids[:PROMPT], skip_special_tokens=True).rstrip("\ufffd")
-    # A run that goes on, or was killed, has logged steps after those of its newest checkpoint.
-    log, looks = ([e for e in read_log(run.folder, name) if e["step"] <= run.step] for name in (LOG, MEMORY))
+    names = {memory.name for memory in seen.memories}
+    drawn = [look for look in looks if names and names <= {memory["name"] for memory in look["memories"]}]
+    told("writing a sample", 0.0)
     numbers = _run(run, trained, log) | {"text": text, "data": place(data), "read": _read(scores[0], documents)}
     numbers["text_digest"] = digest_of_held_out(documents)
     numbers |= _scores(*scores, trained)
     numbers |= {
+        "held_out_in_training": _in_training(log, trained) if data is None else None,
         "alarms": raised(looks),
-        "gates": {"document": document.name, "memories": [_gates(memory) for memory in seen.memories]},
+        "gates": {"document": named, "memories": [_gates(memory) for memory in seen.memories]},
         "prompt": prompt,
         "sample": sample(run.model, run.tokenizer, prompt, sample_tokens).removeprefix(prompt),
     }
+    told("drawing pictures", 0.0)
     with written(target) as made, plain_names():
         if len(log) > 1:
             scale, unit = _loss_unit(run.tokenizer)
             loss_curve(made / "loss.png", [e["step"] for e in log], [scale * e["loss"] for e in log], unit)
-        name = "Held-out text" if data is None else shown(Path(data).name or str(data))
+        name = "Held-out text" if data is None else legible(Path(data).name or str(data), 80)
         bits_by_position(made / "position.png", *scores, trained, f"{name} by position")
         if seen.memories:
-            gates_over_time(made / "gates.png", seen.memories, document.name)
-            contents_over_time(made / "contents.png", seen.memories, seen.lags, document.name)
-            geometry_over_time(made / "geometry.png", seen.memories, seen.points, document.name)
-        if len(looks) > 1:
-            over_training(made / "training.png", looks)
+            gates_over_time(made / "gates.png", seen.memories, named)
+            contents_over_time(made / "contents.png", seen.memories, seen.lags, named)
+            geometry_over_time(made / "geometry.png", seen.memories, seen.points, named)
+        if len(drawn) > 1:
+            over_training(made / "training.png", [memory.name for memory in seen.memories], drawn)
         part = "all of it" if len(ids) == len(all_ids) else f"the first {len(ids):,} of its {len(all_ids):,} tokens"
         about = (
             f"Here is {part}, read by {run.folder}: {size(numbers)}. Made {numbers['date']} on {numbers['machine']}."
         )
-        reading = reading_page(document.name, read(run.model, run.tokenizer, ids, cost, recent=trained), about=about)
-        (made / "reading.html").write_text(reading, encoding="utf-8")
+        again = read(
+            run.model, run.tokenizer, ids, cost, trained, lambda share: told("reading a document in other ways", share)
+        )
+        (made / "reading.html").write_text(reading_page(named, again, about=about), encoding="utf-8")
         (made / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-        (made / "report.html").write_text(page(numbers, len(log) > 1, len(looks) > 1), encoding="utf-8")
+        (made / "report.html").write_text(page(numbers, len(log) > 1, len(drawn) > 1), encoding="utf-8")
     return numbers | {"folder": str(target)}
 
 
@@ -123,6 +147,12 @@ def _loss_unit(tokenizer: Any) -> tuple[float, str]:
 def _run(run: Run, trained: int, log: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What was trained, how long, and on what machine it is read."""
     config = run.model.config
+    steps, seconds = (int(log[-1]["step"]), log[-1]["elapsed"]) if log else (None, None)
+    tokens = limit = None
+    if run.config is not None:
+        plan, limit = run.config.train, run.config.train.max_minutes
+        rows = noted(run.folder).get("rows", plan.batch_size * plan.gradient_accumulation_steps)  # of all processes
+        tokens = rows * run.config.data.seq_len if type(rows) is int else None
     return {
         "run": str(run.folder),
         "preset": _preset(run),
@@ -134,11 +164,22 @@ def _run(run: Run, trained: int, log: Sequence[dict[str, Any]]) -> dict[str, Any
         "parameters": run.model.num_parameters(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "machine": f"{_processor()}, {platform.system()}, torch {torch.__version__}",
-        "steps": int(log[-1]["step"]) if log else None,
-        "training_seconds": log[-1]["elapsed"] if log else None,
+        "steps": steps,
+        "tokens_per_step": tokens,
+        "ended_after_minutes": limit if limit and seconds is not None and seconds >= 60 * limit else None,
+        "training_seconds": seconds,
         "training_length": trained,
         "training_length_is_known": run.config is not None,
     }
+
+
+def _in_training(log: Sequence[dict[str, Any]], trained: int) -> dict[str, Any] | None:
+    """What the log says last of held-out text, and how that was read."""
+    read = [line for line in log if "held_out_bits_per_byte" in line]
+    if not read:
+        return None
+    how = {"streams": HeldOut.streams, "length": HeldOut.segments * trained}
+    return {"step": read[-1]["step"], "bits_per_byte": read[-1]["held_out_bits_per_byte"]} | how
 
 
 def _preset(run: Run) -> str | None:

@@ -6,12 +6,25 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from atlas_memory.printing import printable
+
 FAULTS = {  # of an alarm's kind, the gravest first
     "broken": "is broken",
     "writes nothing": "writes nothing",
     "forgets": "forgets at once",
     "unused": "is not used",
 }
+DEMO_STEPS = 1198
+"""That README's demo made in its five minutes, of 2,048 tokens each."""
+
+
+def legible(value: object, most: int = 1000) -> str:
+    """What stands in a file, or is the name of one, as text of `most` characters that can be shown anywhere."""
+    try:
+        text = str(value)
+    except ValueError:  # a whole number of more digits than Python writes
+        text = "a huge number"
+    return printable(text if len(text) <= most else f"{text[:most]}\u2026")
 
 
 def amount(margin: dict[str, Any]) -> str:
@@ -47,6 +60,17 @@ def size(numbers: dict[str, Any]) -> str:
     return f"{preset}block {numbers['block']}{rule}, {wide}"
 
 
+def far_fewer(numbers: dict[str, Any]) -> str:
+    """That a run which time ended made far fewer steps than README's demo, in a sentence; "" where it did not."""
+    steps, minutes = numbers["steps"], numbers["ended_after_minutes"]
+    if minutes is None or steps is None or 2 * steps > DEMO_STEPS:
+        return ""
+    return (
+        f"The {minutes:g} minutes that it had were enough for {count(steps, 'step')}; README's demo made "
+        f"{DEMO_STEPS:,} in five. Fewer steps give worse numbers: go on with --resume and a larger train.max_minutes."
+    )
+
+
 def raised(looks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each alarm of a run's looks at its memories: `kind`, `memory` ("": all of them) and `text` as in its last look,
     the `step` of the look that raised it first, and `until`, the step of the last look that did if later ones did
@@ -72,6 +96,6 @@ def headline(numbers: dict[str, Any]) -> str:
     if not faults:
         return "A memory that learns while it reads"
     if "" in faults or len(faults) >= len(memories):
-        kind = next(kind for kind in FAULTS if kind in faults.values())
-        return f"A memory that {FAULTS[kind]}"
+        fault = next((FAULTS[kind] for kind in FAULTS if kind in faults.values()), "is of no use")
+        return f"A memory that {fault}"
     return f"A model of whose {len(memories)} memories {len(faults)} {'is' if len(faults) == 1 else 'are'} of no use"

@@ -125,9 +125,9 @@ class AtStepEnd(TrainerCallback):
 
 class HeldOut(AtStepEnd):
     """Reads held-out text every so many steps, and at the end: bits per byte of `streams` streams, always the same,
-    eight times as long as a training example. The first process reads; all of them, if the model is `sharded`."""
+    `segments` times as long as a training example. The first process reads; all of them, if the model is `sharded`."""
 
-    streams = 8
+    streams, segments = 8, 8
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class HeldOut(AtStepEnd):
         sharded: bool = False,
     ) -> None:
         super().__init__(interrupt)
-        self.model, self.tokenizer, self.length, self.every = model, tokenizer, 8 * seq_len, every
+        self.model, self.tokenizer, self.length, self.every = model, tokenizer, self.segments * seq_len, every
         self.sharded = sharded
         # The beginnings of the longest ones are enough for the streams, and soon tokenised.
         longest = sorted(documents, key=lambda d: -len(d.text))[: self.streams]

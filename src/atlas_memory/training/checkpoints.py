@@ -90,7 +90,9 @@ def publish(folder: Path, step: int, keep: int) -> None:
 
 
 def _files(checkpoint: Path) -> list[Path]:
-    return sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != DIGESTS)
+    """The files of a checkpoint, without those of reports on it (`report.folders`), which come later."""
+    found = (path for path in checkpoint.rglob("*") if path.is_file() and path.name != DIGESTS)
+    return sorted(path for path in found if not re.match("[.]?report[^/]*/", path.relative_to(checkpoint).as_posix()))
 
 
 def _writer(path: Path) -> int:

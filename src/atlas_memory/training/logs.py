@@ -35,7 +35,8 @@ def _whole(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return type(value) is float or _whole(value)
+    """A figure of a run, which computes with 32 bits at most: a larger one could not be drawn beside others."""
+    return (type(value) is float and abs(value) < 1e40) or _whole(value)
 
 
 def _text(value: Any) -> bool:
@@ -44,7 +45,7 @@ def _text(value: Any) -> bool:
 
 def _measured(value: Any) -> bool:
     """A figure, which is null where the text was too short for it or it was not finite."""
-    return value is None or _number(value)
+    return value is None or type(value) is float or _whole(value)
 
 
 _HEADS = _list(_measured)

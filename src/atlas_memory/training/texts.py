@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from atlas_memory.data.tokens import warn_of_loss
 from atlas_memory.training.config import RunConfig
 from atlas_memory.training.examples import digest_of_held_out
 from atlas_memory.training.runs import Run
-from atlas_memory.training.settings import ABOUT
+from atlas_memory.training.settings import noted
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +50,7 @@ def text_of(run: Run, data: str | Path | None = None, column: str | None = None)
 
 def _warn_of_change(run: Run, held_out: Sequence[Document]) -> None:
     """Warn where what is held out is not what was held out in training, as the run has noted it."""
-    try:
-        then = json.loads((run.folder / ABOUT).read_text(encoding="utf-8")).get("held_out")
-    except (OSError, ValueError, AttributeError):
-        return  # copied without it
+    then = noted(run.folder).get("held_out")  # a run may be copied without it
     if then is not None and then != digest_of_held_out(held_out):
         logger.warning(
             "the text of %s has changed since it was trained: what is held out of it now may have been trained on. "
