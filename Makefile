@@ -1,5 +1,6 @@
 # make demo: train, evaluate and report the small default (about ten minutes on two cores); make test: every check;
-# make bench: measure everything in docs/performance.md.
+# make test-newest, make test-oldest: what leans on other libraries, with the newest and the oldest versions that
+# pyproject.toml allows; make search: any rule in every form, drawn anew; make bench: everything in docs/performance.md.
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= runs/demo
@@ -7,7 +8,11 @@ TOKENS := runs/tokens
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow bench clean
+# torch and triton stay as they are tested: another build of torch is gigabytes.
+TORCH := torch==2.13.0 'triton==3.6.0; sys_platform == "linux"'
+LEANING := tests/models tests/training tests/data tests/evaluation tests/dashboard tests/test_cli.py
+
+.PHONY: demo test test-newest test-oldest test-slow search bench clean
 
 demo: $(STAMP) $(TOKENS)/tokenizer.json
 	$(BIN)/atlas train --config examples/demo.yaml output_dir=$(OUT) $(if $(wildcard $(OUT)/run.yaml),--resume)
@@ -27,6 +32,22 @@ test: $(STAMP)
 	wait $$lint || { failed=1; cat "$$said"; }; \
 	rm "$$said"; exit $$failed
 
+test-newest: | $(VENV)-newest/bin/pip
+	$(VENV)-newest/bin/python -m pip install -q -U --upgrade-strategy eager $(TORCH) -e ".[dev]"
+	$(VENV)-newest/bin/pytest -n 2 --dist worksteal $(LEANING)
+
+test-oldest: | $(VENV)-oldest/bin/pip
+	$(VENV)-oldest/bin/python -m pip install -q -c constraints-oldest.txt -e ".[dev]"
+	$(VENV)-oldest/bin/pytest -n 2 --dist worksteal $(LEANING)
+
+$(VENV)-%/bin/pip:
+	$(PYTHON) -m venv --clear $(VENV)-$*
+
+# Rules, shapes and settings that no run has drawn before: each call draws others.
+EXAMPLES ?= 2000
+search: $(STAMP)
+	HYPOTHESIS_PROFILE=search EXAMPLES=$(EXAMPLES) $(BIN)/pytest tests/memory/test_forms.py tests/data/test_tokens.py
+
 # What every rule does over 2,000 training steps: half an hour.
 test-slow: $(STAMP)
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
@@ -45,5 +66,5 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,6 +13,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples every time; `make search` draws others.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None, max_examples=int(os.environ.get("EXAMPLES", "2000")))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 gc.disable()  # until all is collected
 torch.use_deterministic_algorithms(True, warn_only=True)

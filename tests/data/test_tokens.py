@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -22,7 +22,6 @@ PIECES = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(["<
 TEXTS = st.lists(PIECES).map("".join)
 
 
-@settings(deadline=None)
 @given(TEXTS)
 def test_bytes_round_trip(text: str) -> None:
     ids = BYTES(text, split_special_tokens=True).input_ids
@@ -62,7 +61,6 @@ def word_tokenizer(**special: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<u>", **special)
 
 
-@settings(deadline=None)
 @given(st.text(st.sampled_from("onedux é漢 \n"), min_size=1))
 def test_bytes_of_words_add_up(text: str) -> None:
     tokenizer = word_tokenizer()

@@ -109,7 +109,7 @@ def rules(draw) -> Rule:
         reject()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     rule=rules(),
     seed=st.integers(0, 10_000),
