@@ -18,6 +18,22 @@ from types import ModuleType
 AUTO = "transformers.models.auto.configuration_auto"
 """The module of ``AutoConfig``."""
 
+AUTO_FILE = "modeling_atlas_memory.py"
+AUTO_CODE = '''"""For `from_pretrained(..., trust_remote_code=True)`: the model's code is the package atlas-memory."""
+
+from atlas_memory import AtlasConfig, AtlasForCausalLM, AtlasModel
+
+__all__ = ["AtlasConfig", "AtlasForCausalLM", "AtlasModel"]
+'''
+"""What every saved folder has, so that it can be opened without ``import atlas_memory``; where the package is missing,
+transformers says to install it."""
+AUTO_MAP = {
+    "AutoConfig": "modeling_atlas_memory.AtlasConfig",
+    "AutoModel": "modeling_atlas_memory.AtlasModel",
+    "AutoModelForCausalLM": "modeling_atlas_memory.AtlasForCausalLM",
+}
+"""Of each Auto class, what that file has for it."""
+
 
 def register_with_auto_classes() -> None:
     """Now, or when there are any."""
@@ -32,7 +48,7 @@ def _register() -> None:
     try:
         from .models import configuration  # noqa: F401
     except ImportError as error:
-        warnings.warn(f"the models of atlas_memory need transformers 5.4 or newer: {error}", stacklevel=2)
+        warnings.warn(f"the models of atlas_memory need transformers 5.14 or newer: {error}", stacklevel=2)
 
 
 class _Afterwards(MetaPathFinder):

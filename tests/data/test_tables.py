@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -205,6 +206,11 @@ def test_saved_datasets(tmp_path) -> None:
         prepare(Source(str(tmp_path / "empty")), tmp_path / "out")
     with pytest.raises(ValueError, match=r"has no column 'body': set data.column to one of text"):
         read(tmp_path / "[both]", column="body")
+    damaged = next((tmp_path / "pictures").glob("*.arrow"))
+    damaged.unlink()
+    os.mkfifo(damaged)  # which would never end
+    with pytest.raises(ValueError, match=rf"pictures' cannot be read \({damaged.name} is missing, or no file"):
+        read(tmp_path / "pictures")
     (tmp_path / "empty" / "state.json").write_text("[" * 20_000)
     with pytest.raises(ValueError, match=r"empty' cannot be read \(maximum recursion depth"):
         read(tmp_path / "empty")

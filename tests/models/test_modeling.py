@@ -1,6 +1,9 @@
 """The models as transformers sees them: saving, masks, gradients, dtypes."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from atlas_memory.layers.hybrids import START_ATTENTION, MemoryGate
 from atlas_memory.layers.memory import START_VALUE
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM, AtlasModel
 from atlas_memory.models.cache import AtlasCache
+from atlas_memory.registration import AUTO_FILE
 
 Make = Callable[..., AtlasForCausalLM]
 
@@ -50,6 +54,39 @@ def test_save_and_load_with_the_auto_classes(model: AtlasForCausalLM, tmp_path: 
     body = AutoModel.from_pretrained(tmp_path)
     assert type(body) is AtlasModel
     assert_near(body.double()(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
+
+
+def test_a_saved_folder_is_opened_without_an_import_of_the_package(make: Make, tmp_path: Path) -> None:
+    """It has a file that imports it, for those who trust it; beside our classes that file is not read."""
+    model = make()
+    model.save_pretrained(tmp_path / "model")
+    program = "from transformers import AutoModelForCausalLM\n"
+    program += "model = AutoModelForCausalLM.from_pretrained('model', trust_remote_code=True)\n"
+    program += "model.save_pretrained('again')\nprint(type(model).__module__)\n"
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert ended.stdout == "atlas_memory.models.modeling\n", ended.stderr
+    again = tmp_path / "again"
+    assert {path.name for path in again.iterdir()} == {path.name for path in (tmp_path / "model").iterdir()}
+    (again / AUTO_FILE).write_text("raise SystemExit('code of others')")
+    assert type(AutoModelForCausalLM.from_pretrained(again)) is AtlasForCausalLM
+
+
+def test_the_cache_has_two_names(make: Make) -> None:
+    """As transformers calls it before and after 5.24."""
+    model, ids = make(), tokens()
+    whole = model(ids).logits
+    for name, other in (("cache", "past_key_values"), ("past_key_values", "cache")):
+        for net in (model, model.model):
+            out = net(ids[:, :5])
+            assert getattr(out, name) is getattr(out, other) and isinstance(getattr(out, name), AtlasCache)
+        cache = model(ids[:, :5]).past_key_values
+        assert_near(model(ids[:, 5:], **{name: cache}).logits, whole[:, 5:])
+        assert model(ids, use_cache=False).cache is None
+    with pytest.raises(ValueError, match="two names of one"):
+        model(ids, cache=AtlasCache(2), past_key_values=AtlasCache(2))
 
 
 def test_a_hierarchy_is_loaded_with_smaller_local_chunks(make: Make, tmp_path: Path) -> None:

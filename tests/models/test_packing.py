@@ -78,11 +78,19 @@ def test_generation_is_the_same_with_positions(make) -> None:
 
 def test_what_is_not_known_is_refused_by_name(make) -> None:
     model, ids = make(), IDS[:1]
-    for name, message in (("cu_seqlens", "'cu_seqlens': give cu_seq_lens_q"), ("segment_ids", "'segment_ids': leave")):
+    for name, remedy in (
+        ("cu_seqlens", "give cu_seq_lens_q"),
+        ("segment_ids", "leave it out"),
+        ("packed_sequence_lengths", "leave it out"),
+        ("block_mask", "leave it out"),
+        ("attention_masks", "give attention_mask"),
+        ("past_key_value", "give past_key_values"),
+    ):
         for net in (model, model.model):
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError, match=f"{name!r}: {remedy}"):
                 net(ids, **{name: torch.tensor([0, 4, 11])})
     model(ids, labels=ids, num_items_in_batch=10, output_attentions=False, cache_position=torch.arange(11))
+    model(ids, what_the_next_version_passes=True, mm_token_type_ids=torch.zeros(1, 11))  # passed over
     for wrong, message in (
         ({"cu_seq_lens_q": torch.tensor([0, 4, 10])}, "cu_seq_lens_q of shape .* does not cut"),
         ({"position_ids": torch.arange(10)[None]}, r"position_ids has shape \[1, 10\] but the tokens are"),

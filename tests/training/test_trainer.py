@@ -301,8 +301,11 @@ def test_loading_what_is_not_a_run(copy, tmp_path) -> None:
     assert load_run(copy).folder == copy
 
 
-def test_the_card_says_how_a_run_is_loaded(whole) -> None:
+def test_the_card_says_how_a_run_is_loaded(whole, monkeypatch) -> None:
+    """By its name, wherever it lies."""
     card = (whole / "README.md").read_text()
+    assert str(whole.parent) not in card
+    monkeypatch.chdir(whole.parent)
     code = card.partition("```python\n")[2].partition("```")[0]
     names: dict = {}
     exec(code, names)

@@ -51,4 +51,8 @@ def _with_rows(folder: Path, split: str) -> Path | None:
         if split not in splits:
             raise ValueError(f"it has no split {split!r}: set data.split to one of {', '.join(splits)}")
         folder = folder / split
-    return folder if json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"] else None
+    files = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
+    for name in (file["filename"] for file in files):
+        if not os.path.isfile(folder / name):  # or a pipe, which may never end
+            raise ValueError(f"{name} is missing, or no file")
+    return folder if files else None

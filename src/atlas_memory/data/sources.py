@@ -104,8 +104,8 @@ class Source:
             root = Path(sysconfig.get_path("stdlib"))
             return sum(_size(root / name) for name in library_files(root))
         files: list[Path] = []
-        for place in [str(self.path)] if isinstance(self.path, str | Path) else self.path:
-            root = _root(str(place))
+        for place in map(str, [self.path] if isinstance(self.path, str | Path) else self.path):
+            root = _root(place)
             found = [root] if root.exists() else [path for path, _ in _fitting(root)]
             if any(map(is_saved_dataset, found)) or (not found and is_dataset_name(place)):
                 return None

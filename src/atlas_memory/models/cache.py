@@ -1,12 +1,17 @@
 """The state of an Atlas model as a transformers cache."""
 
 import copy
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+CACHE = "cache" if any(field.name == "cache" for field in fields(CausalLMOutputWithPast)) else "past_key_values"
+"""The name of the cache in outputs and in `generate`: transformers renamed past_key_values to cache in 5.24."""
 
 
 class AtlasCacheLayer(CacheLayerMixin):
@@ -212,6 +217,13 @@ class AtlasCache(Cache):
 
 # torch.load then reads them with weights_only=True, as it reads states.
 torch.serialization.add_safe_globals([AtlasCache, AtlasCacheLayer])
+
+
+def given_cache(past_key_values: Any, cache: Any) -> Any:
+    """The cache given under either name; ValueError for two different ones."""
+    if past_key_values is not None and cache is not None and cache is not past_key_values:
+        raise ValueError("past_key_values and cache are two names of one argument: give one of them")
+    return cache if past_key_values is None else past_key_values
 
 
 def check_cache(cache: Any, num_hidden_layers: int) -> list[AtlasCacheLayer]:

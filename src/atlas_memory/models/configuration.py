@@ -2,8 +2,10 @@
 
 import warnings
 from copy import deepcopy
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib import import_module
+from os import PathLike
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,7 +18,8 @@ from ..layers.mlp import check_periods
 from ..layers.stateful import Stateful
 from ..mathematics.sizes import check_positive, check_size
 from ..memory import RULES, Rule
-from .presets import PRESETS
+from ..registration import AUTO_CODE, AUTO_FILE, AUTO_MAP
+from .presets import PRESETS, fitting
 
 logger = logging.get_logger(__name__)
 
@@ -88,7 +91,7 @@ class AtlasConfig(PreTrainedConfig):
     """
 
     model_type = "atlas_memory"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
 
     vocab_size: int = 258
     hidden_size: int = 128
@@ -117,6 +120,8 @@ class AtlasConfig(PreTrainedConfig):
     use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
+        kwargs.pop("auto_map", None)  # whatever a file says, the code is ours
+        self.auto_map = dict(AUTO_MAP)
         import_module(".modeling", __package__)  # a configuration by name may be followed by AutoModel
         self._check_unknown(kwargs)
         self.check()
@@ -269,6 +274,15 @@ class AtlasConfig(PreTrainedConfig):
         window = in_options | {field: value for field, value in given.items() if value is not None}
         return RULES[self.rule].vary(**options | {"window": window})
 
+    def save_pretrained(self, save_directory: str | PathLike[str], **kwargs: Any) -> None:
+        """As transformers has it, with the file by which `trust_remote_code=True` finds the package."""
+        super().save_pretrained(save_directory, **kwargs)
+        (Path(save_directory) / AUTO_FILE).write_text(AUTO_CODE, encoding="utf-8")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: the class is registered, and its source is not to be copied into what is saved."""
+
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "AtlasConfig":
         """The configuration of a named size from `PRESETS`, with some arguments changed.
@@ -301,7 +315,7 @@ class AtlasConfig(PreTrainedConfig):
             if "chunk_size" not in overrides and ("chunk" in in_options or rule.window.chunk > base["chunk_size"]):
                 values["chunk_size"] = None
             if given is None or well_formed:
-                values["rule_options"] = _fitting(base["rule_options"], rule, chosen) or None
+                values["rule_options"] = fitting(base["rule_options"], rule, chosen) or None
         config, heads = cls(**values), PRESETS[name].lifted_heads
         if heads is None or "num_attention_heads" in overrides or not config.lifts_keys():
             return config
@@ -323,21 +337,6 @@ class AtlasConfig(PreTrainedConfig):
             )
         # A saved file may hold entries of another version of transformers: it must stay readable.
         logger.warning_once(f"the saved configuration has entries that AtlasConfig does not use: {', '.join(unknown)}")
-
-
-def _fitting(
-    options: dict[str, dict[str, Any]], rule: Rule, chosen: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """A preset's options as far as the rule's parts have such fields, with the chosen ones in front of them. A part
-    that is replaced by another kind is as that kind is: the preset's options were not meant for it."""
-    known = {part: {field.name for field in fields(getattr(rule, part))} for part in options}
-    fit = {
-        part: {name: value for name, value in changes.items() if name in known[part]}
-        for part, changes in options.items()
-        if "kind" not in chosen.get(part, {})
-    }
-    fit = {part: changes for part, changes in fit.items() if changes}
-    return fit | {part: fit.get(part, {}) | changes for part, changes in chosen.items()}
 
 
 AutoConfig.register(AtlasConfig.model_type, AtlasConfig)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from .cache import AtlasCache, Ended, check_cache
+from .cache import CACHE, AtlasCache, Ended, check_cache
 from .ids import check_ids
 
 PREFILL = 8192
@@ -41,21 +41,21 @@ class AtlasGenerationMixin(GenerationMixin):
                 f"cache_implementation={generation_config.cache_implementation!r} is for keys and values; "
                 "an Atlas model keeps a memory of fixed size, leave cache_implementation out"
             )
-        given = model_kwargs.get("past_key_values") is not None
+        given = model_kwargs.get(CACHE) is not None
         if given and generation_config.use_cache is False:
             raise ValueError("use_cache=False reads everything again at each token, past_key_values too: leave one out")
         if not given and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = AtlasCache(self.config.num_hidden_layers)
+            model_kwargs[CACHE] = AtlasCache(self.config.num_hidden_layers)
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         # What marks documents is of the prompt, which has been read.
         for name in MARKS:
-            if model_kwargs.pop(name, None) is not None and model_kwargs.get("past_key_values") is None:
+            if model_kwargs.pop(name, None) is not None and model_kwargs.get(CACHE) is None:
                 raise ValueError(f"use_cache=False reads the prompt again at every token: leave it or {name} out")
         updated = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-        cache = updated.get("past_key_values")
+        cache = updated.get(CACHE)
         if not isinstance(cache, AtlasCache) or cache.ended is None:
             return updated
         rows = cache.ended.rows
@@ -69,7 +69,7 @@ class AtlasGenerationMixin(GenerationMixin):
         """As transformers has it, but for the padding behind rows that have ended, which the cache does not read. Where
         no criterion has an end-of-text token, transformers writes on in such rows, and they are read."""
         parent: Any = super()
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         if not isinstance(cache, AtlasCache) or not pads:
             return parent._sample(input_ids, logits_processor, stopping_criteria, *args, **kwargs)
@@ -85,7 +85,7 @@ class AtlasGenerationMixin(GenerationMixin):
         try:
             return parent._beam_search(*args, **kwargs)
         finally:
-            if isinstance(cache := kwargs.get("past_key_values"), AtlasCache):
+            if isinstance(cache := kwargs.get(CACHE), AtlasCache):
                 cache.of_beams = True
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,38 +93,37 @@ class AtlasGenerationMixin(GenerationMixin):
         raise ValueError("continuous batching is for keys and values in pages; call generate, with padding on the left")
 
     def _prefill(
-        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
     ) -> Any:
         """The first call of `generate`. Of ids whose mask is no longer than they are it leaves out as many as the
         cache has read, since they begin with those; where they do not, a longer mask says that they are all new. Long
         ones are read `PREFILL` at a time, so that memory does not grow with them."""
-        cache: Any = model_kwargs.get("past_key_values")
+        model: Any = self
+        cache: Any = model_kwargs.get(CACHE)
         embedded = model_kwargs.get("inputs_embeds")
         time = (input_ids if embedded is None else embedded).shape[1]
         if not time:
             raise ValueError("generate was given no token to begin with: give one, such as the end-of-text token")
         marked = _is_marked(model_kwargs, generation_config)
-        mask = model_kwargs.get("attention_mask")
-        covered = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-        if cache is not None:
-            check_cache(cache, self.config.num_hidden_layers)
-            cache.repeat_for(len(input_ids), max(generation_config.num_beams, generation_config.num_return_sequences))
-            if not marked and embedded is None:
-                _cut(generation_config, time)
-            if embedded is not None and cache.get_seq_length():
-                if covered > time:  # all are new, as of ids
-                    model: Any = self
-                    inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
-                    return model(**inputs, return_dict=True)
-                _check_longer(time, cache.get_seq_length())
-        of_ids = cache is not None and embedded is None and covered <= input_ids.shape[1]
-        if of_ids and not cache.is_read_in(input_ids):
-            generation_config._mask_length = -1
-            if mask is not None:  # one entry more is enough, unless the mask is cut by where chunks end
-                longer = cache.get_seq_length() if generation_config.prefill_chunk_size else 1
-                model_kwargs["attention_mask"] = nn.functional.pad(mask, (longer, 0), value=1)
-        parent: Any = super()
-        return parent._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if cache is None:
+            inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
+            return model(**inputs, return_dict=True)
+        check_cache(cache, self.config.num_hidden_layers)
+        cache.repeat_for(len(input_ids), max(generation_config.num_beams, generation_config.num_return_sequences))
+        new, mask = _unread(input_ids, cache, model_kwargs, getattr(generation_config, "_mask_length", -1))
+        if embedded is not None:
+            pieces, length, left = [input_ids], new, 0
+        else:
+            whole = marked or generation_config.output_hidden_states
+            size = generation_config.prefill_chunk_size or (new if whole else PREFILL)
+            pieces, length, left = input_ids[:, time - new :].split(size, 1), None, new
+        for ids in pieces:
+            left = max(left - ids.shape[1], 0)
+            if mask is not None:
+                model_kwargs["attention_mask"] = mask[:, : mask.shape[1] - left]
+            inputs = model.prepare_inputs_for_generation(ids, length, is_first_iteration=True, **model_kwargs)
+            outputs = model(**inputs, return_dict=True)
+        return outputs
 
 
 def _is_marked(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
@@ -139,15 +138,26 @@ def _is_marked(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
     return bool(marks)
 
 
-def _cut(generation_config: Any, time: int) -> None:
-    """Have a long prompt read in pieces, unless hidden states of all its tokens are asked for."""
-    if time > PREFILL and not generation_config.output_hidden_states:
-        generation_config.prefill_chunk_size = generation_config.prefill_chunk_size or PREFILL
+def _unread(
+    input_ids: Tensor, cache: AtlasCache, model_kwargs: dict[str, Any], covered: int
+) -> tuple[int, Tensor | None]:
+    """How many of the last ids, or embeddings, the cache has not read, and the mask of all tokens up to them. `covered`
+    is the length of the mask that was given, where transformers took it away because it masks nothing."""
+    embedded, mask, seen = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask"), cache.get_seq_length()
+    time = (input_ids if embedded is None else embedded).shape[1]
+    if (covered if mask is None else mask.shape[1]) > time:
+        return time, mask
+    if embedded is not None:
+        _check_longer(time, seen)
+        return time - seen, mask
+    if cache.is_read_in(input_ids):
+        return time - seen, mask
+    return time, None if mask is None else nn.functional.pad(mask, (seen, 0), value=1)
 
 
 def _check_longer(time: int, seen: int) -> None:
     """ValueError unless so many embeddings can be those of a text of which `seen` tokens have been read."""
-    if time <= seen:
+    if seen and time <= seen:
         raise ValueError(
             f"the {time} embeddings given to generate are no more than the {seen} tokens that past_key_values has "
             f"read: give those of the whole text, or new ones alone with an attention_mask of {seen} + {time} entries"

@@ -1,5 +1,6 @@
 """Atlas language models for transformers: embeddings, memory blocks, a head."""
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,11 +14,26 @@ from transformers.utils import can_return_tuple
 
 from ..layers.blocks import MemoryBlock
 from ..layers.documents import Documents
-from .cache import AtlasCache, check_cache
+from .cache import CACHE, AtlasCache, check_cache, given_cache
 from .configuration import AtlasConfig
 from .generating import AtlasGenerationMixin
 from .ids import IGNORED, check_embeds, check_ids, check_labels, mask_of_call
 from .packing import refuse_unknown, starts_of_documents
+
+
+@dataclass
+class AtlasModelOutput(BaseModelOutputWithPast):
+    """Of `AtlasModel`. The cache has two names, past_key_values and cache, with every version of transformers."""
+
+
+@dataclass
+class AtlasCausalLMOutput(CausalLMOutputWithPast):
+    """Of `AtlasForCausalLM`; see `AtlasModelOutput`."""
+
+
+for _output in (AtlasModelOutput, AtlasCausalLMOutput):
+    _other = "past_key_values" if CACHE == "cache" else "cache"
+    setattr(_output, _other, property(lambda output: getattr(output, CACHE)))
 
 
 class AtlasBlock(GradientCheckpointingLayer, MemoryBlock):
@@ -35,7 +51,7 @@ class AtlasPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["AtlasBlock"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_sdpa = True
     # A memory cannot be rewound, so assisted decoding is refused.
     _is_stateful = True
@@ -43,6 +59,10 @@ class AtlasPreTrainedModel(PreTrainedModel):
     def __init__(self, config: AtlasConfig) -> None:
         config.check()  # `from_pretrained` changes fields that it is given
         super().__init__(config)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing, as for `AtlasConfig`."""
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # For code outside transformers it skips modules whose own weights were all read from a checkpoint,
@@ -118,8 +138,9 @@ class AtlasModel(AtlasPreTrainedModel):
         document_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: AtlasCache | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> AtlasModelOutput:
         """Read tokens.
 
         Args:
@@ -135,13 +156,16 @@ class AtlasModel(AtlasPreTrainedModel):
                 it were alone; a row whose first token is not marked goes on from `past_key_values`.
             position_ids, document_ids, seq_idx, cu_seq_lens_q: The same in the forms of other libraries, as for
                 `starts_of_documents`; seq_idx is another name of document_ids. Positions that go on change nothing.
+            cache: Another name of past_key_values, that of transformers since 5.24.
             kwargs: What transformers passes to every model; not used.
 
         Raises:
             ValueError: Not exactly one kind of input, or ids that are none; a mask that does not fit; a cache that is
-                not ours; an argument that is not known.
+                not ours; an argument that marks documents under a
+                name that is not known.
         """
         refuse_unknown(kwargs)
+        past_key_values = given_cache(past_key_values, cache)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if input_ids is not None:
@@ -181,10 +205,10 @@ class AtlasModel(AtlasPreTrainedModel):
         x = self.norm(x)
         if hidden_states is not None:
             hidden_states[-1] = x
-        return BaseModelOutputWithPast(
+        return AtlasModelOutput(
             last_hidden_state=x,
-            past_key_values=past_key_values if writes else None,
             hidden_states=None if hidden_states is None else tuple(hidden_states),
+            **{CACHE: past_key_values if writes else None},
         )
 
 
@@ -220,8 +244,9 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
         document_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: AtlasCache | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> AtlasCausalLMOutput:
         """Predict next tokens; arguments as for `AtlasModel.forward`, and these.
 
         Args:
@@ -235,6 +260,7 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
         """
         shift_labels = kwargs.pop("shift_labels", None)
         refuse_unknown(kwargs)
+        past_key_values = given_cache(past_key_values, cache)
         if inputs_embeds is not None:
             check_embeds(inputs_embeds, self.config.hidden_size)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
@@ -269,11 +295,8 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
                 shift_labels = shift_labels if real is None else shift_labels.masked_fill(~real, ignored)
                 kwargs["shift_labels"] = shift_labels.contiguous()
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
+        return AtlasCausalLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE: getattr(outputs, CACHE)}
         )
 
 

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import re
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
+from transformers.utils.generic import TransformersKwargs
 
 from ..layers.documents import before_each
 from ..layers.padding import check_tensor
 
+logger = logging.get_logger(__name__)
+
 # What transformers, peft and their like pass to every model; a memory needs none of it, and the loss reads its own.
-_PASSED = {"cache_position", "token_type_ids", "output_attentions", "output_router_logits", "is_causal"}
-_PASSED |= {"num_items_in_batch", "ignore_index"}  # of the loss
-_PASSED |= {"tokenizer"}  # of `generate`, for stop strings
-_PASSED |= {"cu_seq_lens_k", "max_length_q", "max_length_k"}  # beside cu_seq_lens_q
-_REMEDIES = {"cu_seqlens": "give cu_seq_lens_q"}
+_PASSED = set(TransformersKwargs.__annotations__) | {"cache_position", "token_type_ids", "tokenizer", "ignore_index"}
+_READ = {"input_ids", "attention_mask", "past_key_values", "inputs_embeds", "labels", "shift_labels", "document_starts"}
+_READ |= {"position_ids", "document_ids", "seq_idx", "cu_seq_lens_q", "logits_to_keep"}
+_OF_DOCUMENTS = re.compile("cu_?seq|seq.*(len|id)|sequence|segment|doc|pack|mask|label")
+"""What a name of an argument has in it that says which tokens belong together, or which of them count."""
 
 
 def refuse_unknown(arguments: dict[str, Any]) -> None:
-    """ValueError if `forward` was given something that it would not heed, such as a form of packing that it does not
-    know: documents would run into each other unseen."""
+    """ValueError for an argument that it would be wrong not to heed: a form of packing that `forward` does not know,
+    by which documents would run into each other unseen, or one that is misspelt. Others are passed over, as by models
+    of transformers, whose next version may pass what this one does not."""
     for name, value in arguments.items():
-        if value is not None and name not in _PASSED:
-            remedy = _REMEDIES.get(name, "leave it out")
+        if value is None or name in _PASSED:
+            continue
+        near = get_close_matches(name, _READ, 1, 0.8)
+        if near or _OF_DOCUMENTS.search(name):
+            remedy = "give cu_seq_lens_q" if name == "cu_seqlens" else f"give {near[0]}" if near else "leave it out"
             raise ValueError(
                 f"an Atlas model does not know the argument {name!r}: {remedy}; packed documents are marked by "
                 "document_starts, position_ids, document_ids, seq_idx or cu_seq_lens_q"
             )
+        logger.warning_once(f"an Atlas model has no use for the argument {name!r}")
 
 
 def starts_of_documents(

@@ -1,7 +1,9 @@
 """Named model sizes: the rows of ATLAS Table 7, one between them, and small ones for laptops."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from ..memory import Rule
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,18 @@ PRESETS: dict[str, Preset] = {
     "1.3b": Preset(_paper(18, 2048, 8, 7168), 7e-4, "ATLAS Table 7"),
 }
 PRESETS |= {"small": PRESETS["170m"], "medium": PRESETS["400m"], "large": PRESETS["760m"]}
+
+
+def fitting(
+    options: dict[str, dict[str, Any]], rule: Rule, chosen: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """A preset's options as far as the rule's parts have such fields, with the chosen ones in front of them. A part
+    that is replaced by another kind is as that kind is: the preset's options were not meant for it."""
+    known = {part: {field.name for field in fields(getattr(rule, part))} for part in options}
+    fit = {
+        part: {name: value for name, value in changes.items() if name in known[part]}
+        for part, changes in options.items()
+        if "kind" not in chosen.get(part, {})
+    }
+    fit = {part: changes for part, changes in fit.items() if changes}
+    return fit | {part: fit.get(part, {}) | changes for part, changes in chosen.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,26 @@ tags: [{tags}]
 A language model of {parameters:,} parameters of the library atlas-memory (version {version}): {what}. Trained by
 `atlas train`, {steps:,} steps, on: {text}.
 
+It is read with `pip install "atlas-memory[train]"`.
+
 ```python
-import atlas_memory  # before the next line, which knows this kind of model from it
+import atlas_memory  # or trust_remote_code=True below
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{folder}")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 
-    atlas generate {folder} --prompt "It was"
-    atlas evaluate {folder}
-    atlas report {folder}
+    atlas generate {name} --prompt "It was"
+    atlas evaluate {name}
+    atlas report {name}
 
 `run.yaml` has every option of the run, `log.jsonl` a line for every step{held_out}.
 """
+
+
+_FOLDERS = re.compile(r"(?<![\w./\\:])(?:[A-Za-z]:)?[/\\](?:[^/\\\n,:']*[/\\])*")
+"""The folders in front of a file's name, from the root of a machine."""
 
 
 def write_card(folder: Path, model: Any, text: str, steps: int, bits: float | None) -> None:
@@ -40,13 +47,12 @@ def write_card(folder: Path, model: Any, text: str, steps: int, bits: float | No
     memory = BLOCKS[about.block].memory
     card = CARD.format(
         tags=", ".join(["atlas-memory", about.block] + [about.rule] * memory),
-        name=folder.name,
+        name=folder.resolve().name,
         parameters=model.num_parameters(),
         version=__version__,
         what=f"blocks {about.block!r}" + f" with the memory {about.rule!r}" * memory,
         steps=steps,
-        text=text,
-        folder=folder,
+        text=_FOLDERS.sub("", text),
         held_out="" if bits is None else f"; at the end {bits:.4f} bits a byte of held-out text",
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
