@@ -30,6 +30,7 @@ def serve(runs: Sequence[str | Path], port: int = 8501, address: str = "localhos
         "server.fileWatcherType": "none",
         "server.showEmailPrompt": "false",
         "browser.gatherUsageStats": "false",
+        "global.developmentMode": "false",
         "client.toolbarMode": "minimal",
         "logger.hideWelcomeMessage": "true",
         "logger.level": "warning",
