@@ -368,6 +368,7 @@ def test_values_are_those_of_yaml_1_2(text: str, value: Any) -> None:
         "data.path=[" + 2000 * "a," + "a]",
         'output_dir="a\\0b"',
         'output_dir="a\\ud800b"',
+        "output_dir=" + 300 * "x",
         "train.prompt=caf\udce9",
         ".".join(17 * ["then"]) + ".train.steps=3",
         ".".join(1000 * ["then"]) + ".train.steps=3",

@@ -23,7 +23,12 @@ DEEPEST = 16
 
 
 def _at_home(folder: str) -> str:
-    return str(Path(folder).expanduser()) if folder.startswith("~") else folder  # or a folder named ~ would be made
+    found = Path(folder).expanduser() if folder.startswith("~") else Path(folder)  # or a folder named ~ would be made
+    try:
+        found.is_dir()
+    except OSError as error:
+        raise PydanticCustomError("path", f"input is no name of a folder: {error.strerror}") from error
+    return str(found) if folder.startswith("~") else folder
 
 
 def _ends(then: dict[str, Any]) -> dict[str, Any]:
