@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atlas_memory.dashboard.runs import DEFAULT_RULE, WITHOUT_MEMORY, Runs, Watched, find_runs
+from atlas_memory.dashboard.runs import WITHOUT_MEMORY, Runs, Watched, find_runs
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import AtlasConfig
 from atlas_memory.training.config import TrainSection
@@ -291,5 +291,4 @@ def test_the_rule_is_the_one_that_the_model_has(tmp_path: Path) -> None:
 
 
 def test_what_is_known_without_torch_is_what_the_models_say() -> None:
-    assert AtlasConfig.rule == DEFAULT_RULE
     assert {name for name, mixer in BLOCKS.items() if not mixer.memory} == {*WITHOUT_MEMORY}

@@ -238,7 +238,7 @@ def test_wrong_arguments_are_named():
         OmegaMemory(8, 2).retrieve(q.transpose(1, 2), OmegaMemory(8, 2).initial_state(3))
     other = OmegaMemory(8, 2, "gated-deltanet").initial_state(2)
     with pytest.raises(ValueError, match=r"state must hold memories of shapes .* it is of another rule,"):
-        OmegaMemory(8, 2).retrieve(q.transpose(1, 2), other)
+        OmegaMemory(8, 2, "atlas").retrieve(q.transpose(1, 2), other)
     with pytest.raises(ValueError, match="gate_rank=4 is of the gates that gates=False leaves out"):
         OmegaMemory(8, 2, "titans", gates=False, gate_rank=4)
     with pytest.raises(ValueError, match=r"x must be \[batch, time, 12\], got \[5, 12\]"):
@@ -249,7 +249,7 @@ def test_wrong_arguments_are_named():
 
 
 def test_bare_memory_is_that_short():
-    omega = OmegaMemory(dim=8, heads=2)
+    omega = OmegaMemory(dim=8, heads=2, rule="atlas")
     q, k, v = l2_normalise(torch.randn(3, 2, 2, 21, 8))
     y, _ = omega(q, k, v)
     _, state = omega(q[:, :, :10], k[:, :, :10], v[:, :, :10])

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from atlas_memory import NeuralMemory
+from atlas_memory import NeuralMemory, OmegaMemory
 from atlas_memory.memory import KINDS, RULES, Huber, Softmax
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 
@@ -63,7 +63,7 @@ HIERARCHY = {"global_chunk": 8, "local_chunks": [4], "shard": 8}
         ({"hierarchy": {"shard": 8}}, "hierarchy must map global_chunk, local_chunks, shard"),
         ({"hierarchy": HIERARCHY, "rule": "memora"}, "Softmax is read after its writes"),
         ({"hierarchy": HIERARCHY, "chunk_size": 4}, "chunk_size=4 has no use beside a hierarchy"),
-        ({"hierarchy": HIERARCHY, "block": "mac"}, "block='mac' with rule='[a-z]*': hierarchy has no use in mac"),
+        ({"hierarchy": HIERARCHY, "block": "mac"}, "block='mac' with rule='[a-z-]*': hierarchy has no use in mac"),
         ({"hierarchy": HIERARCHY, "block": "swa"}, "has no use in block='swa'"),
         ({"rule_options": {"optimizer": {"every": 2}}}, "optimizer"),
         ({"rule_options": {"optimiser": 3}}, "rule_options must map"),
@@ -90,7 +90,8 @@ def test_a_vocabulary_that_was_cut_is_loaded_again(tmp_path) -> None:
 def test_rule_options_change_the_rule() -> None:
     config = AtlasConfig(rule="atlas", rule_options={"optimiser": {"every": 4}})
     assert config.memory_rule().optimiser.every == 4
-    assert RULES["atlas"] == AtlasConfig().memory_rule()
+    assert RULES["gated-deltanet"] == AtlasConfig().memory_rule() == NeuralMemory(8, 2).rule == OmegaMemory(8, 2).rule
+    assert {AtlasConfig.preset(name).rule for name in PRESETS} == {AtlasConfig.rule}
 
 
 def test_defaults() -> None:
@@ -102,8 +103,16 @@ def test_defaults() -> None:
     assert AtlasConfig().attention_window is None and AtlasConfig(block="attention").attention_window is None
 
 
+def test_models_without_memory_that_were_saved_with_the_default_of_their_day() -> None:
+    for block in ("attention", "swa"):
+        assert AtlasConfig(block=block, rule="atlas").rule == AtlasConfig.rule
+        with pytest.raises(ValueError, match="rule='titans' has no use in block"):
+            AtlasConfig(block=block, rule="titans")
+
+
 def test_saved_files_stay_readable(tmp_path: Path) -> None:
-    config = AtlasConfig(rule_options={"optimiser": {"every": 4}}, block="mag", eos_token_id=3, dtype="bfloat16")
+    options = {"optimiser": {"every": 4}}
+    config = AtlasConfig(rule="atlas", rule_options=options, block="mag", eos_token_id=3, dtype="bfloat16")
     config.save_pretrained(tmp_path)
     loaded = AtlasConfig.from_pretrained(tmp_path)
     ours = set(AtlasConfig.__annotations__)
@@ -191,6 +200,7 @@ def test_the_rule_of_every_memory_is_the_configurations() -> None:
     config = AtlasConfig(
         hidden_size=16,
         num_attention_heads=2,
+        rule="atlas",
         window=3,
         chunk_size=6,
         rule_options={"optimiser": {"every": 6}},
@@ -231,7 +241,10 @@ def test_a_part_of_another_kind_is_free_of_the_presets_options() -> None:
         ({"rule": "moneta", "rule_options": {"bias": {"p": "three"}}}, "Lp p must be a finite number, got 'three'"),
         ({"rule_options": {"bias": {"kind": ["Huber"]}}}, "bias has no kind"),
         ({"block": "mac", "rule": "dot"}, "block='mac' with rule='[a-z]*': mac keeps a copy .*Exponential features"),
-        ({"gate_rank": 4}, "block='lmm' with rule='atlas': gate_rank=4 makes gates channel-wise, but Muon"),
+        (
+            {"rule": "atlas", "gate_rank": 4},
+            "block='lmm' with rule='atlas': gate_rank=4 makes gates channel-wise, but Muon",
+        ),
         (
             {"block": "hope", "rule": "titans"},
             "with rule='titans': the rule has Momentum; a self-mod",

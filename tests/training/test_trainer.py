@@ -224,7 +224,7 @@ def test_another_run_is_no_resumption(copy) -> None:
     ("override", "message"),
     [
         ("model.preset=huge", "preset 'huge' is unknown; choose one of nano"),
-        ("model.rule=atlsa", "rule='atlsa' is unknown; choose one of atlas"),
+        ("model.rule=atlsa", "rule='atlsa' is unknown; did you mean atlas"),
         ("model.windw=3", r"unknown key model.windw \(=3\); did you mean model.window\?"),
         ("model.hidden_size=15", "hidden_size=15"),
         ("model.vocab_size=100", "model.vocab_size=100 is smaller than the tokenizer's 258"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from atlas_memory.mathematics.names import DEFAULT_RULE
 from atlas_memory.models import PRESETS  # without torch
 from atlas_memory.report.words import legible, raised
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, USABLE, Log
@@ -18,8 +19,7 @@ from atlas_memory.training.settings import UNASKED_STEPS, flat_settings, in_byte
 from atlas_memory.training.yaml_files import small_text
 
 SIGNS = (LOG, "run.yaml")  # of a run: either
-# What `AtlasConfig` and `BLOCKS` say too, which load torch.
-DEFAULT_RULE, WITHOUT_MEMORY = "atlas", ("swa", "attention")
+WITHOUT_MEMORY = ("swa", "attention")  # as `BLOCKS` says too, which loads torch
 
 
 class Watched:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..forms.chunkwise import Reading, begin, end, read_on
+from ..mathematics.names import DEFAULT_RULE
 from ..mathematics.precision import kept_dtype
 from ..mathematics.sizes import check_heads, check_positive
 from ..mathematics.start import at_right_angles
@@ -58,7 +59,7 @@ class NeuralMemory(Stateful):
     linear maps anew (``model.apply(init)``, or ``post_init`` of a ``PreTrainedModel`` of your own), call
     ``reset_parameters`` of its memories after that; drawn like other maps they learn recall much later.
 
-    >>> memory = NeuralMemory(dim=64, heads=4, rule="atlas", window=4, chunk_size=16)
+    >>> memory = NeuralMemory(dim=64, heads=4, rule="omeganet", window=4, chunk_size=16)
     >>> x = torch.randn(2, 100, 64)
     >>> y, state = memory(x)
     >>> y_next, state = memory(x[:, :1], state)  # goes on, from any point
@@ -93,7 +94,7 @@ class NeuralMemory(Stateful):
         self,
         dim: int,
         heads: int,
-        rule: str | Rule = "atlas",
+        rule: str | Rule = DEFAULT_RULE,
         window: int | None = None,
         chunk_size: int | None = None,
         conv_size: int = 4,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..forms.graphed import Graphs
 from ..forms.grid import starts_chunk
 from ..mathematics.functions import is_transformed
+from ..mathematics.names import DEFAULT_RULE
 from ..mathematics.precision import Form, check_memory_state
 from ..mathematics.sizes import check_size
 from ..memory import (
@@ -61,7 +62,7 @@ class OmegaMemory(Stateful):
         self,
         dim: int,
         heads: int,
-        rule: str | Rule = "atlas",
+        rule: str | Rule = DEFAULT_RULE,
         window: int | None = None,
         chunk_size: int | None = None,
         gates: bool = True,

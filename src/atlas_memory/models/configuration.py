@@ -16,6 +16,7 @@ from ..layers.blocks import BLOCKS, check_blocks, made
 from ..layers.hierarchy import Hierarchy
 from ..layers.mlp import check_periods
 from ..layers.stateful import Stateful
+from ..mathematics.names import DEFAULT_RULE
 from ..mathematics.sizes import check_positive, check_size
 from ..memory import RULES, Rule
 from ..registration import AUTO_CODE, AUTO_FILE, AUTO_MAP
@@ -98,7 +99,7 @@ class AtlasConfig(PreTrainedConfig):
     num_hidden_layers: int = 2
     num_attention_heads: int = 8
     intermediate_size: int | None = None
-    rule: str = "atlas"
+    rule: str = DEFAULT_RULE
     rule_options: dict[str, dict[str, Any]] | None = None
     block: str = "lmm"
     window: int | None = None
@@ -205,6 +206,8 @@ class AtlasConfig(PreTrainedConfig):
             )
         if kind.window:
             self.attention_window = self.attention_window or 64
+        if not kind.memory and self.rule == "atlas":  # as they were saved when that was the default
+            self.rule = type(self).rule
         for name in _OF_MEMORY if not kind.memory else ():
             value = getattr(self, name)
             if value != getattr(type(self), name):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..mathematics.names import DEFAULT_RULE
 from ..memory import Rule
 
 
@@ -54,7 +55,7 @@ def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
         # It reads more text in a minute than deep memories. These learn more from each token, "titans" in 1.4
         # times and "omeganet" in 3.3 times the time (docs/learning.md), and are a word away:
         # rule="omeganet", "titans", "atlas", "hope".
-        "rule": "gated-deltanet",
+        "rule": DEFAULT_RULE,
         "rule_options": LAPTOP,
         "window": 4,
         "chunk_size": 16,
