@@ -263,6 +263,12 @@ def test_a_prompt_that_is_no_text(run, capsys, monkeypatch) -> None:
         (["train", "model.heads=3"], "did you mean model.num_attention_heads?"),
         (["train", "model.dim=3"], "did you mean model.hidden_size?"),
         (["train", "out=3"], "did you mean output_dir?"),
+        (["rules", "titan"], "unknown rule 'titan'; did you mean titans?"),
+        (["plan", "model.rule=titan"], "rule='titan' is unknown; did you mean titans?"),
+        (["plan", "model.block=mags"], "block='mags' is unknown; did you mean mag?"),
+        (["plan", "model.preset=tinny"], "preset 'tinny' is unknown; did you mean tiny?"),
+        (["plan", "model.rule_options={bias: {kind: Hubert}}"], "bias has no kind 'Hubert'; did you mean Huber?"),
+        (["plan", "model.rule_options={optimizer: {every: 2}}"], "no part 'optimizer'; did you mean optimiser?"),
     ],
 )
 def test_what_was_meant_is_said(capsys, tmp_path, monkeypatch, arguments, message) -> None:

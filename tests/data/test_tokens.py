@@ -1,5 +1,7 @@
 """Tokenizers: nothing is lost, every byte is counted once."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from atlas_memory.data import tokens
 from atlas_memory.data.tokens import (
     byte_tokenizer,
     bytes_per_token,
@@ -97,3 +100,17 @@ def test_what_a_tokenizer_loses(caplog) -> None:
     assert not caplog.text
     warn_of_loss(tokenizer, ["one zwei"])
     assert "the tokenizer loses 57.1 % of the text's characters" in caplog.text
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch, caplog) -> None:
+    def no_network() -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(tokens, "get_session", no_network)
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="tokenizer='gpt3' is no folder here and could not be loaded"):
+        load_tokenizer("gpt3")
+    assert (
+        "looking for the tokenizer 'gpt3' on the hub" in caplog.text and "does not answer (no network)" in caplog.text
+    )
+    assert time.monotonic() - begun < 20

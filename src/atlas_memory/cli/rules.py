@@ -11,6 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
+from ..mathematics.names import meant
 from .planning import brief
 
 PARAMETER_RULES = ("gated-deltanet", "titans", "omeganet", "atlas")
@@ -40,7 +41,7 @@ def rules(
 
     if name is not None and name not in RULES:
         raise typer.BadParameter(
-            f"unknown rule {name!r}; known rules: {', '.join(RULES)}. One of your own is known to a file that "
+            f"unknown rule {name!r}; {meant(name, RULES)} One of your own is known to a file that "
             f"registers it and then calls the command: python mine.py rules {name} (CONTRIBUTING.md)"
         )
     if dim % heads:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import constants, get_session
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -18,6 +19,8 @@ from atlas_memory.data.folders import first_line
 logger = logging.getLogger(__name__)
 END = "<|endoftext|>"
 PAD = "<|pad|>"
+WAIT = 5.0
+"""Seconds in which the hub must answer."""
 CONTEXT = 8
 """Tokens behind which others are decoded: what a tokenizer makes of the first token of all it does not make of later
 ones, and a character may be of several tokens."""
@@ -59,6 +62,18 @@ def is_one_tokenizer(name: str, other: str) -> bool:
     return name == other or (all(folder.is_dir() for folder in folders) and folders[0].samefile(folders[1]))
 
 
+def hub_answers(what: str) -> bool:
+    """Whether the hub can be reached, after a word that `what` is looked for there. Its own library asks for a minute
+    before it says that there is no network."""
+    logger.warning("looking for %s on the hub", what)
+    try:
+        get_session().head(constants.ENDPOINT, timeout=WAIT)
+    except Exception as error:  # as many types as there are ways to be without a network
+        logger.warning("the hub does not answer (%s): what has been downloaded before is taken", first_line(error))
+        return False
+    return True
+
+
 def load_tokenizer(name: str) -> Any:
     """`"bytes"`, or the name or folder of a fast tokenizer with an end-of-text token; ValueError
     otherwise."""
@@ -68,7 +83,8 @@ def load_tokenizer(name: str) -> Any:
     if name.startswith((".", "/")) and not Path(name).exists():
         raise ValueError(f'data.tokenizer={name!r} does not exist; "bytes" always works')
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        local = Path(name).is_dir() or not hub_answers(f"the tokenizer {name!r}")
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local)
     except Exception as error:  # the loader raises a dozen different types
         reason = first_line(error)
         missing = "" if Path(name).exists() else "is no folder here and "

@@ -11,7 +11,8 @@ core 0.02 s with it, 0.14 with ``titans``, 0.34 with ``omeganet`` and 29 with ``
 
 
 def meant(name: object, known: Iterable[str]) -> str:
-    """A remedy to append to "unknown name;": the known one that is closest, as a question, or all of them."""
+    """A remedy to append to "unknown name;": the known one that is closest, as a question, or all of them; with a sign
+    at its end."""
     known = list(known)
     close = difflib.get_close_matches(str(name)[:64].lower(), known, n=1)
-    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}."

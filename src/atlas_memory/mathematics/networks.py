@@ -29,6 +29,7 @@ from torch import Tensor
 
 from .activations import ACTIVATIONS, with_slope
 from .functions import largest
+from .names import meant
 from .norms import NORM_EPS, Norm, layer_norm, layer_norm_vjp, squared_spectral_norm
 from .sizes import check_size
 from .start import Lift, isometry, lifted, normal, on_keys
@@ -325,5 +326,5 @@ def _check(network: MLP | GatedMLP, *sizes: str) -> None:
     for name in sizes:
         check_size(f"{type(network).__name__} {name}", getattr(network, name))
     if network.activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"{type(network).__name__} activation must be one of {known}, got {network.activation!r}")
+        said = meant(network.activation, ACTIVATIONS)
+        raise ValueError(f"{type(network).__name__} has no activation {network.activation!r}; {said}")

@@ -17,6 +17,7 @@ from .bias import L2, AttentionalBias, DotProduct, Huber, Lp
 from .contracts import TRIED, check_part, keeps_any_columns, takes_any_columns
 from .features import Exponential, FeatureMap, Identity, Polynomial
 from .kinds import OURS, check_kind, kinds_of, made_of
+from .names import meant
 from .networks import MLP, GatedMLP, Linear, Network, Trace
 from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
 from .retention import (
@@ -111,7 +112,7 @@ class Rule:
         known = [f.name for f in fields(self)]
         for name, options in parts.items():
             if name not in known:
-                raise ValueError(f"a rule has no part {name!r}; its parts are {', '.join(known)}")
+                raise ValueError(f"a rule has no part {name!r}; {meant(name, known)}")
             if not isinstance(options, Mapping):
                 raise ValueError(
                     f"options of {name!r} must be a mapping of field to value, got {options!r}; an instance is put "
@@ -122,14 +123,14 @@ class Rule:
                 kinds = kinds_of(name)
                 if not isinstance(kind, str) or kind not in kinds:
                     raise ValueError(
-                        f"{name} has no kind {kind!r}; its kinds are {', '.join(kinds)}. Register a class of your own "
-                        f"first: KINDS[{name!r}] += ({kind},)"
+                        f"{name} has no kind {kind!r}; {meant(kind, kinds)} Register a class of your own first: "
+                        f"KINDS[{name!r}] += ({kind},)"
                     )
                 part = part if type(part) is kinds[kind] else made_of(name, kinds[kind], options)
             allowed = [f.name for f in fields(part)]
             for option, value in options.items():
                 if option not in allowed:
-                    has = f"its fields are {', '.join(allowed)}" if allowed else "it has no fields"
+                    has = meant(option, allowed) if allowed else "it has no fields"
                     if type(part) not in OURS[name] and hasattr(part, str(option)):
                         has += f": {type(part).__name__} inherits {option}; declare it in the class, with its type"
                     raise ValueError(f"{name} {type(part).__name__} has no field {option!r}; {has}")
@@ -308,7 +309,7 @@ def resolve_rule(rule: str | Rule, window: int | None = None, chunk_size: int | 
     if isinstance(rule, str):
         if rule not in RULES:
             raise ValueError(
-                f"unknown rule {rule!r}; known rules: {', '.join(RULES)}. Register one of your own first: "
+                f"unknown rule {rule!r}; {meant(rule, RULES)} Register one of your own first: "
                 f"RULES[{rule!r}] = Rule(...)"
             )
         rule = RULES[rule]

@@ -16,7 +16,7 @@ from ..layers.blocks import BLOCKS, check_blocks, made
 from ..layers.hierarchy import Hierarchy
 from ..layers.mlp import check_periods
 from ..layers.stateful import Stateful
-from ..mathematics.names import DEFAULT_RULE
+from ..mathematics.names import DEFAULT_RULE, meant
 from ..mathematics.sizes import check_positive, check_size
 from ..memory import RULES, Rule
 from ..registration import AUTO_CODE, AUTO_FILE, AUTO_MAP
@@ -139,8 +139,8 @@ class AtlasConfig(PreTrainedConfig):
         check_blocks()
         if not isinstance(self.block, str) or self.block not in BLOCKS:
             raise ValueError(
-                f"block={self.block!r} is unknown; choose one of {', '.join(BLOCKS)}. Register a block of your own "
-                f"first: BLOCKS[{self.block!r}] = Mixer(...)"
+                f"block={self.block!r} is unknown; {meant(self.block, BLOCKS)} Register a block of your own first: "
+                f"BLOCKS[{self.block!r}] = Mixer(...)"
             )
         self._check_block()
         if self.intermediate_size is None:
@@ -252,7 +252,7 @@ class AtlasConfig(PreTrainedConfig):
             if isinstance(self.rule, Rule):
                 raise ValueError("rule must be a name, got a Rule: name it, RULES['mine'] = ..., or give rule_options")
             raise ValueError(
-                f"rule={self.rule!r} is unknown; choose one of {', '.join(RULES)}. Register a rule of your own first: "
+                f"rule={self.rule!r} is unknown; {meant(self.rule, RULES)} Register a rule of your own first: "
                 f"RULES[{self.rule!r}] = Rule(...)"
             )
         options = self.rule_options or {}
@@ -300,7 +300,7 @@ class AtlasConfig(PreTrainedConfig):
             ValueError: No such preset, or a bad override.
         """
         if name not in PRESETS:
-            raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
+            raise ValueError(f"preset {name!r} is unknown; {meant(name, PRESETS)}")
         base, given = deepcopy(PRESETS[name].config), overrides.get("rule_options")
         block = overrides.get("block")
         if isinstance(block, str) and block in BLOCKS and not BLOCKS[block].memory:

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 from atlas_memory.layers.gates import GateProjection
+from atlas_memory.mathematics.names import meant
 from atlas_memory.mathematics.sizes import check_size
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.training import sharded
@@ -45,7 +46,7 @@ def model_config(config: RunConfig, tokenizer: Any, first: AtlasConfig | None = 
         if f"model.{name}" not in known:
             raise ConfigError(f"unknown key model.{name} (={value!r}){nearest(f'model.{name}', known)}")
     if config.model.preset not in PRESETS:
-        raise ConfigError(f"model: preset {config.model.preset!r} is unknown; choose one of {', '.join(PRESETS)}")
+        raise ConfigError(f"model: preset {config.model.preset!r} is unknown; {meant(config.model.preset, PRESETS)}")
     if config.model.init_from is None:
         fields = {
             "vocab_size": len(tokenizer),
