@@ -301,3 +301,15 @@ def test_delta_rules_are_token_by_token_at_any_chunk(name, chunk):
         w = alpha * w @ (torch.eye(3).double() - beta * torch.outer(k, k)) + beta * torch.outer(v, k)
         assert error(y[0, 0, t], w @ q) < 1e-10
     assert error(state.weights[0][0, 0], w) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["titans", "atlas", "hope"])
+def test_a_graph_is_kept_for_those_who_ask(name):
+    """The definition differentiates inside; what it returns has a graph where an argument has one."""
+    problem = random_problem(RULES[name], 0, time=4)
+    y, state = recurrent(*problem.arguments())
+    assert y.requires_grad and any(t.requires_grad for t in state.tensors())
+    plain = [problem.params.map(torch.Tensor.detach), *(x.detach() for x in (problem.q, problem.k, problem.v))]
+    alone, held = recurrent(problem.rule, *plain, problem.gates.map(torch.Tensor.detach))
+    assert not alone.requires_grad and not any(t.requires_grad for t in held.tensors()) and torch.equal(alone, y)
+    assert recurrent(problem.rule, *plain, problem.gates)[0].requires_grad

@@ -35,13 +35,19 @@ def recurrent(
         state: where an earlier call stopped, or None at the start of the sequences.
 
     Returns:
-        y ``[batch, heads, time, dim]`` and the state after the last token.
+        y ``[batch, heads, time, dim]`` and the state after the last token, with a graph where an argument has one.
 
     Raises:
         ValueError: shapes or dtypes that do not go together.
     """
     if not torch.is_inference_mode_enabled():
-        return compute(_by_rows, rule, params, q, k, v, gates, state)
+        y, end = compute(_by_rows, rule, params, q, k, v, gates, state)
+        given = [q, k, v]
+        for arguments in (params, gates, state):
+            if arguments is not None:
+                arguments.map(lambda t: given.append(t) or t)
+        # The definition differentiates by tensors of its own, of which nobody has asked for a graph.
+        return (y, end) if any(t.requires_grad for t in given) else (y.detach(), end.detach())
     with torch.inference_mode(False), torch.no_grad():  # autograd cannot see inference tensors; copies it can
         params, state = params.map(torch.clone), None if state is None else state.map(torch.clone)
         return compute(_by_rows, rule, params, q.clone(), k.clone(), v.clone(), gates.map(torch.clone), state)
