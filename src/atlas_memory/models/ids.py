@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -42,6 +43,30 @@ def check_labels(name: str, labels: Any, inputs: Tensor, vocab_size: int, ignore
         raise ValueError(f"{name} must be int64 [batch, time] = {list(inputs.shape[:2])}, got {got}")
     if at_hand(labels):
         _check_range(name, labels[labels != ignored], vocab_size, f", or {ignored} where a token does not count")
+
+
+def that_count(labels: Tensor, unpredicted: Tensor, ignored: int, arguments: dict[str, Any]) -> Tensor:
+    """Labels of the tokens after each, `[batch, time]`, with ``ignored`` where nothing predicts them, bool
+    `[batch, time]`. ``num_items_in_batch`` of ``arguments``, the number of labels that their sum is to be divided by,
+    becomes one without those.
+
+    transformers' Trainer counts the labels of all batches of a step before a model sees one. The others are taken to
+    lose as large a share of their labels as this batch, and a warning says so.
+    """
+    kept = labels.masked_fill(unpredicted, ignored)
+    if arguments.get("num_items_in_batch") is None:
+        return kept
+    before, after = ((x != ignored).sum() for x in (labels, kept))
+    items = torch.as_tensor(arguments["num_items_in_batch"], device=before.device)
+    if can_look(before) and after < before and (items != before).any():
+        warnings.warn(
+            f"num_items_in_batch={int(items.max())} counts labels behind padding, which do not count, of other batches "
+            f"than this one with {int(before)}: the loss of this step is close to the mean over its labels, and not "
+            f"equal. Pad on the right (padding_side='right'), or let the first label behind padding be {ignored}",
+            stacklevel=3,
+        )
+    arguments["num_items_in_batch"] = items * (after.clamp(min=1) / before.clamp(min=1))
+    return kept
 
 
 def _check_range(name: str, ids: Tensor, vocab_size: int, also: str = "") -> None:

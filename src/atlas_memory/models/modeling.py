@@ -17,7 +17,7 @@ from ..layers.documents import Documents
 from .cache import CACHE, AtlasCache, check_cache, given_cache
 from .configuration import AtlasConfig
 from .generating import AtlasGenerationMixin
-from .ids import IGNORED, check_embeds, check_ids, check_labels, mask_of_call
+from .ids import IGNORED, check_embeds, check_ids, check_labels, mask_of_call, that_count
 from .packing import refuse_unknown, starts_of_documents
 
 
@@ -256,7 +256,9 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
             logits_to_keep: Compute logits of the last so many positions (0: of all), or of these positions.
             kwargs: `shift_labels`, `[batch, time]` int64, in place of labels, which are then not read: what follows
                 each token, also the last one. (Every argument that is named after labels is one that Trainer waits
-                for.) What transformers passes to every model is accepted as well.
+                for.) And `num_items_in_batch`, by which the sum over the labels is divided, in place of their number:
+                how many labels of the whole step are not ignored, those behind padding included, which transformers'
+                Trainer counts too; see `that_count`. What transformers passes to every model is accepted as well.
         """
         shift_labels = kwargs.pop("shift_labels", None)
         refuse_unknown(kwargs)
@@ -289,10 +291,12 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
         if labels is not None or shift_labels is not None:
             real = mask_of_call(attention_mask, logits, past_key_values is not None)
             ignored = kwargs.get("ignore_index", IGNORED)
-            if labels is not None and real is not None:  # what follows padding is predicted from nothing
-                labels = labels.masked_fill(F.pad(~real[:, :-1], (1, 0)), ignored)
+            if real is not None:  # what follows padding is predicted from nothing
+                if shift_labels is not None:
+                    shift_labels = that_count(shift_labels, ~real, ignored, kwargs)
+                elif labels is not None:
+                    labels = F.pad(that_count(labels[:, 1:], ~real[:, :-1], ignored, kwargs), (1, 0), value=ignored)
             if shift_labels is not None:
-                shift_labels = shift_labels if real is None else shift_labels.masked_fill(~real, ignored)
                 kwargs["shift_labels"] = shift_labels.contiguous()
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return AtlasCausalLMOutput(
