@@ -72,11 +72,12 @@ def test_a_document_that_goes_on(name):
 def test_no_document_sees_another(name):
     """Bitwise, whatever another holds."""
     mixer, x, starts = problem(name)
-    other = x.detach().clone()
-    other[0, 6:17] = 1e3 * torch.randn(11, DIM, dtype=torch.float64)
-    y, z = (mixer(part, document_starts=starts)[0] for part in (x, other))
-    same = (y == z).all(-1)
-    assert same[0, :6].all() and same[0, 17:].all() and same[1].all() and not same[0, 6:17].any()
+    for size in (1e3, torch.nan):
+        other = x.detach().clone()
+        other[0, 6:17] = size * torch.randn(11, DIM, dtype=torch.float64)
+        y, z = (mixer(part, document_starts=starts)[0] for part in (x, other))
+        same = (y == z).all(-1)
+        assert same[0, :6].all() and same[0, 17:].all() and same[1].all() and not same[0, 6:17].any()
 
 
 @pytest.mark.parametrize("name", ["lmm-atlas", "mag-persistent", "attention"])
@@ -89,6 +90,25 @@ def test_padding_between_documents(name):
         assert (y[r, a:b][~real] == 0).all()
         if real.any():
             assert error(y[r, a:b][real], mixer(x[r : r + 1, a:b][:, real])[0][0]) < 1e-8
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS if not grows(name)])
+def test_a_mark_at_padding_holds_in_the_next_call(name):
+    """Rows that end in padding, or are all padding, in the call in which their next document is marked."""
+    mixer, x, _ = problem(name)
+    mask, starts = torch.ones(2, TIME), torch.zeros(2, TIME)
+    mask[0, 6:12], starts[0, 8] = 0, 1
+    mask[1, 9:14], starts[1, [3, 9, 11]] = 0, 1
+    with torch.no_grad():
+        whole, end = mixer(x, None, mask, starts)
+        for pieces in ([6, 6, 11], [10, 2, 11], [11, 1, 2, 9]):
+            parts, state = [], None
+            for part in zip(*(t.split(pieces, 1) for t in (x, mask, starts)), strict=True):
+                y, state = mixer(part[0], state, *part[1:])
+                parts.append(y)
+            assert error(torch.cat(parts, 1), whole) < 1e-8
+            for got, wanted in zip(state.tensors(), end.tensors(), strict=True):
+                assert error(got.double(), wanted.double()) < 1e-8
 
 
 def test_padding_at_most_doubles_what_is_read():

@@ -122,14 +122,16 @@ def test_a_prompt_of_several_documents(make) -> None:
 
 
 def test_marks_at_padding_are_those_of_the_next_token(make) -> None:
-    """Padding has no document: an id, a mark or a piece of its own begins none, and cuts none in two."""
+    """Padding has no document: an id or a piece of its own begins none, and cuts none in two. What is marked there
+    begins with the next token, also of a later call."""
     model, ids = make().double(), IDS[:1]
     real = torch.tensor([[1] * 8 + [0] * 3])
-    expected = model(IDS[:1, :3], past_key_values=model(ids[:, :8], use_cache=True).past_key_values).logits
-    for marks in (
-        {"document_ids": torch.where(real == 1, 0, -1)},
-        {"document_starts": torch.tensor([[1] + [0] * 8 + [1, 0]])},
-        {"cu_seq_lens_q": torch.tensor([0, 8, 11])},
+    goes_on = model(IDS[:1, :3], past_key_values=model(ids[:, :8], use_cache=True).past_key_values).logits
+    for marks, expected in (
+        ({"document_ids": torch.where(real == 1, 0, -1)}, goes_on),
+        ({"position_ids": torch.tensor([[*range(8), 0, 0, 0]])}, goes_on),
+        ({"cu_seq_lens_q": torch.tensor([0, 8, 11])}, goes_on),
+        ({"document_starts": torch.tensor([[1] + [0] * 8 + [1, 0]])}, model(IDS[:1, :3]).logits),
     ):
         cache = model(ids, attention_mask=real, use_cache=True, **marks).past_key_values
         assert_near(model(IDS[:1, :3], past_key_values=cache).logits, expected)

@@ -113,7 +113,7 @@ class Documents:
             layer: The layer that is to read x. If its state grows with what it reads, all pieces are one group, whose
                 states are then of one length.
             mask: `[batch, time]`, nonzero at real tokens; a start that is marked at padding is that of the next real
-                token, and none where no more follows.
+                token. Where no more follows in this call, the document has begun and is empty.
 
         Raises:
             ValueError: starts is no tensor `[batch, time]`, or the mask of another shape.
@@ -236,10 +236,13 @@ def before_each(mask: Tensor) -> Tensor:
 
 
 def at_real_tokens(starts: Tensor, mask: Tensor) -> Tensor:
-    """Where documents begin, bool `[batch, time]`, with what is marked at padding moved to the real token behind it."""
+    """Where documents begin, bool `[batch, time]`, with what is marked at padding moved to the real token behind it, or
+    to the last place where none is behind it."""
     marks, before = starts.cumsum(1), before_each(mask)
     earlier = torch.where(before < 0, 0, marks.gather(1, before.clamp(min=0)))
-    return mask.bool() & (marks > earlier)
+    place = mask.bool().clone()
+    place[:, -1:] = True
+    return place & (marks > earlier)
 
 
 def read_documents(

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils import logging
 from transformers.utils.generic import TransformersKwargs
 
-from ..layers.documents import before_each
+from ..layers.documents import at_real_tokens, before_each
 from ..layers.padding import check_tensor
 
 logger = logging.get_logger(__name__)
@@ -56,11 +56,12 @@ def starts_of_documents(
         x: `[batch, time, ...]`, what is read.
         mask: `[batch, time]`, nonzero for real tokens: positions and ids of others say nothing.
         read_before: `[batch]` or one for all, whether the state that rows go on from has read anything.
-        document_starts: `[batch, time]`, nonzero at the first token of every document.
+        document_starts: `[batch, time]`, nonzero at the first token of every document, or at padding before it.
         position_ids: `[batch, time]` or `[1, time]`; a document begins where they do not grow, and, in rows that
             go on, at a 0.
         document_ids: `[batch, time]`, another number for each document that follows another.
         cu_seq_lens_q: `[documents + 1]` from 0 to time, where the documents of a single row begin and the last ends.
+            What is padding alone is none.
 
     Raises:
         ValueError: One is of another shape; or it does not tell whether the first document of a row goes on.
@@ -77,7 +78,8 @@ def starts_of_documents(
     if document_ids is not None:
         found.append(_where_ids_change(_of_the_tokens("document_ids", document_ids, x), mask))
     if cu_seq_lens_q is not None:
-        found.append(_where_lengths_end(cu_seq_lens_q, x))
+        starts = _where_lengths_end(cu_seq_lens_q, x)
+        found.append(starts if mask is None else mask.bool() & at_real_tokens(starts, mask))
     if len(found) < 2:
         return found[0] if found else None
     return torch.stack([_of_the_tokens("document_starts", starts, x).bool() for starts in found]).any(0)
