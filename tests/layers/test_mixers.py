@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from atlas_memory.layers.blocks import BLOCKS
+from atlas_memory.layers.blocks import BLOCKS, MemoryBlock
 
 from .mixers import DIM, HEADS, MIXERS, OWN, build, grows, tensors
 
@@ -42,6 +42,78 @@ def test_causal_bitwise_and_rows_apart(name, training):
     for row, t in enumerate(starts, 1):
         assert torch.equal(y2[row, :t], y[row, :t]) and not torch.equal(y2[row, t], y[row, t])
     assert torch.equal(y2[[0, -1]], y[[0, -1]])
+
+
+WAYS = {
+    "one call": ([15], {}),
+    "calls": ([4, 1, 3, 7], {}),
+    "padding": ([15], {"mask": torch.tensor([[0] * 2 + [1] * 6 + [0, 1] * 3 + [1]] * 6)}),
+    "documents": ([15], {"document_starts": torch.tensor([[0] * 7 + [1] + [0] * 7] * 6)}),
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_no_number_does_not_reach_back(name, way, training):
+    """Outputs before it are bitwise those without it, and so are other rows and the next document; and the gradients
+    of all these are the same at their inputs, and within a call finite at all weights."""
+    if name in OWN:
+        pytest.skip("a mixer from outside need not")
+    mixer, (pieces, options) = build(name).train(training), WAYS[way]
+    x = torch.randn(6, 15, DIM)
+    broken, kept = x.clone(), torch.ones(6, 15, dtype=torch.bool)
+    for row, (t, bad) in enumerate(((5, torch.nan), (3, torch.inf), (2, -torch.inf), (5, 3e38), (14, torch.nan)), 1):
+        broken[row, t, :: 2 if row == 4 else 1] = bad
+        kept[row, t : 7 if way == "documents" and t < 7 else 15] = False
+    wanted, weight = read(mixer, x, pieces, options), torch.randn(6, 15, DIM)
+    found = read(mixer, broken, pieces, options)
+    assert torch.equal(found[0][kept], wanted[0][kept])
+    assert all(found[0][row, t].isnan().all() for row, t in ((1, 5), (2, 3), (3, 2), (5, 14)))
+    weights = [] if way == "calls" else list(mixer.parameters())
+    (one, *of_weights), (other, *_) = (
+        torch.autograd.grad((y * weight)[kept].sum(), [x, *weights], allow_unused=True) for y, x in (found, wanted)
+    )
+    torch.testing.assert_close(one[kept], other[kept], rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+    assert all(g.isfinite().all() for g in of_weights if g is not None)
+
+
+def read(mixer, x, pieces, options):
+    """What a mixer answers in several calls, and a leaf of its graph: the x that it read."""
+    x, state, out = x.clone().requires_grad_(), None, []
+    for part in x.split(pieces, 1):
+        y, state = mixer(part, state, **options)
+        out.append(y)
+    return torch.cat(out, 1), x
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS if name not in OWN])
+def test_what_is_no_number_is_read_alike_in_any_calls(name):
+    """Also from states that hold it, token by token. A sliding window forgets it, a memory does not."""
+    mixer, x = build(name), torch.randn(3, 15, DIM)
+    x[0, 2] = x[1, 6] = torch.nan
+    whole = mixer(x)[0]
+    lost = whole.isnan().all(-1)
+    assert torch.equal(lost, whole.isnan().any(-1)) and not lost[2].any()
+    assert lost[0].sum() == (5 if name == "swa" else 13) and lost[1].sum() == (5 if name == "swa" else 9)
+    with torch.no_grad():
+        for pieces in ([1] * 15, [4, 5, 6], [1, 1, 9, 4]):
+            torch.testing.assert_close(read(mixer, x, pieces, {})[0], whole, rtol=1e-4, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(read(mixer, x, [4, 5, 6], {})[0], whole, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS if name not in OWN])
+def test_padding_that_is_no_number_is_padding(name):
+    """Of a block: also norms and MLP, and the gradients of all weights."""
+    block = MemoryBlock(DIM, build(name), 16)
+    x, mask = torch.randn(3, 13, DIM), torch.rand(3, 13) > 0.4
+    results = []
+    for padding in (0.0, torch.nan, torch.inf):
+        held = x.masked_fill(~mask[..., None], padding).requires_grad_()
+        y, state = block(held, None, mask)
+        gradients = torch.autograd.grad((y * x).sum(), [held, *block.parameters()], allow_unused=True)
+        results.append([y, *tensors(state), *(g for g in gradients if g is not None)])
+    assert all(torch.equal(one, other) for found in results[1:] for one, other in zip(found, results[0], strict=True))
 
 
 @pytest.mark.parametrize("name", MIXERS)

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from atlas_memory import RULES, NeuralMemory, OmegaMemory
+from atlas_memory.layers.hierarchy import HierarchicalMemory
 from atlas_memory.layers.self_modifying import SelfModifyingMemory
 from atlas_memory.memory import l2_normalise
+
+from .mixers import DIM, HIERARCHY, MIXERS, OWN, build
 
 
 def layer(name: str, dim: int = 16, **options) -> NeuralMemory:
@@ -24,6 +27,44 @@ def test_gradients_are_finite_at_any_size_of_input(name, size):
     y, _ = memory(x)
     grads = torch.autograd.grad(y.sum(), [x, *memory.parameters()], allow_unused=True)
     assert y.isfinite().all() and all(g.isfinite().all() for g in grads if g is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [name for name in MIXERS if name not in OWN])
+def test_whatever_is_finite_gives_finite_outputs(name, dtype):
+    """And gradients; in float16, where they overflow first, those of inputs to 10."""
+    mixer, largest = build(name, dtype), torch.finfo(dtype).max
+    for size in (10.0, 1e4, 1e15, largest):
+        x = (min(size, largest) * torch.randn(2, 13, DIM).double().clamp(-1, 1)).to(dtype).requires_grad_()
+        y, state = mixer(x)
+        assert y.isfinite().all() and all(t.isfinite().all() for t in state.tensors()), size
+        if size == 10.0 or dtype != torch.float16:
+            grads = torch.autograd.grad(y.float().sum(), [x, *mixer.parameters()], allow_unused=True)
+            assert all(g.isfinite().all() for g in grads if g is not None), size
+
+
+@pytest.mark.parametrize("name", ["lmm-titans", "mag-persistent", "mac-titans", "hope", "swa", "attention"])
+def test_no_number_of_float16_reaches_back(name):
+    """Also where the projection of numbers is none."""
+    mixer, x = build(name, torch.float16), torch.randn(3, 13, DIM).half()
+    broken = x.clone()
+    broken[0, 7], broken[1, 7], broken[1, 9] = torch.nan, 6e4, -torch.inf
+    (y, _), (moved, _) = mixer(x), mixer(broken)
+    assert torch.equal(moved[:2, :7], y[:2, :7]) and torch.equal(moved[2], y[2])
+    assert moved[0, 7].isnan().all() and moved[1, 7:9].isfinite().all() and moved[1, 9].isnan().all()
+    if name in ("swa", "attention"):
+        with torch.no_grad():
+            mixer.qkv.weight.mul_(1e3)
+        assert torch.equal(mixer(broken)[0][1, :7], mixer(x)[0][1, :7])
+
+
+def test_a_bare_hierarchy_keeps_what_was_before():
+    memory = HierarchicalMemory(8, 2, "tnt", HIERARCHY)
+    q, k, v = l2_normalise(torch.randn(3, 2, 2, 13, 8))
+    broken = k.clone()
+    broken[0, :, 5] = torch.nan
+    y, moved = memory(q, k, v)[0], memory(q, broken, v, memory.gates(k.transpose(1, 2).flatten(2)))[0]
+    assert torch.equal(moved[0, :, :5], y[0, :, :5]) and torch.equal(moved[1], y[1]) and moved[0, :, 5:].isnan().all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e38])

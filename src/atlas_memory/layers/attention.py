@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..forms.bands import overlapping, take
+from ..mathematics.functions import at_hand
 from ..mathematics.sizes import check_size
 from ..mathematics.state import State, check_count
+from .admission import FAR_OF_ATTENTION, admit, passes, spoilt
 from .documents import read_documents
 from .padding import pack, unpack
 from .rotary import check_heads, rotary, rotate
@@ -23,7 +25,8 @@ class AttentionState(State):
     Attributes:
         keys, values: `[batch, heads, slots, head_dim]`, those of the last tokens at the right. A sliding window has
             `window - 1` slots however much was read, and its keys are kept unrotated. Full attention has a slot for
-            every token that it read, padding included, and its keys are kept rotated.
+            every token that it read, padding included, and its keys are kept rotated. The values of a token that is no
+            number are NaN.
         seen: `[batch]` int64, how many real tokens each row (a sequence of the batch) has read. Slots further back than
             that are empty.
     """
@@ -47,6 +50,30 @@ class _Attention(Stateful):
         self.dim, self.heads, self.head_dim = dim, heads, dim // heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
+
+    def _look(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k and v `[batch, heads, time, head_dim]` of x, and which tokens are no numbers, as `admit` says."""
+        x, bad = admit(x, FAR_OF_ATTENTION)
+        qkv = self.qkv(x)
+        if qkv.dtype == torch.float16:  # where the projection of a number may be none
+            qkv, more = admit(qkv)
+            bad = more if bad is None else bad if more is None else bad | more
+        q, k, v = self._split(qkv)
+        return q, k, v, bad
+
+    def _after_past(
+        self, k: Tensor, v: Tensor, bad: Tensor | None, state: AttentionState
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values of the state, and behind them k and v; and which of all these tokens are no numbers, bool
+        `[batch, slots]`, whose keys and values are zero. None: none, or they were left NaN, as in `admit`."""
+        keys, values = state.keys.to(k.dtype), state.values.to(v.dtype)
+        before = values[:, 0, :, 0].isnan()
+        if passes(k[:, 0]) or (bad is None and at_hand(before) and not bool(before.any())):
+            bad = None
+        else:
+            keys, values = (x.masked_fill(before[:, None, :, None], 0.0) for x in (keys, values))
+            bad = torch.cat([before, before.new_zeros(k[:, 0, :, 0].shape) if bad is None else bad], 1)
+        return torch.cat([keys, k], 2), torch.cat([values, v], 2), bad
 
     def _split(self, qkv: Tensor, parts: int = 3) -> Tensor:
         """`[batch, time, parts * dim]` to `[parts, batch, heads, time, head_dim]`."""
@@ -107,14 +134,13 @@ class FullAttention(_Attention):
         lengths: Tensor | int = time
         if mask is not None:
             x, lengths, order = pack(x, mask)
-        q, k, v = self._split(self.qkv(x))
+        q, k, v, bad = self._look(x)
         token = torch.arange(time, device=x.device)
         cos, sin = rotary((state.seen[:, None] + token)[:, None], self.head_dim, q)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         past = state.keys.shape[2]
         if past:
-            k = torch.cat([state.keys.to(k.dtype), k], dim=2)
-            v = torch.cat([state.values.to(v.dtype), v], dim=2)
+            k, v, bad = self._after_past(k, v, bad, state)
         else:
             v = v.contiguous()  # a part of q, k and v together would keep all three in the state
         if not time:
@@ -127,6 +153,8 @@ class FullAttention(_Attention):
             allowed = (slot <= past + token[:, None]) & (slot >= (past - state.seen)[:, None, None])
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None])
         y = self.out(y.transpose(1, 2).reshape(batch, time, dim))
+        if bad is not None:
+            y, v = spoilt(y, bad.cumsum(1)[:, past:] > 0), v.masked_fill(bad[:, None, :, None], torch.nan)
         if mask is not None:
             y = unpack(y, order, mask)
             # Move the real tokens of each row to the right end; the slots that this leaves at the left are empty.
@@ -191,17 +219,22 @@ class SlidingWindowAttention(_Attention):
             lengths = torch.full((batch,), time, device=x.device)
         else:
             x, lengths, order = pack(x, mask)
-        q, k, v = self._split(self.qkv(x))
-        keys = torch.cat([state.keys.to(k.dtype), k], dim=2)
-        values = torch.cat([state.values.to(v.dtype), v], dim=2)
+        q, k, v, bad = self._look(x)
+        keys, values, bad = self._after_past(k, v, bad, state)
         of_prefix = None if prefix is None else self._split(self.qkv(prefix[None].to(x.dtype)))[1:]
         y = self._attend(q, keys, values, state.seen, of_prefix) if time else q
         y = self.out(y.transpose(1, 2).reshape(batch, time, dim))
+        if bad is not None:
+            met = F.pad(bad.cumsum(1), (1, 0))
+            y = spoilt(y, met[:, self.window :] > met[:, :time])
         if mask is not None:
             y = unpack(y, order, mask)
         # The last window - 1 real tokens of each row: they end where the row's padding begins.
         last = lengths[:, None] + torch.arange(self.window - 1, device=x.device)
-        return y, AttentionState(take(keys, last), take(values, last), state.seen + lengths)
+        keys, values = take(keys, last), take(values, last)
+        if bad is not None:
+            values = values.masked_fill(bad.gather(1, last)[:, None, :, None], torch.nan)
+        return y, AttentionState(keys, values, state.seen + lengths)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, prefix: Tensor | None) -> Tensor:
         """Attention of q `[batch, heads, time, head_dim]` to keys and values of `window - 1 + time` tokens, and to

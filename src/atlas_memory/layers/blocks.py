@@ -173,7 +173,7 @@ class MemoryBlock(nn.Module):
         Args:
             x: `[batch, time, dim]`.
             state: Where an earlier call stopped; None: nothing has been read.
-            mask: `[batch, time]`, nonzero at real tokens.
+            mask: `[batch, time]`, nonzero at real tokens; at others y is zero, whatever x is there.
             document_starts: `[batch, time]`, nonzero where documents begin; or the cuts that `Documents.of` made of it.
             anchor: Let gradients flow from `state` to M_0 (`State.anchored`). It is done here and not by the caller: a
                 block whose weights are sharded has its M_0 only while it is called.
@@ -183,6 +183,8 @@ class MemoryBlock(nn.Module):
         """
         if state is not None and anchor and torch.is_grad_enabled():
             state = state.anchored(cast(Stateful, self.mixer).initial_state())
+        if mask is not None:  # what stands at padding would reach the gradients of norms and MLP
+            x = x.where(mask.bool()[..., None], 0.0)
         mixed, state = read_documents(self.mixer, self.mixer_norm(x), state, mask, document_starts)
         x = x + mixed
         return self.mlp(x) if self.mlp_norm is None else x + self.mlp(self.mlp_norm(x)), state

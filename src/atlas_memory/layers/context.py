@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..forms.bands import shift_right, take
 from ..mathematics.sizes import check_size
 from ..mathematics.state import State, check_count
+from .admission import FAR_OF_ATTENTION
 from .documents import read_documents
 from .hybrids import MemoryGate
 from .memory import LayerState, NeuralMemory
@@ -69,6 +70,8 @@ class MemoryAsContext(Stateful):
     Raises:
         ValueError: A bad argument.
     """
+
+    far = FAR_OF_ATTENTION
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from ..mathematics.state import State
 from .attention import AttentionState, SlidingWindowAttention
 from .documents import read_documents
 from .memory import LayerState, NeuralMemory
+from .padding import real_tokens
 from .persistent import PersistentTokens, WithPersistentTokens
 from .stateful import Stateful
 
@@ -101,9 +102,13 @@ class MemoryAsGate(Stateful):
         document_starts: Tensor | None = None,
     ) -> tuple[Tensor, HybridState]:
         """x `[batch, time, dim]`, mask and document_starts `[batch, time]`; y `[batch, time, dim]` and the state."""
+        self.check_state(state, HybridState)
         if document_starts is not None:
             return read_documents(self, x, state, mask, document_starts)
-        self.check_state(state, HybridState)
+        return self.read_real(x, state, mask)
+
+    def _read(self, x: Tensor, state: HybridState | None, length: Tensor | None) -> tuple[Tensor, HybridState]:
+        mask = real_tokens(x, length)
         prefix = self.memory.tokens.weight if isinstance(self.memory, WithPersistentTokens) else None
         memory, memory_state = self.memory(x, state.memory if state else None, mask)
         attention, attention_state = self.attention(x, state.attention if state else None, mask, prefix=prefix)
@@ -143,12 +148,14 @@ class MemoryAsLayer(Stateful):
         document_starts: Tensor | None = None,
     ) -> tuple[Tensor, HybridState]:
         """x `[batch, time, dim]`, mask and document_starts `[batch, time]`; y `[batch, time, dim]` and the state."""
+        self.check_state(state, HybridState)
         if document_starts is not None:
             return read_documents(self, x, state, mask, document_starts)
-        self.check_state(state, HybridState)
+        return self.read_real(x, state, mask)
+
+    def _read(self, x: Tensor, state: HybridState | None, length: Tensor | None) -> tuple[Tensor, HybridState]:
+        mask = real_tokens(x, length)
         m, memory_state = self.memory(x, state.memory if state else None, mask)
-        if mask is not None:  # what stands at padding would reach the gradient of the norm
-            x = x.where(mask.bool()[..., None], 0.0)
         normed = self.norm((x + m).to(self.norm.weight.dtype)).to(m.dtype)
         y, attention_state = self.attention(normed, state.attention if state else None, mask)
         return m + y, HybridState(memory_state, attention_state)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..forms.chunkwise import Reading, begin, end, read_on
 from ..mathematics.names import DEFAULT_RULE
-from ..mathematics.precision import kept_dtype
+from ..mathematics.precision import kept_dtype, narrowed
 from ..mathematics.sizes import check_heads, check_positive
 from ..mathematics.start import at_right_angles
 from ..mathematics.state import State
@@ -177,7 +177,8 @@ class NeuralMemory(Stateful):
         """Read x, learning from it.
 
         Args:
-            x: ``[batch, time, dim]``.
+            x: ``[batch, time, dim]``. Whatever is finite gives finite outputs: entries are cut to +-1e10, in float16 to
+                +-1e3 (of attention: +-1e4). From a token with NaN or infinity on, outputs and state of its row are NaN.
             state: where an earlier call stopped; None: fresh memories.
             mask: ``[batch, time]``, nonzero at real tokens, in any pattern. Others are skipped as if absent; their
                 outputs are zero. None: all real.
@@ -282,7 +283,7 @@ class NeuralMemory(Stateful):
     def _project(self, y: Tensor, x: Tensor) -> Tensor:
         """The layer's output ``[batch, time, dim]``: what the heads answer, ``[batch, heads, time, dim / heads]``,
         normed, gated by x and projected."""
-        y = self.norm(y.to(self.norm.weight.dtype)).transpose(1, 2).flatten(2)
+        y = self.norm(narrowed(y, self.norm.weight.dtype)).transpose(1, 2).flatten(2)
         gate = F.silu(self.gate(x))
         return self.out((y * gate).to(gate.dtype))  # a norm may be kept in float32 where maps are narrower
 

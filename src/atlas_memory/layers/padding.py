@@ -43,6 +43,11 @@ def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return packed, lengths, order
 
 
+def real_tokens(x: Tensor, length: Tensor | None) -> Tensor | None:
+    """The mask, bool `[batch, time]`, of packed x `[batch, time, ...]` with `length` `[batch]` real tokens; or None."""
+    return None if length is None else torch.arange(x.shape[1], device=x.device) < length[:, None]
+
+
 def check_tensor(name: str, value: Any) -> None:
     """ValueError for a list, or anything else that is no tensor with an entry for each token."""
     if not isinstance(value, Tensor):

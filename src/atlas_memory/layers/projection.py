@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..forms.bands import take
 from ..forms.grid import Grid
+from ..mathematics.precision import are_finite
 from ..memory import l2_normalise
 
 
@@ -66,5 +67,6 @@ def _causal(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _unit(k: Tensor, real: Tensor | None) -> Tensor:
-    """k at unit length, zero where it is not ``real`` ``[batch or 1, time]``."""
-    return l2_normalise(k if real is None else torch.where(real[:, None, :, None], k, 0.0))
+    """k at unit length, zero where it is no number or not ``real`` ``[batch or 1, time]``."""
+    counts = are_finite(k) if real is None else are_finite(k) & real[:, None]
+    return l2_normalise(torch.where(counts[..., None], k, 0.0))

@@ -31,7 +31,7 @@ from ..forms.grid import Grid, starts_chunk
 from ..forms.incremental import read_out
 from ..forms.parts import Chunk, Held
 from ..mathematics.functions import is_transformed, no_autocast
-from ..mathematics.precision import cast, check_inputs, kept_dtype
+from ..mathematics.precision import cast, check_inputs, kept_dtype, narrowed
 from ..mathematics.sizes import check_heads, check_positive
 from ..memory import (
     Gates,
@@ -197,7 +197,7 @@ class SelfModifyingMemory(Stateful):
                 y, memory = self._learn_by_token(q, u, memory, length)
             else:
                 y, memory = self._learn(q, u, memory, length, state is None or starts_chunk(self.rule, memory))
-        y = self.norm(y.to(self.norm.weight.dtype)).transpose(1, 2).flatten(2)
+        y = self.norm(narrowed(y, self.norm.weight.dtype)).transpose(1, 2).flatten(2)
         gate = F.silu(self.gate(x))
         return self.out((y * gate).to(gate.dtype)), LayerState(memory, past)
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..mathematics.state import State
+from .admission import FAR, admit, spoilt, spoilt_rows
 from .padding import pack, unpack
 
 FORMAT = "atlas-memory state, 1"
@@ -24,6 +25,8 @@ class Stateful(nn.Module):
 
     dim: int
     """Width of x; each layer sets it. Of ``OmegaMemory``, which reads q, k and v, it is the width of a head."""
+    far = FAR
+    """To what entries of x are cut."""
     grows = False
     """Whether the state is longer the more has been read."""
 
@@ -75,12 +78,16 @@ class Stateful(nn.Module):
 
     def read_real(self, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
         """``_read`` of the tokens at which ``mask`` ``[batch, time]`` is not zero. Outputs at the others are zero, and
-        all else is as if those tokens did not exist. None: all tokens are real."""
-        if mask is None:
-            y, after = self._read(x, state, None)
-        else:
-            packed, length, order = pack(x, mask)
-            y, after = self._read(packed, state, length)
+        all else is as if those tokens did not exist. None: all tokens are real. From a token on that is no number, the
+        outputs and the state of its row are NaN (admission.py)."""
+        length, order = None, None
+        if mask is not None:
+            x, length, order = pack(x, mask)
+        x, bad = admit(x, self.far)
+        y, after = self._read(x, state, length)
+        if bad is not None:
+            y, after = spoilt(y, bad.cumsum(1) > 0), spoilt_rows(after, bad.any(1))
+        if mask is not None and order is not None:
             y = unpack(y, order, mask)
         return self.with_every_parameter(y, state), after
 

@@ -77,16 +77,16 @@ class Broken(NamedTuple):
         """Which tokens are such."""
         features = rule.features
         others = (v, gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta)
-        near = at_hand(k) and _is_near(k, features.far or FAR)
-        near = near and all(at_hand(x) and _is_near(x, FAR) for x in others if x is not None)
+        near = at_hand(k) and are_near(k, features.far or FAR)
+        near = near and all(at_hand(x) and are_near(x, FAR) for x in others if x is not None)
         if near and (features.far or not _is_too_long(features, k).any()):
             return Broken(None, None)
-        token = ~(_finite(k) & _finite(v))
+        token = ~(are_finite(k) & are_finite(v))
         if features.far is None:
             token = token | _is_too_long(features, k)
         for gate in (gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta):
             if gate is not None:
-                token = token | ~(gate.isfinite() if gate.dim() == 3 else _finite(gate))
+                token = token | ~(gate.isfinite() if gate.dim() == 3 else are_finite(gate))
         lost = token
         if gates.length is not None:
             lost = token & (torch.arange(k.shape[-2], device=k.device) < gates.length[:, None, None])
@@ -116,14 +116,14 @@ class Broken(NamedTuple):
         return torch.where(self.since[..., -1, None, None], torch.nan, x)
 
 
-def _finite(x: Tensor) -> Tensor:
+def are_finite(x: Tensor) -> Tensor:
     """Whether all numbers along the last axis are finite, in one pass where ``isfinite`` takes four on a GPU."""
     if not x.numel():  # of which fake tensors refuse a norm
         return x.new_ones(x.shape[:-1], dtype=torch.bool)
     return torch.linalg.vector_norm(x.detach(), torch.inf, -1).isfinite()
 
 
-def _is_near(x: Tensor, far: float) -> bool:
+def are_near(x: Tensor, far: float) -> bool:
     """Whether all of ``x`` is finite and within +-``far``."""
     if not x.numel():
         return True
@@ -145,6 +145,11 @@ def kept_dtype(x: Tensor) -> torch.dtype:
 def cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """The function that brings a floating-point tensor to ``dtype``, and leaves one of integers or bools as it is."""
     return lambda t: t.to(dtype) if t.is_floating_point() else t
+
+
+def narrowed(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y in ``dtype``, cut to the largest number of float16 where it is that, which a memory's answer may be beyond."""
+    return (y.clamp(-65504.0, 65504.0) if dtype == torch.float16 else y).to(dtype)
 
 
 def check_inputs(
