@@ -42,12 +42,17 @@ def recurrent(
     """
     if not torch.is_inference_mode_enabled():
         y, end = compute(_by_rows, rule, params, q, k, v, gates, state)
-        given = [q, k, v]
+        asked = [q.requires_grad, k.requires_grad, v.requires_grad]
+
+        def ask(t: Tensor) -> Tensor:
+            asked.append(t.requires_grad)
+            return t
+
         for arguments in (params, gates, state):
             if arguments is not None:
-                arguments.map(lambda t: given.append(t) or t)
+                arguments.map(ask)
         # The definition differentiates by tensors of its own, of which nobody has asked for a graph.
-        return (y, end) if any(t.requires_grad for t in given) else (y.detach(), end.detach())
+        return (y, end) if any(asked) else (y.detach(), end.detach())
     with torch.inference_mode(False), torch.no_grad():  # autograd cannot see inference tensors; copies it can
         params, state = params.map(torch.clone), None if state is None else state.map(torch.clone)
         return compute(_by_rows, rule, params, q.clone(), k.clone(), v.clone(), gates.map(torch.clone), state)
