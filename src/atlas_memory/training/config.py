@@ -32,9 +32,10 @@ def _at_home(folder: str) -> str:
 
 
 def _ends(then: dict[str, Any]) -> dict[str, Any]:
-    after, count = then, 1
-    while isinstance(after := after.get("then"), dict):
-        count += 1
+    after: Any = then
+    count = 0
+    while isinstance(after, dict):
+        after, count = after.get("then"), count + 1
     if count > DEEPEST:
         raise PydanticCustomError("deep", f"input should be at most {DEEPEST} runs one after the other")
     return then

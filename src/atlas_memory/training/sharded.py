@@ -121,10 +121,11 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Read the optimiser's state of a sharded model; all processes must call."""
     state = get_optimizer_state_dict(model, optimizer)
-    before = [dict(group) for group in state["param_groups"]]
+    groups = cast(list[dict[str, Any]], state["param_groups"])
+    before = [dict(group) for group in groups]
     _read({"optimizer": state}, checkpoint)
     with fitting(checkpoint / SHARDS):
-        check_groups(state["param_groups"], before)
+        check_groups(cast(list[dict[str, Any]], state["param_groups"]), before)
     set_optimizer_state_dict(model, optimizer, state)
 
 
