@@ -1,10 +1,12 @@
 """States: what is printed of them, the one before the first token, and files."""
 
 import copy
+import re
 from dataclasses import dataclass
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -121,6 +123,37 @@ def test_what_does_not_fit_is_named(tmp_path):
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="holds tensors, but no state"):
         memory.load_state(path)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_numbers_that_no_state_has_are_refused(name, tmp_path):
+    """In a file, and when one is to be written; each of them in the one tensor or other of every layer's states."""
+    memory, path = layer(name), tmp_path / "s"
+    _, state = memory(torch.randn(2, 9, DIM, dtype=torch.float64))
+    memory.save_state(state, path)
+    with safe_open(path, framework="pt") as file:
+        about, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    floats = [key for key, t in tensors.items() if t.is_floating_point() and t.numel()]
+    counts = [key for key, t in tensors.items() if not t.is_floating_point()]
+    for i, wrong in enumerate((torch.nan, torch.inf, -torch.inf)):
+        key = floats[i % len(floats)]
+        changed = tensors | {key: tensors[key].index_fill(0, torch.tensor(1), wrong)}
+        save_file(changed, path, metadata=about)
+        with pytest.raises(ValueError, match=rf"s has numbers in {re.escape(key)} that are not finite"):
+            memory.load_state(path)
+        values = iter([changed[n] for n, _ in state.named_tensors()])
+        with pytest.raises(ValueError, match=rf"the state has numbers in {re.escape(key)} that are not finite"):
+            memory.save_state(state.map(lambda t: next(values)), path)  # noqa: B023
+    for wrong in (torch.tensor([9, -1]), torch.tensor([2**60, 9]), torch.tensor([True, False])):
+        for key in counts:
+            save_file(tensors | {key: wrong}, path, metadata=about)
+            with pytest.raises(ValueError, match=rf"s has {re.escape(key)}.*counts tokens: it must be"):
+                memory.load_state(path)
+    save_file(tensors, path, metadata={"format": about["format"]})
+    with pytest.raises(ValueError, match="s holds a state of another layer: a layer that it does not name; in this "):
+        memory.load_state(path)
+    save_file(tensors, path, metadata=about)
+    memory.load_state(path)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -288,6 +288,28 @@ def test_a_cache_in_a_file(make: Make, tmp_path: Path) -> None:
     assert torch.equal(model.generate(new, past_key_values=again, **SHORT), expected)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda cache: setattr(cache.layers[1], "seen", -1), "layer 1 of the cache has seen=-1, which counts tokens"),
+        (lambda cache: setattr(cache.layers[1], "seen", True), "layer 1 of the cache has seen=True, which counts"),
+        (lambda cache: setattr(cache.layers[1], "seen", 2**70), "layer 1 of the cache has seen=1180591620717411303424"),
+        (lambda cache: setattr(cache.layers[0], "state", [1]), r"layer 0 of the cache has no state, but \[1\]"),
+        (lambda cache: cache.layers[0].state.past.fill_(torch.nan), "layer 0 of the cache has numbers in past that"),
+        (lambda cache: cache.layers[0].state.memory.seen.fill_(-3), r"has memory.seen=-3, and it counts tokens"),
+        (lambda cache: setattr(cache, "layers", [1]), "past_key_values is a AtlasCache, but an Atlas model keeps"),
+        (lambda cache: setattr(cache, "_ids", "x"), "the cache does not say what it has read"),
+    ],
+)
+def test_a_cache_in_a_file_that_is_none(make: Make, tmp_path: Path, change: Any, says: str) -> None:
+    cache = _copy(make(rule="titans"), prompt(1, 5))
+    with torch.inference_mode():
+        change(cache)
+    torch.save(cache, tmp_path / "read.pt")
+    with pytest.raises(ValueError, match=says):
+        torch.load(tmp_path / "read.pt", weights_only=True)
+
+
 def test_stop_strings(model: AtlasForCausalLM) -> None:
     tokenizer = byte_tokenizer()
     ids = prompt(1)

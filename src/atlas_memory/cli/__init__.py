@@ -171,7 +171,7 @@ def evaluate(
                 said = partial(told, f"reading with {name.replace('_', ' ')}")
                 scores[name] = bits_per_byte(
                     loaded.model, loaded.tokenizer, documents, length, enabled, streams or None, told=said
-                )
+                ).checked()
     margin = scores["memory_on"].margin(scores["writes_off"]) if writes is Writes.both else None
     if as_json:
         found: dict[str, Any] = {name: score.to_dict() for name, score in scores.items()}

@@ -83,23 +83,33 @@ def load_tokenizer(name: str) -> Any:
     if name.startswith((".", "/")) and not Path(name).exists():
         raise ValueError(f'data.tokenizer={name!r} does not exist; "bytes" always works')
     try:
-        local = Path(name).is_dir() or not hub_answers(f"the tokenizer {name!r}")
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local)
-    except Exception as error:  # the loader raises a dozen different types
-        reason = first_line(error)
+        return read_tokenizer(name)
+    except ValueError as error:
         missing = "" if Path(name).exists() else "is no folder here and "
         raise ValueError(
-            f"data.tokenizer={name!r} {missing}could not be loaded ({reason}); `atlas tokenizer train --out FOLDER` "
-            'makes one, and "bytes" always works'
+            f"data.tokenizer={name!r} {missing}{error}; `atlas tokenizer train --out FOLDER` makes one, and "
+            '"bytes" always works'
         ) from error
-    if not tokenizer.is_fast:
-        raise ValueError(f"data.tokenizer={name!r} has no fast (tokenizers) version, which is needed to count bytes")
-    if tokenizer.eos_token_id is None:
+
+
+def read_tokenizer(name: str | Path) -> Any:
+    """A fast tokenizer with an end-of-text token, of a folder or by its name. Code that comes with one is never run.
+    ValueError that says why there is none."""
+    try:
+        local = Path(name).is_dir() or not hub_answers(f"the tokenizer {str(name)!r}")
+        found = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+    except Exception as error:  # the loader raises a dozen different types
+        own_code = "trust_remote_code" in str(error)
+        reason = "it asks for code of its own by auto_map, which is not run" if own_code else first_line(error)
+        raise ValueError(f"could not be loaded ({reason})") from error
+    if not found.is_fast:
+        raise ValueError("has no fast (tokenizers) version, which is needed to count bytes")
+    if found.eos_token_id is None:
         raise ValueError(
-            f"data.tokenizer={name!r} has no end-of-text token to put between documents: name one of its tokens as "
-            "eos_token in its tokenizer_config.json, or take another"
+            "has no end-of-text token to put between documents: name one of its tokens as eos_token in its "
+            "tokenizer_config.json"
         )
-    return tokenizer
+    return found
 
 
 def is_byte_tokenizer(tokenizer: Any) -> bool:

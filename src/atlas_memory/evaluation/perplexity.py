@@ -22,6 +22,15 @@ Told = Callable[[float], None]
 """What is told, while something is read, which share of it has been."""
 
 
+def check_read(cost: np.ndarray) -> None:
+    """ValueError unless what a text costs a model are numbers."""
+    if not np.isfinite(cost).all():
+        raise ValueError(
+            "the text is read with a loss that is nan or inf: weights of the model are damaged, or options of its rule "
+            "let its memories diverge"
+        )
+
+
 def reading_length(seq_len: int) -> int:
     """How many tokens of a stream tell what a model that was trained on `seq_len` does beyond them."""
     return max(8 * seq_len, 8192)
@@ -38,6 +47,11 @@ class Score:
     edges: tuple[int, ...]
     bits: np.ndarray
     bytes: np.ndarray
+
+    def checked(self) -> Score:
+        """The score itself; ValueError if it is of a model that does not compute with numbers."""
+        check_read(self.bits)
+        return self
 
     @property
     def overall(self) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from atlas_memory.data.tokens import CONTEXT
-from atlas_memory.evaluation.perplexity import Told, recent_nats, token_nats
+from atlas_memory.evaluation.perplexity import Told, check_read, recent_nats, token_nats
 from atlas_memory.observation.watching import evaluating, memories
 from atlas_memory.observation.writes import memory_writes
 
@@ -66,6 +66,7 @@ def read(
     def bits(last: int | None = None) -> np.ndarray:
         with evaluating(model), torch.inference_mode():
             nats = token_nats(model, tokens, told) if last is None else recent_nats(model, tokens, last, told)
+        check_read(nats)
         return np.append(np.nan, nats[0] / math.log(2))
 
     cost, saved = bits() if cost is None else cost, None

@@ -5,11 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from atlas_memory.data.tokens import encode
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
+
+
+class Numbers(LogitsProcessor):
+    """Lets logits through as they are; ValueError where one is NaN or larger than any number."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if (scores.isnan() | scores.isposinf()).any():
+            raise ValueError(
+                "the next token is predicted with nan or inf: weights of the model are damaged, or options of its rule "
+                "let its memories diverge"
+            )
+        return scores
 
 
 @torch.inference_mode()
@@ -44,6 +57,7 @@ def sample(
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             streamer=streamer,
+            logits_processor=LogitsProcessorList([Numbers()]),
             **choice,
         )
     return tokenizer.decode(out[0], skip_special_tokens=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..forms.bands import overlapping, take
 from ..mathematics.functions import at_hand
-from ..mathematics.sizes import check_size
+from ..mathematics.sizes import LONGEST, check_size
 from ..mathematics.state import State, check_count
 from .admission import FAR_OF_ATTENTION, admit, passes, spoilt
 from .documents import read_documents
@@ -181,7 +181,7 @@ class SlidingWindowAttention(_Attention):
 
     def __init__(self, dim: int, heads: int, window: int) -> None:
         super().__init__(dim, heads)
-        check_size("window", window)
+        check_size("window", window, LONGEST)
         self.window = window
 
     def forward(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..forms.bands import shift_right, take
-from ..mathematics.sizes import check_size
+from ..mathematics.sizes import LONGEST, check_size
 from ..mathematics.state import State, check_count
 from .admission import FAR_OF_ATTENTION
 from .documents import read_documents
@@ -85,7 +85,7 @@ class MemoryAsContext(Stateful):
     ) -> None:
         super().__init__()
         check_heads(dim, heads)
-        check_size("attention_window, the length of a segment,", attention_window)
+        check_size("attention_window, the length of a segment,", attention_window, LONGEST)
         self.dim, self.heads, self.segment = dim, heads, attention_window
         self.persistent = PersistentTokens(persistent_tokens, dim) if persistent_tokens != 0 else None
         self.memory = NeuralMemory(dim, heads, eps=eps, **memory)

@@ -12,7 +12,7 @@ from ..forms.bands import take
 from ..kernels import dispatch
 from ..kernels.proof import proven
 from ..mathematics.functions import Function, call
-from ..mathematics.sizes import check_size
+from ..mathematics.sizes import LONGEST, check_size
 
 
 class ShortConvolution(nn.Module):
@@ -25,7 +25,7 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, size: int = 4) -> None:
         super().__init__()
-        check_size("conv_size", size)
+        check_size("conv_size", size, LONGEST)
         self.size = size
         self.weight = nn.Parameter(torch.empty(channels, size))
         self.reset_parameters()
@@ -72,7 +72,7 @@ class ShortConvolution(nn.Module):
 
 def check_lag(key_lag: int, conv_size: int) -> None:
     """Raise ValueError unless a convolution of this size can hold keys back by so many tokens."""
-    check_size("conv_size", conv_size)
+    check_size("conv_size", conv_size, LONGEST)
     if isinstance(key_lag, bool) or not isinstance(key_lag, int) or not 0 <= key_lag < conv_size:
         raise ValueError(
             f"key_lag must be an integer >= 0 and below conv_size={conv_size}, since the convolution makes the "

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..mathematics.functions import no_autocast
 from ..mathematics.precision import cast as cast_to
 from ..mathematics.precision import kept_dtype
-from ..mathematics.sizes import check_size
+from ..mathematics.sizes import LONGEST, MOST, check_size
 from ..mathematics.state import State
 from ..memory import Gates, MemoryState, Rule, initial_state, resolve_rule
 from .gates import GateProjection
@@ -63,9 +63,10 @@ class Hierarchy:
                 f"got {self.local_chunks!r}"
             )
         object.__setattr__(self, "local_chunks", tuple(self.local_chunks))
+        check_size("the length of hierarchy local_chunks", len(self.local_chunks), MOST)
         sizes = [("global_chunk", self.global_chunk), ("shard", self.shard)]
         for name, value in sizes + [("each of local_chunks", c) for c in self.local_chunks]:
-            check_size(f"hierarchy {name}", value)
+            check_size(f"hierarchy {name}", value, LONGEST)
         for chunk in self.local_chunks:
             if self.shard % chunk:
                 raise ValueError(

@@ -18,7 +18,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..mathematics.sizes import check_positive, check_size
+from ..mathematics.sizes import MOST, check_positive, check_size
 
 
 class SwiGLU(nn.Module):
@@ -61,6 +61,7 @@ def check_periods(name: str, periods: Any) -> tuple[int, ...]:
         raise ValueError(
             f"{name} must be a list with a number of steps for each level, such as [1, 4, 16]; got {periods!r}"
         )
+    check_size(f"the length of {name}", len(periods), MOST)
     for period in periods:
         check_size(f"every entry of {name}", period)
     if list(periods) != sorted(periods):

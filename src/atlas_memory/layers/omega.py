@@ -73,6 +73,9 @@ class OmegaMemory(Stateful):
             check_size(name, value)
         self.dim, self.heads = dim, heads
         self.rule = resolve_rule(rule, window, chunk_size)
+        for rows, columns in self.rule.shapes(dim):
+            for name, value in (("rows", rows), ("columns", columns)):
+                check_size(f"the {name} of a memory's matrix, for heads of {dim} and {self.rule.network},", value)
         self.initial = nn.ParameterList(torch.empty(heads, *shape) for shape in self.rule.shapes(dim))
         sqrt_a = self.rule.features.initial_sqrt_a()
         self.sqrt_a = None if sqrt_a is None else nn.Parameter(sqrt_a.to(torch.get_default_dtype()))

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..mathematics.sizes import LONGEST, check_size
 from .documents import read_documents
 from .stateful import Stateful
 
@@ -20,6 +21,7 @@ class PersistentTokens(nn.Module):
         super().__init__()
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"persistent_tokens must be a whole number, 0 for none; got {count!r}")
+        check_size("persistent_tokens", count, LONGEST)
         self.weight = nn.Parameter(torch.empty(count, dim))
         self.reset_parameters()
 

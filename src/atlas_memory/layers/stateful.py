@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..mathematics.state import State
+from ..mathematics.state import State, check_numbers
 from .admission import FAR, admit, spoilt, spoilt_rows
 from .padding import pack, unpack
 
@@ -114,7 +114,8 @@ class Stateful(nn.Module):
         """Write a state to a safetensors file, whole or not at all, with the layer's kind and rules beside it.
 
         Raises:
-            ValueError: no state, or one whose tensors are not those of this layer's states; ``path`` is a folder.
+            ValueError: no state, or one whose tensors are not those of this layer's states, or not finite; ``path`` is
+                a folder.
             FileNotFoundError: the folder of ``path`` does not exist.
         """
         if not isinstance(state, State):
@@ -140,7 +141,8 @@ class Stateful(nn.Module):
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: no such state, one that was cut short, or one of another kind of layer, another rule or width.
+            ValueError: no such state, one that was cut short, one of another kind of layer, another rule or width, or
+                one with numbers that are not finite or counts of tokens that are none.
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no state at {path}")
@@ -155,8 +157,8 @@ class Stateful(nn.Module):
             raise ValueError(f"{path} is no state, or was cut short: {error}") from error
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} holds tensors, but no state of a memory: save_state writes them")
-        if metadata["of"] != _what(self):
-            theirs, ours = _parts(metadata["of"]), _parts(_what(self))
+        if (of := metadata.get("of", "")) != _what(self):
+            theirs, ours = _parts(of) or ["a layer that it does not name"], _parts(_what(self))
             held, here = (
                 ", ".join(w for w in these if w not in those) for these, those in ((theirs, ours), (ours, theirs))
             )
@@ -220,3 +222,4 @@ def check_tensors(layer: nn.Module, tensors: dict[str, Tensor], like: State, whe
             )
     if len({t.shape[0] for t in tensors.values()}) > 1:
         raise ValueError(f"{where} has tensors of different batches")
+    check_numbers(tensors.items(), where)

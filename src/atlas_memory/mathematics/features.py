@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .constants import kept
 from .functions import Function, call
-from .sizes import check_positive, check_size
+from .sizes import MOST, check_positive, check_size
 
 FAR = 1e7
 """How long phi of a key may be, roughly: the product of four such lengths is a number in float32."""
@@ -147,7 +147,7 @@ class Polynomial(Features):
     constant: float = 1.0
 
     def __post_init__(self) -> None:
-        check_size("Polynomial degree", self.degree)
+        check_size("Polynomial degree", self.degree, MOST)
         check_positive("Polynomial constant", self.constant)
 
     @property

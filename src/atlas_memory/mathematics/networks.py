@@ -31,7 +31,7 @@ from .activations import ACTIVATIONS, with_slope
 from .functions import largest
 from .names import meant
 from .norms import NORM_EPS, Norm, layer_norm, layer_norm_vjp, squared_spectral_norm
-from .sizes import check_size
+from .sizes import MOST, check_size
 from .start import Lift, isometry, lifted, normal, on_keys
 
 Apply = Callable[[int, Tensor], Tensor]
@@ -324,7 +324,7 @@ def _activate(activation: str, h: Tensor, slopes: bool) -> tuple[Tensor, tuple[T
 
 def _check(network: MLP | GatedMLP, *sizes: str) -> None:
     for name in sizes:
-        check_size(f"{type(network).__name__} {name}", getattr(network, name))
+        check_size(f"{type(network).__name__} {name}", getattr(network, name), MOST)
     if network.activation not in ACTIVATIONS:
         said = meant(network.activation, ACTIVATIONS)
         raise ValueError(f"{type(network).__name__} has no activation {network.activation!r}; {said}")

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .gates import pick, rows
-from .sizes import check_positive, check_size
+from .sizes import LARGEST, MOST, check_positive, check_size
 from .step import At, InnerOptimiser, Rates, Sums, over
 
 
@@ -141,7 +141,7 @@ class Muon(InnerOptimiser):
         for name in ("steps", "every"):
             value = getattr(self, name)
             if not (value is None and name == "every"):
-                check_size(f"Muon {name}", value)
+                check_size(f"Muon {name}", value, MOST if name == "steps" else LARGEST)
         check_positive("Muon limit", self.limit)
         if self.shows and not self.bounded:
             raise ValueError("Muon shows=True is for bounded steps: where they are not, S has no measure that W has")

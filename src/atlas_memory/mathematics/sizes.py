@@ -1,13 +1,25 @@
-"""The checks that sizes and other values pass."""
+"""The checks that sizes and other values pass. The limits are far beyond what anybody has trained: what is above them
+is a slip, or somebody wants a program to hang."""
 
-import math
+import sys
 from typing import Any
 
+LARGEST = 2**20
+"""Of a size: a width, a vocabulary, the features of a key, the rows of a matrix."""
+LONGEST = 2**16
+"""Tokens in a window, a chunk, a segment or a shard, all of which a memory computes with at once."""
+DEEPEST = 2**10
+"""Layers of a model."""
+MOST = 2**6
+"""Of what is done or made one after the other: iterations, degrees, levels, memories of a hierarchy."""
 
-def check_size(name: str, value: Any) -> None:
-    """Raise ValueError unless ``value``, which the user calls ``name``, is an integer of at least 1."""
+
+def check_size(name: str, value: Any, most: int = LARGEST) -> None:
+    """Raise ValueError unless ``value``, which the user calls ``name``, is an integer from 1 to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most:,}, got {value!r}")
 
 
 def check_heads(dim: Any, heads: Any) -> None:
@@ -20,7 +32,7 @@ def check_heads(dim: Any, heads: Any) -> None:
 
 def check_positive(name: str, value: Any) -> None:
     """Raise ValueError unless ``value``, which the user calls ``name``, is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if not _is_finite(value) or value <= 0:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
 
 
@@ -29,8 +41,12 @@ def check_like(name: str, value: Any, present: Any) -> None:
     checked by the parts that have them."""
     if isinstance(present, bool) and not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if isinstance(present, float) and not number:
+    if isinstance(present, float) and not _is_finite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     if isinstance(present, str) and not isinstance(value, str):
         raise ValueError(f"{name} must be a word such as {present!r}, got {value!r}")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

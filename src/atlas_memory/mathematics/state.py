@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .rules import Rule
 
 
+TOKENS = 2**53
+"""That a state has read, at most."""
+
 Tree = Any
 """A tensor, None, a state, or a tuple of trees."""
 
@@ -209,6 +212,19 @@ def check_count(seen: Tensor) -> None:
             f"the state's seen, which counts tokens, must be of int64, got {seen.dtype}: let State.map have one that "
             "casts floating-point tensors alone, lambda t: t.bfloat16() if t.is_floating_point() else t"
         )
+
+
+def check_numbers(state: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """Raise ValueError unless the tensors of a state that was kept at ``where``, with their names, hold what one can:
+    finite numbers, and counts of tokens from 0 to ``TOKENS``."""
+    for name, t in state:
+        if t.is_floating_point():
+            if not t.isfinite().all():
+                raise ValueError(f"{where} has numbers in {name} that are not finite: begin with another, or with None")
+        elif t.dtype == torch.bool or t.is_complex():
+            raise ValueError(f"{where} has {name} of {t.dtype}, and it counts tokens: it must be of int64")
+        elif len(wrong := t[(t < 0) | (t > TOKENS)]):
+            raise ValueError(f"{where} has {name}={int(wrong[0])}, and it counts tokens: it must be 0 to {TOKENS:,}")
 
 
 def map_columns(fn: Callable[[Tensor], Tensor], first: int, w: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .sizes import check_size
+from .sizes import LONGEST, check_size
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,6 @@ class Window:
 
     def __post_init__(self) -> None:
         for name in ("size", "chunk"):
-            check_size(f"Window {name}", getattr(self, name))
+            check_size(f"Window {name}", getattr(self, name), LONGEST)
         if self.read not in ("after", "before", "frozen"):
             raise ValueError(f"Window read must be 'after', 'before' or 'frozen', got {self.read!r}")

@@ -10,6 +10,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..mathematics.state import TOKENS, check_numbers
+
 CACHE = "cache" if any(field.name == "cache" for field in fields(CausalLMOutputWithPast)) else "past_key_values"
 """The name of the cache in outputs and in `generate`: transformers renamed past_key_values to cache in 5.24."""
 
@@ -41,6 +43,18 @@ class AtlasCacheLayer(CacheLayerMixin):
         self.keep_graph, self.anchored = keep_graph, anchored
         self.state: Any = None
         self.seen = 0
+
+    def check(self, where: str) -> None:
+        """ValueError unless it holds what the layer of a cache can that was kept `where`."""
+        if not _is_count(self.seen):
+            raise ValueError(f"{where} has seen={self.seen!r}, which counts tokens: it must be from 0 to {TOKENS:,}")
+        if self.state is None:
+            return
+        try:
+            tensors = list(self.state.named_tensors())
+        except AttributeError as error:
+            raise ValueError(f"{where} has no state, but {self.state!r}: begin with a new cache") from error
+        check_numbers(tensors, where)
 
     def write(self, state: Any, tokens: int) -> None:
         """Replace the state after reading `tokens` more columns."""
@@ -107,6 +121,10 @@ class Ended(StoppingCriteriaList):
         return done
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= TOKENS
+
+
 _FACTOR = 6364136223846793005
 """Of the digest below: the factor of Knuth's linear congruential generator of 64 bits."""
 
@@ -143,6 +161,23 @@ class AtlasCache(Cache):
         self._first = 0  # the place where they begin
         self.ended: Ended | None = None  # while `generate` writes
         self.of_beams = False  # what was read is of beam search
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AtlasCache":
+        memo[id(self)] = copied = type(self)(0)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __setstate__(self, held: dict[str, Any]) -> None:
+        """Take what a file holds, as `torch.load` reads it. ValueError unless it is what a cache can hold."""
+        AtlasCache.__init__(self, 0)
+        self.layers = layers if isinstance(layers := held.get("layers"), list) else []
+        self._ids, self._first, self.of_beams = held.get("_ids"), held.get("_first", 0), held.get("of_beams", False)
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, AtlasCacheLayer):
+                layer.check(f"layer {i} of the cache")
+        check_cache(self, len(self.layers))
+        if not _is_count(self._first) or not isinstance(self._ids, Tensor | None):
+            raise ValueError("the cache does not say what it has read: begin with a new one")
 
     def note(self, ids: Tensor | None) -> None:
         """Remember the ids that were read last, int64 `[batch, time]`, by a number; None after embeddings."""

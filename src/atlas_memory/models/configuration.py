@@ -2,7 +2,7 @@
 
 import warnings
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -17,9 +17,10 @@ from ..layers.hierarchy import Hierarchy
 from ..layers.mlp import check_periods
 from ..layers.stateful import Stateful
 from ..mathematics.names import DEFAULT_RULE, meant
-from ..mathematics.sizes import check_positive, check_size
+from ..mathematics.sizes import check_positive
 from ..memory import RULES, Rule
 from ..registration import AUTO_CODE, AUTO_FILE, AUTO_MAP
+from .limits import check_dtype, check_parameters, check_sizes, readable
 from .presets import PRESETS, fitting
 
 logger = logging.get_logger(__name__)
@@ -125,6 +126,7 @@ class AtlasConfig(PreTrainedConfig):
         self.auto_map = dict(AUTO_MAP)
         import_module(".modeling", __package__)  # a configuration by name may be followed by AutoModel
         self._check_unknown(kwargs)
+        check_dtype(kwargs.get("torch_dtype") if self.dtype is None else self.dtype)
         self.check()
         super().__post_init__(**kwargs)
 
@@ -149,24 +151,14 @@ class AtlasConfig(PreTrainedConfig):
         self.memory_rule()
         try:
             with torch.device("meta"):  # without weights: a layer refuses what it cannot be
-                self.mixer()
+                mixer = self.mixer()
         except ValueError as error:
             rule = f" with rule={self.rule!r}" if BLOCKS[self.block].memory else ""
             raise ValueError(f"block={self.block!r}{rule}: {error}") from error
+        check_parameters(self, sum(p.numel() for p in mixer.parameters()))
 
     def _check_sizes(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "conv_size",
-            "max_position_embeddings",
-        ):
-            check_size(name, getattr(self, name))
-        for name in ("intermediate_size", "window", "chunk_size", "attention_window", "gate_rank"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
+        check_sizes(self)
         if self.continuum_periods is not None:
             self.continuum_periods = list(check_periods("continuum_periods", self.continuum_periods))
         if self.hidden_size % self.num_attention_heads:
@@ -185,7 +177,8 @@ class AtlasConfig(PreTrainedConfig):
     def _check_tokens(self) -> None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
-            for number in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+            several = name == "eos_token_id" and isinstance(value, list | tuple)
+            for number in value if several else [] if value is None else [value]:
                 if type(number) is not int or number < 0:
                     raise ValueError(f"{name}={value!r} is no token id: give a whole number from 0 on, or None")
                 if number >= self.vocab_size:  # no error: a model whose vocabulary was cut is loaded again
@@ -285,6 +278,17 @@ class AtlasConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Nothing: the class is registered, and its source is not to be copied into what is saved."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """A configuration of what a `config.json` says; `kwargs`, of `from_pretrained`, are put on top. Of the file it
+        takes what a model reads, and drops the rest (`readable`).
+
+        Raises:
+            ValueError: A bad value, which is named.
+        """
+        own = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
+        return super().from_dict(readable(config_dict, own), **kwargs)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "AtlasConfig":

@@ -86,7 +86,7 @@ def write_report(
         def said(share: float) -> None:
             told(f"reading {count(streams, 'stream')} {how}", share)
 
-        return bits_per_byte(run.model, run.tokenizer, documents, length, writes, streams, recent, said)
+        return bits_per_byte(run.model, run.tokenizer, documents, length, writes, streams, recent, said).checked()
 
     scores = (
         score("as the model reads"),

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -164,9 +165,9 @@ def broken(checkpoint: Path) -> str | None:
     if not (checkpoint / DIGESTS).is_file():
         return f"{DIGESTS} is missing"
     try:
-        said = json.loads(small_text(checkpoint / DIGESTS, JSON))
+        said = read_json(checkpoint / DIGESTS)
         known = {name: (int(size), str(digest)) for name, (size, digest) in said.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return f"{DIGESTS} is damaged"
     try:
         held = {str(path.relative_to(checkpoint)) for path in _files(checkpoint)}
@@ -194,19 +195,34 @@ def _of_this_run(checkpoint: Path) -> bool:
     return not all(path.is_file() for path in both) or both[0].read_bytes() == both[1].read_bytes()
 
 
+def read_json(path: Path, largest: int = JSON) -> Any:
+    """What a JSON file of so many bytes at most says; OSError if it cannot be read, ValueError if it is damaged."""
+    try:
+        return json.loads(small_text(path, largest))
+    except RecursionError as error:
+        raise ValueError(f"{str(path)!r} is nested too deeply") from error
+
+
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights in a folder; FileNotFoundError or ValueError if they are not whole."""
     if sharded.is_in(folder):
         return sharded.shapes(folder)
     found: dict[str, tuple[int, ...]] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         if not path.is_file():
             raise FileNotFoundError(2, "no such file", str(path))
         try:
             with safe_open(path, framework="pt") as file:
-                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{str(path)!r} is damaged or cut short ({error})") from error
+            raise ValueError(f"{str(path)!r} is damaged or cut short ({first_line(error)})") from error
+        for name, weight in stored.items():
+            if (kind := weight.get_dtype()) not in ("F64", "F32", "BF16", "F16"):  # which would be cut without a word
+                raise ValueError(
+                    f"the weight {name} in {str(path)!r} is {kind}: weights are floating-point numbers of 16 bits or "
+                    "more"
+                )
+            found[name] = tuple(weight.get_shape())
     return found
 
 
@@ -215,13 +231,15 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (WEIGHTS, INDEX))
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights in a folder; ValueError if the list of several is damaged."""
     if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
         return [folder / WEIGHTS]
     try:
-        names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        names = read_json(folder / INDEX)["weight_map"].values()
         paths = [folder / name for name in sorted(set(names))]
+        if any(path.parent != folder for path in paths):
+            raise ValueError("a file elsewhere")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{str(folder / INDEX)!r} is damaged") from error
     if lacking := [path.name for path in paths if not path.is_file()]:

@@ -17,7 +17,8 @@ from atlas_memory.training.checkpoints import DIGESTS, SAVING, WEIGHTS, make_rea
 from atlas_memory.training.examples import Text
 from atlas_memory.training.loaded import STATE, read_state
 from atlas_memory.training.processes import largest, process, processes
-from atlas_memory.training.runs import read_weights, saved_config, saved_step
+from atlas_memory.training.runs import saved_step
+from atlas_memory.training.saved import read_weights, saved_config
 
 
 def save_model(

@@ -7,15 +7,14 @@ log.jsonl, samples.jsonl                                       a line a step; a 
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
+from atlas_memory.data.tokens import read_tokenizer
 from atlas_memory.layers.gates import GateProjection
 from atlas_memory.mathematics.names import meant
 from atlas_memory.mathematics.sizes import check_size
@@ -29,12 +28,20 @@ from atlas_memory.training.checkpoints import (
     newest_checkpoint,
     newest_step,
     number,
-    shapes,
+    read_json,
 )
 from atlas_memory.training.config import ConfigError, RunConfig, load_saved
 from atlas_memory.training.examples import Text, check_there
-from atlas_memory.training.finite import finite
 from atlas_memory.training.names import nearest
+from atlas_memory.training.saved import (
+    Refused,
+    check_fit,
+    compare,
+    read_model,
+    read_weights,
+    saved_config,
+    shapes_of,
+)
 from atlas_memory.training.vocabulary import knows
 
 
@@ -93,7 +100,7 @@ def check_next(config: RunConfig, tokenizer: Any, architecture: AtlasConfig, tex
         changed = model_config(after, tokenizer, architecture)
         with torch.device("meta"):
             before, behind = AtlasForCausalLM(architecture), AtlasForCausalLM(changed)
-        _compare(_shapes_of(before), behind, "the weights at the end of the run", "the options of the next")
+        compare(shapes_of(before), behind, "the weights at the end of the run", "the options of the next")
         check_growth(after, behind)
         check_gates(after, behind)
     except ValueError as error:
@@ -130,16 +137,10 @@ def first_model(config: RunConfig, architecture: AtlasConfig) -> Any:
         return AtlasForCausalLM(architecture)
     folder, _ = _first(config.model.init_from)
     try:
-        with torch.device("meta"):
-            check_fit(folder, AtlasForCausalLM(architecture), "the options of this run")
+        check_fit(folder, architecture, "the options of this run")
+        return read_weights(folder, architecture)
     except ValueError as error:
         raise ConfigError(f"model.init_from: {error}") from error
-    model = read_weights(folder, architecture)
-    if not finite(model):
-        raise ConfigError(
-            f"model.init_from: the weights in {str(folder)!r} are not finite numbers: take an older checkpoint"
-        )
-    return model
 
 
 def _first(init_from: str) -> tuple[Path, AtlasConfig]:
@@ -183,7 +184,7 @@ def load_run(folder: str | Path) -> Run:
     folder = Path(folder)
     source = _newest_model(folder)
     try:
-        model = _load_model(source)
+        model = read_model(source)
     except Refused:  # nothing is damaged, and a checkpoint would be refused too
         raise
     except ValueError as error:
@@ -193,11 +194,9 @@ def load_run(folder: str | Path) -> Run:
         remedy = f"{checkpoint.name} is intact: move {WEIGHTS} away, and the run is read from it"
         raise ValueError(f"{error}; {remedy}") from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # the loader raises a dozen different types
-        raise ValueError(f"the tokenizer in {str(source)!r} is missing or damaged") from error
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer in {str(source)!r} knows no end of text: its tokenizer_config.json is missing")
+        tokenizer = read_tokenizer(source)
+    except ValueError as error:
+        raise ValueError(f"the tokenizer in {str(source)!r} {error}") from error
     home = folder.resolve().parent if not (folder / "run.yaml").is_file() and (folder / DIGESTS).is_file() else folder
     config = load_saved(home) if (home / "run.yaml").is_file() else None
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -225,72 +224,6 @@ def _newest_model(folder: Path) -> Path:
 def saved_step(folder: Path) -> float:
     """The step at which a model was saved; a folder that does not say (no run of ours) counts as finished."""
     try:
-        return float(json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
+        return float(read_json(folder / "trainer_state.json", 2**30)["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return math.inf
-
-
-class Refused(ValueError):
-    """A configuration that is whole, and that `AtlasConfig` refuses."""
-
-
-def saved_config(folder: Path) -> AtlasConfig:
-    """The configuration in a model's folder.
-
-    Raises:
-        Refused: it can be read, and no model can be made of it here: a block or rule is not registered, for one.
-        ValueError: it is missing or damaged, or of another kind of model.
-    """
-    path, known = folder / "config.json", False
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        known = isinstance(said, dict) and said.get("model_type") == AtlasConfig.model_type
-        config = AtlasConfig.from_pretrained(folder)
-    except (OSError, ValueError, TypeError) as error:
-        if known:
-            raise Refused(f"{str(path)!r} cannot be made into a model: {error}") from error
-        raise ValueError(f"{str(path)!r} is missing or damaged") from error
-    if config.model_type != AtlasConfig.model_type:
-        raise ValueError(f"{str(folder)!r} holds a {config.model_type!r} model, not an Atlas model")
-    return config
-
-
-def _load_model(folder: Path) -> Any:
-    config = saved_config(folder)
-    with torch.device("meta"):
-        check_fit(folder, AtlasForCausalLM(config), "its config.json")
-    return read_weights(folder, config)
-
-
-def read_weights(folder: Path, config: AtlasConfig) -> Any:
-    """A model of this configuration with the weights in a folder, which fit it."""
-    if not sharded.is_in(folder):
-        return AtlasForCausalLM.from_pretrained(folder, config=config)
-    model = AtlasForCausalLM(config)
-    sharded.load_weights(folder, model)
-    return model
-
-
-def check_fit(folder: Path, model: Any, name_of_model: str) -> None:
-    """ValueError unless the weights in `folder` have the names and shapes of `model`'s."""
-    _compare(shapes(folder), model, f"the weights in {str(folder)!r}", name_of_model)
-
-
-def _shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _compare(stored: dict[str, tuple[int, ...]], model: Any, what: str, name_of_model: str) -> None:
-    """ValueError unless `stored` has the names and shapes of `model`'s weights."""
-    wanted = _shapes_of(model)
-    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
-    for name in sorted(stored.keys() | wanted.keys() - tied):
-        if stored.get(name) != wanted.get(name):
-            raise ValueError(
-                f"{what} do not fit {name_of_model}: {name} is {_show(stored.get(name))} in them and "
-                f"{_show(wanted.get(name))} in the model"
-            )
-
-
-def _show(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else str(list(shape))

@@ -190,14 +190,22 @@ def shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights in a sharded checkpoint; FileNotFoundError or ValueError if it is not whole."""
     about = _metadata(checkpoint / SHARDS)
     ends: dict[str, int] = {}
-    for part in about.storage_data.values():
-        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    try:
+        for part in about.storage_data.values():
+            ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+        found = about.state_dict_metadata.items()
+        weights = {name.removeprefix("model."): what for name, what in found if name.startswith("model.")}
+        tensors = {name: what for name, what in weights.items() if isinstance(what, TensorStorageMetadata)}
+        integers = [name for name, what in tensors.items() if not what.properties.dtype.is_floating_point]
+        sizes = {name: tuple(what.size) for name, what in tensors.items()}
+    except (AttributeError, TypeError) as error:  # of something else that was pickled
+        raise ValueError(f"{SHARDS}/.metadata is damaged ({type(error).__name__})") from error
     for name, end in ends.items():
         if (size := (checkpoint / SHARDS / name).stat().st_size) < end:
             raise ValueError(f"{SHARDS}/{name} has {size:,} of {end:,} bytes")
-    found = about.state_dict_metadata.items()
-    weights = {name.removeprefix("model."): what for name, what in found if name.startswith("model.")}
-    return {name: tuple(what.size) for name, what in weights.items() if isinstance(what, TensorStorageMetadata)}
+    if integers:
+        raise ValueError(f"the weight {integers[0]} in {SHARDS} is of whole numbers, and weights are floating-point")
+    return sizes
 
 
 def _read(state: dict[str, Any], checkpoint: Path, no_dist: bool = False) -> None:

@@ -181,7 +181,7 @@ def _run(
         tell(console, f"{what}: {folder} is finished (step {done}); raise train.steps or train.max_minutes to go on")
         return Outcome(folder, done, last.get("loss", math.nan), elapsed, False)
     if checkpoint is not None:
-        check_fit(checkpoint, model, config.model.preset)
+        check_fit(checkpoint, model.config, config.model.preset)
         read_state(checkpoint)
     if resume:
         tell(console, f"resuming at step {done}")

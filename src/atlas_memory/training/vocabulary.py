@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from atlas_memory.data.tokens import load_tokenizer
+from atlas_memory.training.checkpoints import read_json
 from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.processes import process
 
@@ -37,7 +37,7 @@ def check_tokenizer(config: RunConfig, tokenizer: Any, name: str) -> None:
 def _warn_of_another_end(folder: Path, tokenizer: Any, name: str) -> None:
     """Warn where a model without a tokenizer beside it says that texts end with another token than `tokenizer` does."""
     try:
-        end = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+        end = read_json(folder / "config.json").get("eos_token_id")
     except (OSError, ValueError, AttributeError):
         return
     if isinstance(end, int) and end != tokenizer.eos_token_id and process() == 0:
