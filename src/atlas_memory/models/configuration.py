@@ -270,9 +270,9 @@ class AtlasConfig(PreTrainedConfig):
         window = in_options | {field: value for field, value in given.items() if value is not None}
         return RULES[self.rule].vary(**options | {"window": window})
 
-    def save_pretrained(self, save_directory: str | PathLike[str], **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
         """As transformers has it, with the file by which `trust_remote_code=True` finds the package."""
-        super().save_pretrained(save_directory, **kwargs)
+        super().save_pretrained(save_directory, *args, **kwargs)
         (Path(save_directory) / AUTO_FILE).write_text(AUTO_CODE, encoding="utf-8")
 
     @classmethod

@@ -205,11 +205,8 @@ class AtlasModel(AtlasPreTrainedModel):
         x = self.norm(x)
         if hidden_states is not None:
             hidden_states[-1] = x
-        return AtlasModelOutput(
-            last_hidden_state=x,
-            hidden_states=None if hidden_states is None else tuple(hidden_states),
-            **{CACHE: past_key_values if writes else None},
-        )
+        kept: dict[str, Any] = {CACHE: past_key_values if writes else None}
+        return AtlasModelOutput(x, hidden_states=None if hidden_states is None else tuple(hidden_states), **kept)
 
 
 class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):

@@ -1,10 +1,14 @@
 """Named model sizes: the rows of ATLAS Table 7, one between them, and small ones for laptops."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..mathematics.names import DEFAULT_RULE
-from ..memory import Rule
+
+if TYPE_CHECKING:  # which loads torch
+    from ..memory import Rule
 
 
 @dataclass(frozen=True)
