@@ -412,7 +412,7 @@ def test_the_memory_learns_from_the_loss(every_model: AtlasForCausalLM) -> None:
 @pytest.mark.parametrize("block", ["lmm", "mag", "mal", "mac"])
 def test_a_fresh_model_asks_for_what_came_next(block: str) -> None:
     """As a layer begins by itself, in spite of what transformers does to linear layers; and the Auto class's too."""
-    config = AtlasConfig(hidden_size=16, num_attention_heads=2, block=block)
+    config = AtlasConfig(hidden_size=16, num_attention_heads=2, rule="atlas", block=block)
     for model in (AtlasForCausalLM(config), AutoModelForCausalLM.from_config(config)):
         layers = [module for module in model.modules() if isinstance(module, NeuralMemory)]
         assert layers

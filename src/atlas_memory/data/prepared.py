@@ -24,6 +24,7 @@ from atlas_memory.data.sources import Document, Source
 from atlas_memory.data.streams import Tokens
 from atlas_memory.data.text import Corpus, rank
 from atlas_memory.data.tokens import CONTEXT, encode, load_tokenizer, warn_of_loss
+from atlas_memory.printing import printable
 
 _PART = 2**22  # characters of a text file that are tokenised at once
 _HELD_OUT_AT_MOST = 2**24  # characters
@@ -177,14 +178,14 @@ def prepare(
             logger.warning(
                 "%s: the last document held out is longer than is held out in all; its last %s characters are neither "
                 "held out nor trained on. Cut it into several files to train on most of it",
-                source,
+                printable(str(source)),
                 f"{left:,}",
             )
         elif kept > trained:
             logger.warning(
                 "%s: %s characters are held out, more than the %s to train on, since a long document is among them: "
                 "rename it, or cut it into several files",
-                source,
+                printable(str(source)),
                 f"{kept:,}",
                 f"{trained:,}",
             )

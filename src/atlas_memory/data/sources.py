@@ -18,6 +18,7 @@ from atlas_memory.data.folders import first_line
 from atlas_memory.data.parts import digest_of, how_to_convert, parts_of
 from atlas_memory.data.saved import SPLITS, is_saved_dataset, rows_of_dataset
 from atlas_memory.data.tables import READERS, NoTable, column_of
+from atlas_memory.printing import printable
 
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _NAMED = 3  # of the files that were skipped
@@ -225,7 +226,7 @@ class Source:
                     if isinstance(self.path, str | Path) and path == Path(self.path).expanduser():
                         raise ValueError(f"data.path={str(path)!r} is empty")
                     if alone and self.skipped <= _NAMED:
-                        logger.warning("%s is left out: it is empty, or a copy of another", path)
+                        logger.warning("%s is left out: it is empty, or a copy of another", printable(str(path)))
                     return
                 yield Document(name, text, i > 0)
         except UnicodeDecodeError as error:
@@ -256,7 +257,7 @@ class Source:
         """Warn of something once."""
         if what not in self._told:
             self._told.add(what)
-            logger.warning("%s", words)
+            logger.warning("%s", printable(words))
 
     def _leave_out(self, error: OSError) -> None:
         self._tell(str(error.filename), f"{error.filename} cannot be read ({error.strerror}): it is left out")
