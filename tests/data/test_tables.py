@@ -117,7 +117,11 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path, name: str, content: str, r
     for place in (tmp_path / name, tmp_path):
         with pytest.raises(ValueError, match=rf"{name}' is damaged or no table of text: row {row}") as caught:
             prepare(Source(str(place)), tmp_path / "out" / "it")
-        assert len(str(caught.value)) < 400 and not list(tmp_path.glob("out/*")) and not list(tmp_path.glob("out/.*"))
+        assert (
+            len(str(caught.value).replace(str(tmp_path), "")) < 400
+            and not list(tmp_path.glob("out/*"))
+            and not list(tmp_path.glob("out/.*"))
+        )
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".tsv", ".parquet", "saved"])
