@@ -147,7 +147,7 @@ def test_numbers_that_no_state_has_are_refused(name, tmp_path):
     for wrong in (torch.tensor([9, -1]), torch.tensor([2**60, 9]), torch.tensor([True, False])):
         for key in counts:
             save_file(tensors | {key: wrong}, path, metadata=about)
-            with pytest.raises(ValueError, match=rf"s has {re.escape(key)}.*counts tokens: it must be"):
+            with pytest.raises(ValueError, match=rf"s has {re.escape(key)}(=.*counts tokens| of torch.bool)"):
                 memory.load_state(path)
     save_file(tensors, path, metadata={"format": about["format"]})
     with pytest.raises(ValueError, match="s holds a state of another layer: a layer that it does not name; in this "):

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from atlas_memory import NeuralMemory
 from atlas_memory.cli import main
 from atlas_memory.models import AtlasForCausalLM
 
@@ -436,3 +437,18 @@ def test_fuzz(folder: Path, ended: Callable[..., tuple[int, str]], tmp_path: Pat
         code, said = ended(*command, str(tmp_path / "model"))
         if code == 0 and command[0] == "evaluate":
             assert is_finite(json.loads(said))
+
+
+def test_fuzz_of_states(tmp_path: Path) -> None:
+    """Three hundred files of a state: refused, or read on from."""
+    memory, x, path, draw = NeuralMemory(16, 2, "titans"), torch.randn(2, 9, 16), tmp_path / "s", random.Random(0)
+    _, state = memory(x)
+    for _ in range(300):
+        path.unlink(missing_ok=True) if not path.is_dir() else path.rmdir()
+        memory.save_state(state, path)
+        (change_text if draw.random() < 0.3 else change_weights)(draw, path)
+        try:
+            held = memory.load_state(path)
+        except (ValueError, FileNotFoundError):
+            continue
+        assert all(t.isfinite().all() for t in held.tensors()) and memory(x, held)[0].shape == x.shape

@@ -153,8 +153,8 @@ class Stateful(nn.Module):
                 metadata = file.metadata() or {}
                 # Copied: what lies in a file begins anywhere, and products of it differ in the last bit.
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no state, or was cut short: {error}") from error
+        except (SafetensorError, TypeError, RuntimeError) as error:  # the last two of sizes that no tensor has
+            raise ValueError(f"{path} is no state, or was cut short: {str(error).splitlines()[0]}") from error
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} holds tensors, but no state of a memory: save_state writes them")
         if (of := metadata.get("of", "")) != _what(self):

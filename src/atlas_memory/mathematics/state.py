@@ -218,11 +218,11 @@ def check_numbers(state: Iterable[tuple[str, Tensor]], where: str) -> None:
     """Raise ValueError unless the tensors of a state that was kept at ``where``, with their names, hold what one can:
     finite numbers, and counts of tokens from 0 to ``TOKENS``."""
     for name, t in state:
+        if t.dtype == torch.bool or t.is_complex() or (t.is_floating_point() and t.itemsize == 1):
+            raise ValueError(f"{where} has {name} of {t.dtype}, in which no state is kept")
         if t.is_floating_point():
             if not t.isfinite().all():
                 raise ValueError(f"{where} has numbers in {name} that are not finite: begin with another, or with None")
-        elif t.dtype == torch.bool or t.is_complex():
-            raise ValueError(f"{where} has {name} of {t.dtype}, and it counts tokens: it must be of int64")
         elif len(wrong := t[(t < 0) | (t > TOKENS)]):
             raise ValueError(f"{where} has {name}={int(wrong[0])}, and it counts tokens: it must be 0 to {TOKENS:,}")
 
