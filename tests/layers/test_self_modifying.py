@@ -278,7 +278,7 @@ def test_hope_attention_is_attention_with_a_continuum():
         (lambda: SelfModifyingMemory(8, 2, "omeganet"), "the rule has .* take rule='hope'"),
         (lambda: SelfModifyingMemory(8, 2, "yaad"), "the rule has .* take rule='hope'"),
         (lambda: SelfModifyingMemory(8, 2, chunk_size=0), "chunk must be an integer >= 1"),
-        (lambda: model(block="hope"), "take rule='hope'"),
+        (lambda: model(block="hope", rule="titans"), "take rule='hope'"),
         (lambda: model(block="hope", rule="hope", gate_rank=2), "gate_rank=2 has no use in block='hope'"),
         (lambda: build()(torch.zeros(1, 2, 7)), r"x must be \[batch, time, 8\]"),
         (lambda: build().float()(torch.zeros(1, 2, 8), SelfModifyingMemory(8, 2)(torch.zeros(2, 1, 8))[1]), "batch"),
