@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
 from atlas_memory.forms import fast_weight, live
 from atlas_memory.forms.spaces import Spaces
-from atlas_memory.mathematics.retention import RowNorm
+from atlas_memory.mathematics.retention import LqNorm, RowNorm
 from atlas_memory.memory import (
     KINDS,
     L2,
@@ -109,6 +109,26 @@ def rules(draw) -> Rule:
         reject()
 
 
+# Ill-conditioned: half a unit in the last place of q, k and v moves the definition by 4e-7.
+@example(
+    rule=Rule(
+        features=Identity(),
+        network=MLP(depth=1, expansion=3, activation="silu"),
+        bias=Lp(1.5),
+        retention=LqNorm(q=4.0),
+        optimiser=Momentum(bounded=True, live=True),
+        window=Window(size=9, chunk=1),
+    ),
+    seed=3258,
+    batch=1,
+    heads=2,
+    time=15,
+    dim=3,
+    channels=True,
+    eigenvalues=False,
+    block=128,
+    recompute=None,
+)
 @settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     rule=rules(),
@@ -137,10 +157,12 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, 
         # A memory on phi* is zero at first, and a layer norm of zero is so steep that one ulp of k moves the definition
         # itself by 1e-9.
         allowed = 1e-6 if rule.network.norm and isinstance(rule.features, Exponential) else 1e-8
-        if gap >= allowed:  # a problem this ill-conditioned the definition does not answer any better
-            moved = max(worst(everything(recurrent, nudged(problem, draw)), oracle)[0] for draw in range(3))
+        if gap >= allowed:
+            # Ill-conditioned problems are left out by this rule: the definition does not tell more of a result than how
+            # far it moves itself, where q, k and v move by half a unit in their last place.
+            moved = max(worst(everything(recurrent, nudged(problem, draw)), oracle)[0] for draw in range(8))
             assert moved < math.inf
-            allowed = max(allowed, min(3.0 * moved, 1e-7))
+            allowed = max(allowed, 3.0 * moved)
         assert gap < allowed, f"{name}: {where} is off by {gap:.1e}"
 
 
