@@ -218,20 +218,20 @@ def test_vary_changes_only_what_it_names():
 @pytest.mark.parametrize(
     "parts,message",
     [
-        ({"optimizer": {}}, "a rule has no part 'optimizer'; its parts are features"),
+        ({"optimizer": {}}, "a rule has no part 'optimizer'; did you mean optimiser"),
         (
             {"optimiser": {"rate": 1}},
-            "optimiser Muon has no field 'rate'; its fields are steps, every, precise",
+            "optimiser Muon has no field 'rate'; choose one of steps, every, precise",
         ),
-        ({"retention": {"alpha": 1}}, "retention Decay has no field 'alpha'; its fields are to_start"),
+        ({"retention": {"alpha": 1}}, "retention Decay has no field 'alpha'; choose one of to_start"),
         ({"optimiser": 3}, "must be a mapping"),
         ({"optimiser": {"steps": 0}}, "Muon steps must be an integer >= 1"),
         ({"features": {"degree": 0}}, "degree must be an integer >= 1"),
         (
             {"features": {"kind": "Fourier"}},
-            "features has no kind 'Fourier'; its kinds are Identity, Polynomial, Expon",
+            "features has no kind 'Fourier'; choose one of Identity, Polynomial, Expon",
         ),
-        ({"bias": {"kind": "Muon"}}, "bias has no kind 'Muon'; its kinds are L2, DotProduct"),
+        ({"bias": {"kind": "Muon"}}, "bias has no kind 'Muon'; choose one of L2, DotProduct"),
         ({"features": {"kind": "Identity", "degree": 2}}, "features Identity has no field 'degree'; it has no fields"),
         ({"bias": {"kind": "Lp", "p": 0.5}}, "Lp p must be >= 1"),
         ({"retention": {"kind": "Softmax"}}, "a lag token is for gradient descent and momentum"),
@@ -259,5 +259,5 @@ def test_resolve():
     assert resolve_rule("atlas") is RULES["atlas"]
     assert resolve_rule("atlas", window=3).window == Window(3, 16)
     assert resolve_rule(Rule(), chunk_size=8).window == Window(8, 8)
-    with pytest.raises(ValueError, match="unknown rule 'atlsa'; known rules: atlas, "):
+    with pytest.raises(ValueError, match="unknown rule 'atlsa'; did you mean atlas"):
         resolve_rule("atlsa")

@@ -186,7 +186,8 @@ def test_training_runs_resume_in_the_middle_of_a_period(tmp_path, monkeypatch, o
                 layer.mlp = ContinuumMLP(config.hidden_size, 8, (1, 4))
             self.post_init()
 
-    monkeypatch.setattr("atlas_memory.training.runs.AtlasForCausalLM", WithContinuum)
+    for module in ("runs", "saved"):
+        monkeypatch.setattr(f"atlas_memory.training.{module}.AtlasForCausalLM", WithContinuum)
     config = settings(tmp_path, f"train.optimizer={optimizer}")
     trainer.train(config)
     run = tmp_path / "run"

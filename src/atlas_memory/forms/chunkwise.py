@@ -23,7 +23,7 @@ from ..mathematics.functions import is_transformed, no_autocast
 from ..mathematics.gates import CompleteGates, Gates
 from ..mathematics.precision import Broken, cast, check_inputs, compute, kept_dtype, working_dtype
 from ..mathematics.rules import Params, Rule
-from ..mathematics.sizes import check_size
+from ..mathematics.sizes import UNBOUNDED, check_size
 from ..mathematics.state import Matrix, MemoryState, initial_state
 from . import scan
 from .bands import take
@@ -82,7 +82,7 @@ def chunkwise(
     40 m^3 / every in output space.
     """
     if recompute is not None:
-        check_size("recompute, a number of chunks,", recompute)
+        check_size("recompute, a number of chunks,", recompute, UNBOUNDED)
     form = partial(_chunkwise, recompute, compiled, spaces, kernels, starts)
     return compute(form, rule, params, q, k, v, gates, state)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..mathematics.optimisers import Muon
 from ..mathematics.rules import Rule
-from ..mathematics.sizes import check_size
+from ..mathematics.sizes import UNBOUNDED, check_size
 from .fast_newton_schulz import CACHED, gram_cost, saturated_cost, schulz_cost
 from .gram_eigenvalues import eigenvalues_cost, eigenvalues_pay
 
@@ -61,7 +61,7 @@ class Spaces:
         if self.space not in (None, *SPACES):
             raise ValueError(f"space must be None or one of {', '.join(SPACES)}, got {self.space!r}")
         if self.together is not None:
-            check_size("together, a number of steps,", self.together)
+            check_size("together, a number of steps,", self.together, UNBOUNDED)
 
     def at_once(self, matrices: Tensor) -> int:
         """How many steps to compute together, for memories like ``matrices`` ``[batch, heads, rows, columns]``."""

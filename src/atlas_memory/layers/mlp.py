@@ -18,7 +18,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..mathematics.sizes import MOST, check_positive, check_size
+from ..mathematics.sizes import MOST, UNBOUNDED, check_positive, check_size
 
 
 class SwiGLU(nn.Module):
@@ -63,7 +63,7 @@ def check_periods(name: str, periods: Any) -> tuple[int, ...]:
         )
     check_size(f"the length of {name}", len(periods), MOST)
     for period in periods:
-        check_size(f"every entry of {name}", period)
+        check_size(f"every entry of {name}", period, UNBOUNDED)
     if list(periods) != sorted(periods):
         raise ValueError(f"{name}={list(periods)} must go from the fastest level to the slowest: sort them")
     return tuple(periods)

@@ -13,7 +13,7 @@ from ..forms.grid import starts_chunk
 from ..mathematics.functions import is_transformed
 from ..mathematics.names import DEFAULT_RULE
 from ..mathematics.precision import Form, check_memory_state
-from ..mathematics.sizes import check_size
+from ..mathematics.sizes import UNBOUNDED, check_size
 from ..memory import (
     Gates,
     MemoryState,
@@ -229,7 +229,7 @@ def set_execution(
         ValueError: ``recompute`` below 1, or a module without memories to set.
     """
     if recompute is not None:
-        check_size("recompute, a number of chunks,", recompute)
+        check_size("recompute, a number of chunks,", recompute, UNBOUNDED)
     memories = [m for m in module.modules() if isinstance(m, OmegaMemory)]
     if not memories:
         raise ValueError(f"{type(module).__name__} has no memory whose execution could be set")

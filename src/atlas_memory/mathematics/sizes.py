@@ -12,6 +12,8 @@ DEEPEST = 2**10
 """Layers of a model."""
 MOST = 2**6
 """Of what is done or made one after the other: iterations, degrees, levels, memories of a hierarchy."""
+UNBOUNDED = sys.maxsize
+"""Of a number by which nothing is made: after how many steps or chunks something is done."""
 
 
 def check_size(name: str, value: Any, most: int = LARGEST) -> None:

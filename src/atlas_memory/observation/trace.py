@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..mathematics.sizes import check_size
+from ..mathematics.sizes import UNBOUNDED, check_size
 from ..memory import Gates, MemoryState
 from . import measures
 from .lessons import Lesson, by_memory, lessons, names, states
@@ -130,7 +130,7 @@ def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 
         raise ValueError(f"ids must be from 0 to {known - 1}, got {int(ids.min())} to {int(ids.max())}")
     if not lags or min(lags) < 1 or sorted(set(lags)) != list(lags):
         raise ValueError(f"lags must be whole numbers of at least 1 that grow, got {list(lags)}")
-    check_size("piece", piece)
+    check_size("piece", piece, UNBOUNDED)
     device = next(model.parameters()).device
     cache: Any = None
     last: Tensor | None = None  # log-probabilities of the token that comes next

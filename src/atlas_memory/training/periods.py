@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atlas_memory.layers.mlp import ContinuumMLP
-from atlas_memory.mathematics.sizes import check_size
+from atlas_memory.mathematics.sizes import UNBOUNDED, check_size
 
 
 class MultiPeriod(Optimizer):
@@ -49,7 +49,7 @@ class MultiPeriod(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every optimiser's. A late group keeps the common clock: its first sum may have fewer gradients."""
         period = param_group.get("period", 1)
-        check_size("a group's period", period)
+        check_size("a group's period", period, UNBOUNDED)
         super().add_param_group(param_group)
 
     def _slow(self) -> Iterator[tuple[Tensor, int]]:

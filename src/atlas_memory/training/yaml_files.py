@@ -90,6 +90,7 @@ def write_yaml(path: Path, tree: dict[str, Any]) -> None:
     """Write keys and values, in their order; the file is there whole or as it was."""
     yaml, made = YAML(typ="safe", pure=True), StringIO()
     yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False  # type: ignore[assignment]
+    yaml.width = LARGEST  # a key and its value stand on one line
     yaml.dump(tree, made)
     if len(made.getvalue().encode()) > LARGEST:
         raise ConfigError(
