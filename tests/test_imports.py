@@ -64,4 +64,4 @@ def test_layers_go_without_the_models_where_transformers_is_too_old(tmp_path: Pa
     old += "\nimport warnings; warnings.simplefilter('error', UserWarning)"
     code = "import atlas_memory\ntry: from transformers import AutoModel\nexcept UserWarning as error: print(error)"
     (said,) = run(tmp_path, f"{old}\n{code}")
-    assert "the models of atlas_memory need transformers 5.14 or newer" in said
+    assert "the models of atlas_memory need transformers 5.17 or newer" in said

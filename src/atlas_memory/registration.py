@@ -48,7 +48,7 @@ def _register() -> None:
     try:
         from .models import configuration  # noqa: F401
     except ImportError as error:
-        warnings.warn(f"the models of atlas_memory need transformers 5.14 or newer: {error}", stacklevel=2)
+        warnings.warn(f"the models of atlas_memory need transformers 5.17 or newer: {error}", stacklevel=2)
 
 
 class _Afterwards(MetaPathFinder):

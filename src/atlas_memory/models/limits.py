@@ -34,7 +34,6 @@ _BESIDE: dict[str, type] = {
     "output_hidden_states": bool,
     "id2label": dict,
     "label2id": dict,
-    "problem_type": str,
 }
 """Entries of every model's configuration that are read, and of which type they are."""
 _UNSAID = ("model_type", "auto_map")
@@ -80,6 +79,8 @@ def readable(said: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
             "quantization_config to from_pretrained, or save the model before it is quantised"
         )
     read = {name: said[name] for name in said if name in own or isinstance(said[name], _BESIDE.get(name, ()))}
+    if not all(isinstance(name, str) for name in read.get("architectures", ())):
+        del read["architectures"]
     if unread := [name for name in said if name not in read and name not in _UNSAID and said[name] is not None]:
         logger.warning_once(f"the saved configuration has entries that AtlasConfig does not use: {', '.join(unread)}")
     return read

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerState
+from transformers import GenerationConfig, TrainerState
 
 from atlas_memory.training.card import write_card
 from atlas_memory.training.checkpoints import DIGESTS, SAVING, WEIGHTS, make_readable, shapes, writing
@@ -29,6 +29,8 @@ def save_model(
     if process() == 0:
         made = folder / SAVING / "model"
         with writing(folder / WEIGHTS), _removed(folder / SAVING):
+            # As that of a model which was loaded: some versions of Trainer add the tokenizer's end of text to it.
+            model.generation_config = GenerationConfig.from_model_config(model.config)
             model.save_pretrained(made, state_dict=weights)
             padded(text.tokenizer).save_pretrained(made)
             state.save_to_json(str(made / STATE))
