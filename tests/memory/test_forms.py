@@ -109,7 +109,8 @@ def rules(draw) -> Rule:
         reject()
 
 
-# Ill-conditioned: half a unit in the last place of q, k and v moves the definition by 4e-7.
+# Ill-conditioned, found in a long search: half a unit in the last place of q, k and v moves the definition by 4e-7, and
+# by 4e-8.
 @example(
     rule=Rule(
         features=Identity(),
@@ -119,15 +120,18 @@ def rules(draw) -> Rule:
         optimiser=Momentum(bounded=True, live=True),
         window=Window(size=9, chunk=1),
     ),
-    seed=3258,
-    batch=1,
-    heads=2,
-    time=15,
-    dim=3,
-    channels=True,
-    eigenvalues=False,
-    block=128,
-    recompute=None,
+    **dict(seed=3258, batch=1, heads=2, time=15, dim=3, channels=True, eigenvalues=False, block=128, recompute=None),
+)
+@example(
+    rule=Rule(
+        features=Polynomial(degree=3),
+        network=GatedMLP(norm=True, expansion=2, activation="gelu"),
+        bias=Huber("mixture", 0.3),
+        retention=Softmax(lag=False),
+        optimiser=Muon(steps=1, every=1),
+        window=Window(size=1, chunk=5),
+    ),
+    **dict(seed=1, batch=2, heads=2, time=16, dim=1, channels=False, eigenvalues=True, block=20, recompute=None),
 )
 @settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(
