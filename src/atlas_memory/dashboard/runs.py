@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from atlas_memory.models import PRESETS  # without torch
 from atlas_memory.report.words import legible, raised
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, USABLE, Log
 from atlas_memory.training.settings import UNASKED_STEPS, flat_settings, in_bytes
-from atlas_memory.training.yaml_files import small_text
+from atlas_memory.training.yaml_files import read_json
 
 SIGNS = (LOG, "run.yaml")  # of a run: either
 WITHOUT_MEMORY = ("swa", "attention")  # as `BLOCKS` says too, which loads torch
@@ -171,7 +170,7 @@ class Runs:
 def _saved(folder: Path) -> dict[str, Any]:
     """The configuration of the model in a folder; nothing where there is none, or not whole yet."""
     try:
-        found = json.loads(small_text(folder / "config.json"))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(folder / "config.json")
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

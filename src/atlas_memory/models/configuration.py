@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.utils import logging
 
 from ..layers.blocks import BLOCKS, check_blocks, made
 from ..layers.hierarchy import Hierarchy
@@ -22,8 +21,6 @@ from ..memory import RULES, Rule
 from ..registration import AUTO_CODE, AUTO_FILE, AUTO_MAP
 from .limits import check_dtype, check_parameters, check_sizes, readable
 from .presets import PRESETS, fitting
-
-logger = logging.get_logger(__name__)
 
 # Keyword arguments that transformers itself understands although they are no fields.
 _HANDLED_BY_TRANSFORMERS = {
@@ -335,15 +332,10 @@ class AtlasConfig(PreTrainedConfig):
 
     def _check_unknown(self, kwargs: dict[str, Any]) -> None:
         """Refuse unknown arguments, which transformers would keep as attributes that nothing reads."""
-        unknown = [k for k in kwargs if k not in _HANDLED_BY_TRANSFORMERS and not k.startswith("_")]
-        if not unknown:
-            return
-        if self.transformers_version is None:
+        if unknown := [k for k in kwargs if k not in _HANDLED_BY_TRANSFORMERS and not k.startswith("_")]:
             raise ValueError(
                 f"AtlasConfig has no argument {', '.join(unknown)}; it has {', '.join(AtlasConfig.__annotations__)}"
             )
-        # A saved file may hold entries of another version of transformers: it must stay readable.
-        logger.warning_once(f"the saved configuration has entries that AtlasConfig does not use: {', '.join(unknown)}")
 
 
 AutoConfig.register(AtlasConfig.model_type, AtlasConfig)

@@ -161,8 +161,7 @@ class AtlasModel(AtlasPreTrainedModel):
 
         Raises:
             ValueError: Not exactly one kind of input, or ids that are none; a mask that does not fit; a cache that is
-                not ours; an argument that marks documents under a
-                name that is not known.
+                not ours; an argument that marks documents under a name that is not known.
         """
         refuse_unknown(kwargs)
         past_key_values = given_cache(past_key_values, cache)

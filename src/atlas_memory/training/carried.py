@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from atlas_memory.layers.stateful import check_tensors
+from atlas_memory.mathematics.state import TOKENS
 from atlas_memory.models.cache import AtlasCache
 from atlas_memory.training.loaded import fitting
 
@@ -126,7 +127,7 @@ class CarriedStates:
         batches, seen = [range(*rows) for rows in json.loads(about["rows"])], json.loads(about["seen"])
         if any(rows.start < 0 or rows.stop > self._total or not rows for rows in batches):
             raise ValueError(f"it has other rows than the {self._total} of this run")
-        if len(seen) != len(batches) or not all(type(count) is int and 0 <= count < 2**53 for count in seen):
+        if len(seen) != len(batches) or not all(type(count) is int and 0 <= count <= TOKENS for count in seen):
             raise ValueError("what its rows have read is no number of tokens")
         if not 0 <= int(about["lane"]) < self._lanes * max(int(about.get("times", 1)), 0):
             raise ValueError(f"its lane is {about['lane']}, and its segments {about.get('times')} times as long")

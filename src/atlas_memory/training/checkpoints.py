@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,8 +26,8 @@ from atlas_memory.training import sharded
 from atlas_memory.training.config import ConfigError
 from atlas_memory.training.loaded import OPTIMIZER, STATE, number
 from atlas_memory.training.processes import largest, process, processes
-from atlas_memory.training.settings import ABOUT, JSON
-from atlas_memory.training.yaml_files import small_text
+from atlas_memory.training.settings import ABOUT
+from atlas_memory.training.yaml_files import read_json
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "model.safetensors"
@@ -193,14 +192,6 @@ def _of_this_run(checkpoint: Path) -> bool:
     """Whether a checkpoint is of the run in whose folder it lies, as far as both say."""
     both = checkpoint / ABOUT, checkpoint.resolve().parent / ABOUT
     return not all(path.is_file() for path in both) or both[0].read_bytes() == both[1].read_bytes()
-
-
-def read_json(path: Path, largest: int = JSON) -> Any:
-    """What a JSON file of so many bytes at most says; OSError if it cannot be read, ValueError if it is damaged."""
-    try:
-        return json.loads(small_text(path, largest))
-    except RecursionError as error:
-        raise ValueError(f"{str(path)!r} is nested too deeply") from error
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:

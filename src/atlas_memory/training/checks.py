@@ -26,8 +26,8 @@ from atlas_memory.training.examples import Text
 from atlas_memory.training.logs import LOG, MEMORY, SAMPLES, read_log
 from atlas_memory.training.plan import LOGITS, available, of_model, without_weights
 from atlas_memory.training.processes import process, processes
-from atlas_memory.training.settings import ABOUT, JSON
-from atlas_memory.training.yaml_files import small_text
+from atlas_memory.training.settings import ABOUT
+from atlas_memory.training.yaml_files import read_json
 
 LARGE = 20_000_000  # parameters from which on memory is looked at before training
 # What may differ between a run and its resumption: everything else would make it another run.
@@ -171,11 +171,11 @@ def _as_begun(folder: Path) -> RunConfig:
     saved = load_saved(folder)
     tree = saved.model_dump()
     try:
-        noted = json.loads(small_text(folder / ABOUT, JSON))["settings"]
+        noted = read_json(folder / ABOUT)["settings"]
         tree |= {"model": noted["model"], "data": noted["data"]}
         tree["train"] = noted["train"] | {name: tree["train"][name] for name in _MAY_CHANGE}
         return RunConfig.model_validate_json(json.dumps(tree))  # whose keys are texts, also those of data.lengths
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # copied without it
+    except (OSError, ValueError, TypeError, KeyError):  # copied without it
         return saved
 
 

@@ -3,7 +3,6 @@ would write over foreign memory."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from transformers import TrainerState
 
 from atlas_memory.training.config import ConfigError
-from atlas_memory.training.yaml_files import small_text
+from atlas_memory.training.yaml_files import read_json
 
 STATE, OPTIMIZER, RANDOM = "trainer_state.json", "optimizer.pt", "rng_state*.pth"
 _MOMENTS = {
@@ -25,7 +24,8 @@ _MOMENTS = {
     "m3": {"fast", "slow", "slow_direction", "square"},
 }
 """Of each kind of optimiser: what it keeps of a parameter, in the parameter's shape."""
-_LARGEST_STATE = 2**30  # bytes; it has a line for every step
+LARGEST_STATE = 2**30
+"""Bytes of Trainer's state, at most; it has a line for every step."""
 
 
 def number(checkpoint: Path) -> int:
@@ -51,7 +51,7 @@ def fitting(path: Path) -> Iterator[None]:
 def read_state(checkpoint: Path) -> TrainerState:
     """The state of transformers' Trainer; ConfigError if it is none, or of another step than the checkpoint's name."""
     with fitting(checkpoint / STATE):
-        said = json.loads(small_text(checkpoint / STATE, _LARGEST_STATE))
+        said = read_json(checkpoint / STATE, LARGEST_STATE)
         state, usual = TrainerState(**said), TrainerState()
         for name, value in said.items():
             if not _alike(value, getattr(usual, name)):

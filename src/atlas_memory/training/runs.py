@@ -28,10 +28,10 @@ from atlas_memory.training.checkpoints import (
     newest_checkpoint,
     newest_step,
     number,
-    read_json,
 )
 from atlas_memory.training.config import ConfigError, RunConfig, load_saved
 from atlas_memory.training.examples import Text, check_there
+from atlas_memory.training.loaded import LARGEST_STATE, STATE
 from atlas_memory.training.names import nearest
 from atlas_memory.training.saved import (
     Refused,
@@ -43,6 +43,7 @@ from atlas_memory.training.saved import (
     shapes_of,
 )
 from atlas_memory.training.vocabulary import knows
+from atlas_memory.training.yaml_files import read_json
 
 
 def model_config(config: RunConfig, tokenizer: Any, first: AtlasConfig | None = None) -> AtlasConfig:
@@ -224,6 +225,6 @@ def _newest_model(folder: Path) -> Path:
 def saved_step(folder: Path) -> float:
     """The step at which a model was saved; a folder that does not say (no run of ours) counts as finished."""
     try:
-        return float(read_json(folder / "trainer_state.json", 2**30)["global_step"])
+        return float(read_json(folder / STATE, LARGEST_STATE)["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return math.inf

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.training import sharded
-from atlas_memory.training.checkpoints import read_json, shapes, weight_files
+from atlas_memory.training.checkpoints import shapes, weight_files
+from atlas_memory.training.yaml_files import read_json
 
 
 class Refused(ValueError):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from atlas_memory.training.yaml_files import LARGEST, parse, small_text
+from atlas_memory.training.yaml_files import parse, read_json, small_text
 
 ABOUT, BYTES = "data.json", "bytes"
 """The file in which a run notes what it reads, and its entry that says whether tokens are bytes."""
-
-JSON = 16 * LARGEST
-"""Bytes of it, at most; JSON is read fast."""
 
 UNASKED_STEPS = 1000
 """The steps of a run that names neither its steps nor its minutes."""
@@ -48,8 +44,8 @@ def _settings(text: str) -> tuple[dict[str, Any], str]:
 def noted(folder: Path) -> dict[str, Any]:
     """What the run in `folder` noted of its text when it began; nothing where that is not there, or damaged."""
     try:
-        found = json.loads(small_text(folder / ABOUT, JSON))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(folder / ABOUT)
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from atlas_memory.data.tokens import load_tokenizer
-from atlas_memory.training.checkpoints import read_json
 from atlas_memory.training.config import ConfigError, RunConfig
 from atlas_memory.training.processes import process
+from atlas_memory.training.yaml_files import read_json
 
 TOKENIZER = "tokenizer_config.json"
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ than the one that is seen: no file of ours has any, and both are refused before 
 
 from __future__ import annotations
 
+import json
 import stat
 from io import StringIO
 from pathlib import Path
@@ -115,3 +116,11 @@ def small_text(path: Path, largest: int = LARGEST) -> str:
     if about.st_size > largest:
         raise OSError(0, f"it has {about.st_size:,} bytes, and at most {largest:,} are read", str(path))
     return path.read_text(encoding="utf-8")
+
+
+def read_json(path: Path, largest: int = 16 * LARGEST) -> Any:
+    """What a JSON file of so many bytes at most says; OSError if it cannot be read, ValueError if it is damaged."""
+    try:
+        return json.loads(small_text(path, largest))
+    except RecursionError as error:
+        raise ValueError(f"{str(path)!r} is nested too deeply") from error
