@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 
 # torch and triton stay as they are tested: another build of torch is gigabytes.
 TORCH := torch==2.13.0 'triton==3.6.0; sys_platform == "linux"'
-LEANING := tests/models tests/training tests/data tests/evaluation tests/dashboard tests/test_cli.py
+LEANING := tests/models tests/train tests/data tests/eval tests/viz tests/test_cli.py
 
 .PHONY: demo test test-newest test-oldest test-slow search bench clean
 
@@ -46,7 +46,7 @@ $(VENV)-%/bin/pip:
 # Rules, shapes and settings that no run has drawn before: each call draws others.
 EXAMPLES ?= 2000
 search: $(STAMP)
-	HYPOTHESIS_PROFILE=search EXAMPLES=$(EXAMPLES) $(BIN)/pytest tests/memory/test_forms.py tests/data/test_tokens.py
+	HYPOTHESIS_PROFILE=search EXAMPLES=$(EXAMPLES) $(BIN)/pytest tests/ops/test_forms.py tests/data/test_tokens.py
 
 # What every rule does over 2,000 training steps: half an hour.
 test-slow: $(STAMP)

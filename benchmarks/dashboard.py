@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_memory.training.yaml_files import write_yaml
+from atlas_memory.train.yaml_files import write_yaml
 
 HEADS, LAYERS = 8, 4
 CHARTS = 4  # that a page of the dashboard has unasked

@@ -40,9 +40,9 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of tests/training/small.py, beside its text: to be read. What a test may change is ``finished``."""
-    from atlas_memory.training import train
-    from tests.training.small import settings
+    """The run of tests/train/small.py, beside its text: to be read. What a test may change is ``finished``."""
+    from atlas_memory.train import train
+    from tests.train.small import settings
 
     folder = tmp_path_factory.mktemp("six-steps")
     outcome = train(settings(folder))
@@ -53,6 +53,6 @@ def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def finished(six_steps: Path, tmp_path: Path) -> Path:
     """The same run as if it had been trained in tmp_path / "run", on the text tmp_path / "corpus"."""
-    from tests.training.small import copied
+    from tests.train.small import copied
 
     return copied(six_steps, tmp_path)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from atlas_memory.forms.live import BLOCK
 from atlas_memory.memory import Rule
+from atlas_memory.ops.live import BLOCK
 
 
 def flop_counter() -> FlopCounterMode:

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 FRESH = multiprocessing.get_context("forkserver")
-FRESH.set_forkserver_preload(["atlas_memory.training.trainer"])
+FRESH.set_forkserver_preload(["atlas_memory.train.trainer"])
 
 
 @dataclass

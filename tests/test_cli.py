@@ -18,14 +18,14 @@ from atlas_memory.cli.planning import brief
 from atlas_memory.cli.rules import PARAMETER_RULES, PARAMETERS, _part
 from atlas_memory.cli.streaming import CharacterStreamer
 from atlas_memory.data import byte_tokenizer
-from atlas_memory.forms.cost import state_bytes
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
 from atlas_memory.models import AtlasConfig
 from atlas_memory.models.presets import PRESETS
-from atlas_memory.training.plan import without_weights
-from atlas_memory.training.trainer import train
-from tests.training.small import overrides, settings
+from atlas_memory.ops.cost import state_bytes
+from atlas_memory.train.plan import without_weights
+from atlas_memory.train.trainer import train
+from tests.train.small import overrides, settings
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ print("went on")
 def test_ctrl_c_in_a_command_is_said_once(run, monkeypatch, capsys) -> None:
     told = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr("atlas_memory.evaluation.sampling.sample", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("atlas_memory.eval.sampling.sample", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     code, err = refused(capsys, "generate", run)
     assert (code, err) == (130, "atlas: interrupted\n")
     assert signal.getsignal(signal.SIGINT) is before

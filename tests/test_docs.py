@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from atlas_memory.forms.cost import multiply_adds, state_bytes
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import KINDS, RULES
-from atlas_memory.training.config import RunConfig, keys
+from atlas_memory.ops.cost import multiply_adds, state_bytes
+from atlas_memory.train.config import RunConfig, keys
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])

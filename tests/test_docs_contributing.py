@@ -10,7 +10,7 @@ import pytest
 from atlas_memory.layers.blocks import BLOCKS
 
 from .test_docs import ROOT, blocks
-from .training.small import overrides
+from .train.small import overrides
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def test_a_memory_needs_neither_transformers_nor_a_compiler(tmp_path: Path) -> N
 
 
 def test_help_and_logs_need_no_torch(tmp_path: Path) -> None:
-    code = "import atlas_memory.dashboard.runs, atlas_memory.models.presets;"
+    code = "import atlas_memory.viz.dashboard.runs, atlas_memory.models.presets;"
     code += " import sys; from atlas_memory.__main__ import main; sys.argv = ['atlas', '--help']; main()"
     (said,) = run(tmp_path, f"{code}; print('torch' in sys.modules)", first="")
     assert "Usage: atlas" in said and said.endswith("False")

@@ -10,7 +10,7 @@ import atlas_memory
 SOURCE = Path(atlas_memory.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 PARTS = {"network", "bias", "retention", "optimiser", "features", "muon"}
-TABLES = {"forms/counterparts.py", "kernels/dispatch.py"}
+TABLES = {"ops/counterparts.py", "ops/triton/dispatch.py"}
 """What has a fast counterpart: the one place for the forms, and the one for the kernels."""
 
 
@@ -32,7 +32,7 @@ def test_no_file_asks_for_the_type_of_a_part(path: Path) -> None:
 
 
 def test_the_definition_is_read_in_five_minutes() -> None:
-    path = SOURCE / "mathematics" / "definition.py"
+    path = SOURCE / "rules" / "definition.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     loop = next(node for node in ast.walk(tree) if isinstance(node, ast.For))
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 150

@@ -15,8 +15,8 @@ from torch import nn
 
 from atlas_memory import NeuralMemory
 from atlas_memory.layers.gates import GateProjection
-from atlas_memory.training import load_config, train
-from atlas_memory.training.logs import read_log
+from atlas_memory.train import load_config, train
+from atlas_memory.train.logs import read_log
 
 from .study import Study, heads
 

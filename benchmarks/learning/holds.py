@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from atlas_memory import OmegaMemory
-from atlas_memory.forms.cost import state_bytes
 from atlas_memory.layers.gates import GateProjection
 from atlas_memory.memory import RULES, Polynomial, Rule, l2_normalise
+from atlas_memory.ops.cost import state_bytes
 
 from .study import Study
 

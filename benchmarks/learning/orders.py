@@ -16,11 +16,11 @@ from atlas_memory.data import Corpus, Document
 from atlas_memory.data.bpe import train_tokenizer
 from atlas_memory.data.sources import Source
 from atlas_memory.data.tokens import encode
-from atlas_memory.evaluation import Score, bits_per_byte
-from atlas_memory.evaluation.perplexity import token_nats
-from atlas_memory.training import load_config, load_run, train
-from atlas_memory.training.logs import read_log
-from atlas_memory.training.runs import Run
+from atlas_memory.eval import Score, bits_per_byte
+from atlas_memory.eval.perplexity import token_nats
+from atlas_memory.train import load_config, load_run, train
+from atlas_memory.train.logs import read_log
+from atlas_memory.train.runs import Run
 
 from .study import Study, heads
 

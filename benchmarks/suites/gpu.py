@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atlas_memory.forms.graphed import Graphs
 from atlas_memory.memory import (
     RULES,
     Decay,
@@ -28,6 +27,7 @@ from atlas_memory.memory import (
     chunkwise,
     gram_polynomial,
 )
+from atlas_memory.ops.graphed import Graphs
 from benchmarks.operations import FORM, SEED, bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Operation, Shape, Wrap
 
@@ -71,7 +71,7 @@ def model_of_chunk(rule: Rule, shape: Shape, backward: bool = False) -> Cost:
 
 
 def model_of_delta(shape: Shape, backward: bool = False) -> Cost:
-    """The same of the kernels of the delta rule (kernels/delta_parts.py): 5 products of b b d multiply-adds, 3 of b d d
+    """The same of the kernels of the delta rule (delta_parts.py): 5 products of b b d multiply-adds, 3 of b d d
     and 4 of b b b; backward 9 and 6. Bytes: q, k, v and y once, T, U, w, G and S as they are written and read; backward
     these and the gradients."""
     dim, chunk = shape.dim, DELTA.window.chunk

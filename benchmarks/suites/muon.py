@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from atlas_memory.forms.spaces import Spaces
 from atlas_memory.memory import (
     MLP,
     Linear,
@@ -20,6 +19,7 @@ from atlas_memory.memory import (
     Window,
     chunkwise,
 )
+from atlas_memory.ops.spaces import Spaces
 from benchmarks.cost import memory
 from benchmarks.operations import bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Shape

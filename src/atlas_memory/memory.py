@@ -1,13 +1,13 @@
 """The inner problem, a memory that is trained while the model reads: all public names of ``mathematics``, which says
 what is computed, and of ``forms``, which compute it fast."""
 
-from .forms.chunkwise import chunkwise
-from .forms.compiling import compile_options
-from .forms.fast_newton_schulz import gram_polynomial, newton_schulz
-from .forms.incremental import incremental, retrieve
-from .forms.spaces import Spaces
-from .mathematics.bias import L2, AttentionalBias, Bias, DotProduct, Huber, Lp, RobustL2
-from .mathematics.features import (
+from .ops.chunkwise import chunkwise
+from .ops.compiling import compile_options
+from .ops.fast_newton_schulz import gram_polynomial, newton_schulz
+from .ops.incremental import incremental, retrieve
+from .ops.spaces import Spaces
+from .rules.bias import L2, AttentionalBias, Bias, DotProduct, Huber, Lp, RobustL2
+from .rules.features import (
     Exponential,
     FeatureMap,
     Features,
@@ -16,12 +16,12 @@ from .mathematics.features import (
     PolynomialFeatures,
     l2_normalise,
 )
-from .mathematics.gates import Gates
-from .mathematics.kinds import KINDS
-from .mathematics.networks import MLP, GatedMLP, Linear, Network
-from .mathematics.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
-from .mathematics.recurrent import recurrent
-from .mathematics.retention import (
+from .rules.gates import Gates
+from .rules.kinds import KINDS
+from .rules.networks import MLP, GatedMLP, Linear, Network
+from .rules.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
+from .rules.recurrent import recurrent
+from .rules.retention import (
     Decay,
     ElasticNet,
     FDivergence,
@@ -36,10 +36,10 @@ from .mathematics.retention import (
     Sigmoid,
     Softmax,
 )
-from .mathematics.rules import RULES, Params, Rule, resolve_rule
-from .mathematics.state import MemoryState, State, initial_state
-from .mathematics.step import InnerOptimiser
-from .mathematics.windows import Window
+from .rules.rules import RULES, Params, Rule, resolve_rule
+from .rules.state import MemoryState, State, initial_state
+from .rules.step import InnerOptimiser
+from .rules.windows import Window
 
 __all__ = [
     "KINDS",

@@ -10,8 +10,8 @@ from atlas_memory.cli import main
 from atlas_memory.data import Corpus, Source, encode, load_tokenizer
 from atlas_memory.data.bpe import _without_long_words, train_tokenizer
 from atlas_memory.data.tokens import END, PAD, bytes_per_token
-from atlas_memory.training.trainer import train
-from tests.training.small import settings, write_corpus
+from atlas_memory.train.trainer import train
+from tests.train.small import settings, write_corpus
 
 
 def test_it_is_learned_from_what_is_trained_on_and_writes_any_text(tmp_path) -> None:

@@ -17,9 +17,9 @@ from atlas_memory.data.folders import new_folder
 from atlas_memory.data.prepared import Prepared, prepare
 from atlas_memory.data.sources import Document
 from atlas_memory.data.tokens import encode
-from atlas_memory.training.examples import Text
-from atlas_memory.training.trainer import train
-from tests.training.small import settings, write_corpus
+from atlas_memory.train.examples import Text
+from atlas_memory.train.trainer import train
+from tests.train.small import settings, write_corpus
 
 
 def test_tokens_are_those_of_the_documents(tmp_path) -> None:

@@ -9,14 +9,14 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
 
-from atlas_memory.kernels.convolution import convolve, convolve_back
-from atlas_memory.kernels.dispatch import INTERPRETER
 from atlas_memory.layers.convolution import _Convolution
 from atlas_memory.memory import chunkwise, gram_polynomial
+from atlas_memory.ops.triton.convolution import convolve, convolve_back
+from atlas_memory.ops.triton.dispatch import INTERPRETER
 
-from ..kernels.test_convolution import SHAPES
-from ..kernels.test_delta import NAMES, alike, closed, rule_of
-from ..memory.problems import error, everything, random_problem, worst
+from ..ops.problems import error, everything, random_problem, worst
+from ..triton.test_convolution import SHAPES
+from ..triton.test_delta import NAMES, alike, closed, rule_of
 from .test_memories import from_gpu, on_gpu
 
 pytestmark = pytest.mark.skipif(

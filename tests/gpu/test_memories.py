@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atlas_memory.memory import RULES, MemoryState, chunkwise, incremental, recurrent
 
-from ..memory.problems import Problem, everything, random_problem, resized, worst
+from ..ops.problems import Problem, everything, random_problem, resized, worst
 
 FORMS = {"chunkwise": chunkwise, "recomputed": partial(chunkwise, recompute=1), "incremental": incremental}
 

@@ -1,4 +1,4 @@
-"""The chain of the continuum memory system; its schedule is tested in tests/training/test_periods.py."""
+"""The chain of the continuum memory system; its schedule is tested in tests/train/test_periods.py."""
 
 import pytest
 import torch

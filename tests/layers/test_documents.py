@@ -7,7 +7,7 @@ from accelerate.utils import send_to_device
 from atlas_memory.layers.documents import Documents
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.models.cache import AtlasCache
-from tests.memory.problems import error
+from tests.ops.problems import error
 
 from .mixers import DIM, MIXERS, build, grows
 

@@ -7,7 +7,7 @@ from atlas_memory import RULES, NeuralMemory
 from atlas_memory.layers.hierarchy import HierarchicalMemory, HierarchicalState, Hierarchy
 from atlas_memory.memory import Gates, initial_state, recurrent
 
-from ..memory.problems import error
+from ..ops.problems import error
 
 DIM, HEADS = 4, 2
 NEAR = {"rtol": 0.0, "atol": 1e-8}

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atlas_memory import RULES
-from atlas_memory.evaluation.perplexity import memory_writes
+from atlas_memory.eval.perplexity import memory_writes
 from atlas_memory.layers.gates import START_GATE
 from atlas_memory.layers.self_modifying import MEMORIES, START_M_0, SelfModifyingMemory
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 
-from ..memory.by_hand import spectral
+from ..ops.by_hand import spectral
 
 DIM, HEADS, CHUNK = 8, 2, 4
 WIDTH = DIM // HEADS

@@ -16,7 +16,7 @@ from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.layers.hierarchy import HierarchicalMemory, Hierarchy
 from atlas_memory.layers.omega import set_execution
 from atlas_memory.memory import State
-from atlas_memory.training.processes import leave
+from atlas_memory.train.processes import leave
 
 DIM, HEADS = 16, 2
 OPTIONS = {"rule": "titans", "chunk_size": 4}

@@ -11,7 +11,7 @@ from atlas_memory.layers.blocks import BLOCKS, Mixer
 from atlas_memory.layers.stateful import Stateful
 from atlas_memory.memory import State
 from atlas_memory.models.cache import AtlasCache
-from atlas_memory.training.carried import CarriedStates
+from atlas_memory.train.carried import CarriedStates
 
 
 @dataclass(frozen=True, repr=False)

@@ -72,9 +72,9 @@ def train(
 ) -> None:
     """Train a model on text: your own, or the Python standard library's source."""
     with loading():
-        from atlas_memory.training.config import load_config
-        from atlas_memory.training.processes import leave, process
-        from atlas_memory.training.trainer import train as run
+        from atlas_memory.train.config import load_config
+        from atlas_memory.train.processes import leave, process
+        from atlas_memory.train.trainer import train as run
 
     settings = load_config(config, overrides or [])
     if resume and config is None and (saved := Path(settings.output_dir) / "run.yaml").is_file():
@@ -125,8 +125,8 @@ def generate(
 ) -> None:
     """Write text with a trained model, as it comes."""
     with loading():
-        from atlas_memory.evaluation.sampling import sample
-        from atlas_memory.training.runs import load_run
+        from atlas_memory.eval.sampling import sample
+        from atlas_memory.train.runs import load_run
 
         from .streaming import CharacterStreamer
 
@@ -150,11 +150,11 @@ def evaluate(
 ) -> None:
     """Bits per byte of held-out text, overall and by position."""
     with loading():
-        from atlas_memory.evaluation.perplexity import bits_per_byte, reading_length
-        from atlas_memory.observation.watching import memories
-        from atlas_memory.training.config import RunConfig
-        from atlas_memory.training.runs import load_run
-        from atlas_memory.training.texts import text_of
+        from atlas_memory.eval.perplexity import bits_per_byte, reading_length
+        from atlas_memory.monitor.watching import memories
+        from atlas_memory.train.config import RunConfig
+        from atlas_memory.train.runs import load_run
+        from atlas_memory.train.texts import text_of
 
     loaded = load_run(run)
     if not memories(loaded.model) and writes is not Writes.on:
@@ -206,9 +206,9 @@ def report(
 ) -> None:
     """Evaluate runs and write RUN/report/: a page, pictures and numbers; of several, a page that compares them too."""
     with loading():
-        from atlas_memory.report.comparison import write_comparison
-        from atlas_memory.report.report import write_report
-        from atlas_memory.report.words import amount, far_fewer
+        from atlas_memory.viz.report.comparison import write_comparison
+        from atlas_memory.viz.report.report import write_report
+        from atlas_memory.viz.report.words import amount, far_fewer
 
     with telling("report") as told:
         page = write_comparison(runs, data, column=column, told=told) if len(runs) > 1 else None
@@ -242,7 +242,7 @@ def dashboard(
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open it in the browser.")] = True,
 ) -> None:
     """Show runs on a local web page while they train: curves, memories, alarms, samples, and texts as they are read."""
-    from atlas_memory.dashboard import serve
+    from atlas_memory.viz.dashboard import serve
 
     serve(runs, port, address, browser)
 
@@ -273,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("ATLAS_TRACEBACK"):
             raise
-        config = sys.modules.get("atlas_memory.training.config")  # not there if it is an import that failed
+        config = sys.modules.get("atlas_memory.train.config")  # not there if it is an import that failed
         message, code = str(error), 2 if config and isinstance(error, config.ConfigError) else 1
     except (KeyboardInterrupt, typer.Abort):  # of which has been told
         return 130

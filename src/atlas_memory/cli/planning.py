@@ -16,8 +16,8 @@ from rich.table import Column, Table
 from .loading import loading
 
 if TYPE_CHECKING:
-    from atlas_memory.training.config import RunConfig
-    from atlas_memory.training.plan import Plan
+    from atlas_memory.train.config import RunConfig
+    from atlas_memory.train.plan import Plan
 
 UNITS = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
@@ -43,9 +43,9 @@ def plan(
 ) -> None:
     """What a run will need, before it is run: parameters, tokens, operations, memory; with --flops, its time."""
     with loading():
-        from atlas_memory.training.config import load_config
-        from atlas_memory.training.plan import available
-        from atlas_memory.training.plan import plan as run
+        from atlas_memory.train.config import load_config
+        from atlas_memory.train.plan import available
+        from atlas_memory.train.plan import plan as run
 
     if price is not None and flops is None:
         raise typer.BadParameter("--price needs --flops, from which the time is found")

@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from ..mathematics.names import meant
+from ..rules.names import meant
 from .planning import brief
 
 PARAMETER_RULES = ("gated-deltanet", "titans", "omeganet", "atlas")
@@ -67,7 +67,7 @@ def rules(
 
 def _described(rule: Any, size: int, heads: int) -> dict[str, Any]:
     """A rule's parts with their fields, and what it costs with so many heads of this size."""
-    from atlas_memory.forms.cost import multiply_adds, state_bytes
+    from atlas_memory.ops.cost import multiply_adds, state_bytes
 
     parts = {part: getattr(rule, part) for part in PARTS}
     found: dict[str, Any] = {part: {"kind": type(value).__name__, **asdict(value)} for part, value in parts.items()}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mathematics.functions import at_hand
-from ..mathematics.precision import are_finite, are_near
+from ..rules.functions import at_hand
+from ..rules.precision import are_finite, are_near
 
 FAR = 1e10
 """Entries of x are cut to +-``FAR``, so that whatever is finite gives finite outputs and gradients: products of what is

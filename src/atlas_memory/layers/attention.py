@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..forms.bands import overlapping, take
-from ..mathematics.functions import at_hand
-from ..mathematics.sizes import LONGEST, check_size
-from ..mathematics.state import State, check_count
+from ..ops.bands import overlapping, take
+from ..rules.functions import at_hand
+from ..rules.sizes import LONGEST, check_size
+from ..rules.state import State, check_count
 from .admission import FAR_OF_ATTENTION, admit, passes, spoilt
 from .documents import read_documents
 from .padding import pack, unpack

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..mathematics.sizes import check_positive
+from ..rules.sizes import check_positive
 from .attention import FullAttention, SlidingWindowAttention
 from .context import MemoryAsContext
 from .documents import Documents, read_documents

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..forms.bands import shift_right, take
-from ..mathematics.sizes import LONGEST, check_size
-from ..mathematics.state import State, check_count
+from ..ops.bands import shift_right, take
+from ..rules.sizes import LONGEST, check_size
+from ..rules.state import State, check_count
 from .admission import FAR_OF_ATTENTION
 from .documents import read_documents
 from .hybrids import MemoryGate

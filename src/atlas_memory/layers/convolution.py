@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..forms.bands import take
-from ..kernels import dispatch
-from ..kernels.proof import proven
-from ..mathematics.functions import Function, call
-from ..mathematics.sizes import LONGEST, check_size
+from ..ops.bands import take
+from ..ops.triton import dispatch
+from ..ops.triton.proof import proven
+from ..rules.functions import Function, call
+from ..rules.sizes import LONGEST, check_size
 
 
 class ShortConvolution(nn.Module):
@@ -90,7 +90,7 @@ class _Convolution(Function):
     @staticmethod
     def forward(x: Tensor, w: Tensor) -> Tensor:
         if _has_kernel(x, w):
-            from ..kernels.convolution import convolve
+            from ..ops.triton.convolution import convolve
 
             return convolve(x, w)
         taps = w.shape[1]
@@ -111,7 +111,7 @@ class _Convolution(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         if _has_kernel(x, w) and not torch.is_grad_enabled():  # else gradients of gradients are wanted
-            from ..kernels.convolution import convolve_back
+            from ..ops.triton.convolution import convolve_back
 
             return convolve_back(x, w, g)
         wide = torch.promote_types(g.dtype, torch.float32)

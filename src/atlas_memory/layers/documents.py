@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mathematics.state import State
+from ..rules.state import State
 from .padding import check_mask, check_tensor
 from .stateful import Stateful
 

@@ -30,9 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..mathematics.functions import no_autocast
-from ..mathematics.sizes import check_size
 from ..memory import Gates, Rule
+from ..rules.functions import no_autocast
+from ..rules.sizes import check_size
 
 START_ETA, DEEP_ETA, MOMENTUM_ETA = 0.5, 0.95, 0.7
 """A write of the first leaves a matrix a quarter of the squared error at its key, and more of what was written before:

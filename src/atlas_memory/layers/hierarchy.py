@@ -19,12 +19,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..mathematics.functions import no_autocast
-from ..mathematics.precision import cast as cast_to
-from ..mathematics.precision import kept_dtype
-from ..mathematics.sizes import LONGEST, MOST, check_size
-from ..mathematics.state import State
 from ..memory import Gates, MemoryState, Rule, initial_state, resolve_rule
+from ..rules.functions import no_autocast
+from ..rules.precision import cast as cast_to
+from ..rules.precision import kept_dtype
+from ..rules.sizes import LONGEST, MOST, check_size
+from ..rules.state import State
 from .gates import GateProjection
 from .omega import OmegaMemory
 from .projection import project_since_chunk, project_since_start

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..mathematics.state import State
+from ..rules.state import State
 from .attention import AttentionState, SlidingWindowAttention
 from .documents import read_documents
 from .memory import LayerState, NeuralMemory

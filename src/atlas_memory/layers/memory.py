@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..forms.chunkwise import Reading, begin, end, read_on
-from ..mathematics.names import DEFAULT_RULE
-from ..mathematics.precision import kept_dtype, narrowed
-from ..mathematics.sizes import check_heads, check_positive
-from ..mathematics.start import at_right_angles
-from ..mathematics.state import State
 from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
+from ..ops.chunkwise import Reading, begin, end, read_on
+from ..rules.names import DEFAULT_RULE
+from ..rules.precision import kept_dtype, narrowed
+from ..rules.sizes import check_heads, check_positive
+from ..rules.start import at_right_angles
+from ..rules.state import State
 from .convolution import ShortConvolution, check_lag
 from .documents import read_documents
 from .gates import GateProjection, start_gate

@@ -5,7 +5,7 @@ at different rates.
     theta_l <- theta_l - step(sum of the last C_l gradients)  at every C_l-th time, else unchanged         (Eq. 71)
 
 theta_l are the weights of MLP_l, and C_l is its period. The module here is the chain and the numbers C_l. Changing its
-weights is the outer optimiser's business, and ``atlas_memory.training.MultiPeriod`` puts Eq. 71 around any optimiser.
+weights is the outer optimiser's business, and ``atlas_memory.train.MultiPeriod`` puts Eq. 71 around any optimiser.
 **Our unit of time is the outer optimiser's step**; the paper's is the token. An outer optimiser moves once a batch, so
 C_l = 16 here means every 16th batch, and a trained model that only reads does not change its MLPs.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..mathematics.sizes import MOST, UNBOUNDED, check_positive, check_size
+from ..rules.sizes import MOST, UNBOUNDED, check_positive, check_size
 
 
 class SwiGLU(nn.Module):

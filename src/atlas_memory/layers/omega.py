@@ -8,12 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..forms.graphed import Graphs
-from ..forms.grid import starts_chunk
-from ..mathematics.functions import is_transformed
-from ..mathematics.names import DEFAULT_RULE
-from ..mathematics.precision import Form, check_memory_state
-from ..mathematics.sizes import UNBOUNDED, check_size
 from ..memory import (
     Gates,
     MemoryState,
@@ -25,6 +19,12 @@ from ..memory import (
     resolve_rule,
     retrieve,
 )
+from ..ops.graphed import Graphs
+from ..ops.grid import starts_chunk
+from ..rules.functions import is_transformed
+from ..rules.names import DEFAULT_RULE
+from ..rules.precision import Form, check_memory_state
+from ..rules.sizes import UNBOUNDED, check_size
 from .gates import GateProjection
 from .stateful import Stateful
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mathematics.sizes import LONGEST, check_size
+from ..rules.sizes import LONGEST, check_size
 from .documents import read_documents
 from .stateful import Stateful
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..forms.bands import take
-from ..forms.grid import Grid
-from ..mathematics.precision import are_finite
 from ..memory import l2_normalise
+from ..ops.bands import take
+from ..ops.grid import Grid
+from ..rules.precision import are_finite
 
 
 def project_since_start(q: Tensor, k: Tensor, carried: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:

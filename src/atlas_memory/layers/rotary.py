@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..mathematics.sizes import check_size
+from ..rules.sizes import check_size
 
 
 def rotary(positions: Tensor, width: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ memory itself does. A head has five: M_memory answers the query, the other four 
 with v^_t the target that each M makes for itself. By chunks (Eq. 90), k, v, eta, alpha, every v^ and every gradient are
 made by the memories as they stood before the chunk, so that the five are one call of the chunkwise form with five times
 as many heads. Errors see what the chunk has written to the last matrices, memories fade to M_0, and all but M_memory
-write slowly at first: these are ours (mathematics/step.py, retention.py, readout.py).
+write slowly at first: these are ours (rules/step.py, retention.py, readout.py).
 """
 
 from __future__ import annotations
@@ -24,15 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..forms.chunk import read_chunk
-from ..forms.compiling import compiled_for_rule, laid_out
-from ..forms.counterparts import has_chunks
-from ..forms.grid import Grid, starts_chunk
-from ..forms.incremental import read_out
-from ..forms.parts import Chunk, Held
-from ..mathematics.functions import is_transformed, no_autocast
-from ..mathematics.precision import cast, check_inputs, kept_dtype, narrowed
-from ..mathematics.sizes import check_heads, check_positive
 from ..memory import (
     Gates,
     MemoryState,
@@ -41,6 +32,15 @@ from ..memory import (
     initial_state,
     l2_normalise,
 )
+from ..ops.chunk import read_chunk
+from ..ops.compiling import compiled_for_rule, laid_out
+from ..ops.counterparts import has_chunks
+from ..ops.grid import Grid, starts_chunk
+from ..ops.incremental import read_out
+from ..ops.parts import Chunk, Held
+from ..rules.functions import is_transformed, no_autocast
+from ..rules.precision import cast, check_inputs, kept_dtype, narrowed
+from ..rules.sizes import check_heads, check_positive
 from .convolution import ShortConvolution, check_lag
 from .documents import read_documents
 from .gates import start_gate

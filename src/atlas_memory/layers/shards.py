@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..forms.bands import take
+from ..ops.bands import take
 
 
 class Shards:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..mathematics.state import State, check_numbers
+from ..rules.state import State, check_numbers
 from .admission import FAR, admit, spoilt, spoilt_rows
 from .padding import pack, unpack
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mathematics.contracts.trying import numbers
+from ..rules.contracts.trying import numbers
 from .documents import read_documents
 from .stateful import Stateful
 

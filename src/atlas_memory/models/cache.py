@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..mathematics.state import TOKENS, check_numbers
+from ..rules.state import TOKENS, check_numbers
 
 CACHE = "cache" if any(field.name == "cache" for field in fields(CausalLMOutputWithPast)) else "past_key_values"
 """The name of the cache in outputs and in `generate`: transformers renamed past_key_values to cache in 5.24."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..mathematics.names import DEFAULT_RULE
+from ..rules.names import DEFAULT_RULE
 
 if TYPE_CHECKING:  # which loads torch
     from ..memory import Rule

@@ -1,0 +1,7 @@
+"""What a trained model does: bits per byte by position, what writing saves, samples."""
+
+from atlas_memory.eval.perplexity import Score, bits_per_byte
+from atlas_memory.eval.sampling import sample
+from atlas_memory.monitor.writes import memory_writes
+
+__all__ = ["Score", "bits_per_byte", "memory_writes", "sample"]

@@ -1,7 +1,0 @@
-"""What a trained model does: bits per byte by position, what writing saves, samples."""
-
-from atlas_memory.evaluation.perplexity import Score, bits_per_byte
-from atlas_memory.evaluation.sampling import sample
-from atlas_memory.observation.writes import memory_writes
-
-__all__ = ["Score", "bits_per_byte", "memory_writes", "sample"]

@@ -1,8 +1,0 @@
-"""Seeing what memories do while a model reads: their gates, what they hold, and whether anything is made of it."""
-
-from atlas_memory.observation.alarm import Alarm, alarms
-from atlas_memory.observation.remembrance import effective_remembrance
-from atlas_memory.observation.summary import summarise
-from atlas_memory.observation.trace import MemoryTrace, Trace, trace, traces
-
-__all__ = ["Alarm", "MemoryTrace", "Trace", "alarms", "effective_remembrance", "summarise", "trace", "traces"]

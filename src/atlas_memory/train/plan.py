@@ -1,0 +1,159 @@
+"""What a run will need, found without making its weights: parameters, tokens, multiplications and memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from atlas_memory.data import load_tokenizer
+from atlas_memory.data.prepared import Prepared
+from atlas_memory.layers.omega import OmegaMemory
+from atlas_memory.models import AtlasConfig, AtlasForCausalLM
+from atlas_memory.train.config import RunConfig
+from atlas_memory.train.examples import LANES
+from atlas_memory.train.runs import model_config
+
+SEEN = 128
+"""Tokens of a row from which a block's needs are found, or twice an attention's window: a block whose state has one
+size needs as much for any others, and longer rows take longer."""
+OPTIMISER = {"adamw": 8, "muon": 8, "m3": 16}
+"""Bytes of state a parameter, at most."""
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Where Linux says how many bytes a container may have, by version of its control groups."""
+LOGITS = 12
+"""Bytes an entry: float32 logits, their softmax and their gradient. Under autocast it is 16."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The needs of one process of a run.
+
+    Attributes:
+        parameters: Of the model.
+        embeddings: Of them, embeddings and output head.
+        initial: Of them, the memories' M_0.
+        tokens: Read in all, by all processes; None: the clock decides.
+        flops_per_token: Floating-point operations of matrix products, forward and backward; two a multiply-add.
+        weights: Bytes of weights, gradients and the optimiser's state.
+        activations: Bytes that a pass keeps for going back, and half of a block more for what it computes with.
+        logits: Bytes of logits and their gradient.
+        carried: Bytes of what rows remember from step to step, at most.
+    """
+
+    parameters: int
+    embeddings: int
+    initial: int
+    tokens: int | None
+    flops_per_token: float
+    weights: int
+    activations: int
+    logits: int
+    carried: int
+
+    @property
+    def memory(self) -> int:
+        """Bytes in all, besides the program's own."""
+        return self.weights + self.activations + self.logits + self.carried
+
+    @property
+    def flops(self) -> float | None:
+        """Of the whole run."""
+        return None if self.tokens is None else self.tokens * self.flops_per_token
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers by name."""
+        return asdict(self) | {"memory": self.memory, "flops": self.flops}
+
+
+def plan(config: RunConfig, processes: int = 1) -> list[Plan]:
+    """The needs of `config` on so many processes, and of each run that comes `then`. Its text is not read. ConfigError
+    for a config that cannot be run.
+
+    Parameters are counted on a model without weights. What a block keeps for going back, and what it multiplies, is
+    seen on a block of the full size that computes with shapes alone (PyTorch's fake tensors), in the forms that a CPU
+    takes.
+    """
+    prepared = Prepared.open(config.data.path)
+    tokenizer = load_tokenizer(prepared.tokenizer if prepared else config.data.tokens)
+    architecture, found = None, []
+    for run in config.in_turn():
+        run.check_lengths()
+        architecture = model_config(run, tokenizer, architecture)
+        found.append(of_model(run, architecture, processes))
+    return found
+
+
+def without_weights(architecture: AtlasConfig) -> AtlasForCausalLM:
+    """A model of shapes alone (PyTorch's meta device); random numbers stay where they were."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return AtlasForCausalLM(architecture)
+
+
+def of_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1) -> Plan:
+    """`plan` where the model is known."""
+    data, run = config.data, config.train
+    model = without_weights(architecture)
+    parameters = model.num_parameters()
+    ends = {model.model.embed_tokens.weight, model.lm_head.weight}  # one, if they are tied
+    embeddings = sum(p.numel() for p in ends)
+    initial = sum(p.numel() for m in model.modules() if isinstance(m, OmegaMemory) for p in m.initial)
+    grows = any(getattr(module, "grows", False) for module in model.modules())
+    length = data.seq_len if grows else min(data.seq_len, max(SEEN, 2 * (architecture.attention_window or 0)))
+    kept, state, flops = _block(model, run.batch_size, length)
+    block = kept * data.seq_len // length
+    blocks, width = architecture.num_hidden_layers, architecture.hidden_size
+    tokens = run.batch_size * data.seq_len  # of a pass
+    inputs = 4 * width * tokens * blocks
+    lanes = (data.lanes or LANES) if data.order == "stream" else 0
+    rows = run.batch_size * run.gradient_accumulation_steps
+    known = run.steps is not None or run.max_minutes is None
+    head = 2 * width * architecture.vocab_size
+    passes = 4 if run.gradient_checkpointing else 3  # a backward pass is two forward ones
+    return Plan(
+        parameters=parameters,
+        embeddings=embeddings,
+        initial=initial,
+        tokens=run.last_step * rows * data.seq_len * processes if known else None,
+        flops_per_token=passes * flops * blocks / length + 3 * head,
+        weights=parameters * (8 + OPTIMISER[run.optimizer]) // (processes if run.fsdp else 1),
+        activations=3 * block // 2 + inputs if run.gradient_checkpointing else (2 * blocks + 1) * block // 2,
+        logits=LOGITS * architecture.vocab_size * tokens,
+        carried=lanes * rows * state * blocks,
+    )
+
+
+def _block(model: Any, rows: int, length: int) -> tuple[int, int, float]:
+    """Of one block and `rows` of `length` tokens: bytes kept for going back; and of each row bytes of the state after
+    it, and operations of matrix products forward."""
+    kept: dict[int, tuple[Any, int]] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        block: nn.Module = model.model.layers[0].to_empty(device="cpu").train()
+        own = {p.untyped_storage()._cdata for p in block.parameters()}
+
+        def keep(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            if storage._cdata not in own:
+                kept[storage._cdata] = storage, storage.nbytes()  # alive, so that its place is not taken
+            return t
+
+        x = torch.empty(rows, length, model.config.hidden_size, device="cpu", requires_grad=True)
+        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            _, state = block(x)
+    held = sum(t.numel() * t.element_size() for t in state.tensors())
+    return sum(size for _, size in kept.values()), held // rows, counter.get_total_flops() / rows
+
+
+def available(config: RunConfig) -> int:
+    """Bytes of memory of the device that a run takes, all in all."""
+    if config.train.device != "cpu" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [file.read_text().strip() for file in CONTAINER_LIMITS if file.is_file()]
+    return min([there, *(int(limit) for limit in limits if limit.isdigit())])  # "max": no limit

@@ -1,0 +1,1 @@
+"""Pictures of runs: the report, and the dashboard."""

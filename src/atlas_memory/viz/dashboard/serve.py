@@ -1,0 +1,67 @@
+"""The server of the dashboard."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from atlas_memory.viz.dashboard.runs import find_runs
+
+PAGES = Path(__file__).with_name("pages.py")
+EVERYONE = ("0.0.0.0", "::")  # addresses that stand for all of a machine
+
+
+def serve(runs: Sequence[str | Path], port: int = 8501, address: str = "localhost", browser: bool = True) -> None:
+    """Show runs, or all runs in folders, on http://`address`:`port` until it is interrupted; then the process ends.
+
+    `browser`: open it there. ValueError if a folder has no run, or where the address is none of this machine's or the
+    port is taken; ModuleNotFoundError without the extra `dashboard`.
+    """
+    find_runs(runs)
+    _check_free(address, port)
+    from streamlit.web.cli import main  # in this process: another would look for modules in the current folder first
+
+    options = {
+        "server.port": port,
+        "server.address": address,
+        "server.headless": str(not browser).lower(),
+        "server.fileWatcherType": "none",
+        "server.showEmailPrompt": "false",
+        "browser.gatherUsageStats": "false",
+        "global.developmentMode": "false",
+        "client.toolbarMode": "minimal",
+        "logger.hideWelcomeMessage": "true",
+        "logger.level": "warning",
+        "theme.base": "light",
+    }
+    command = ["run", str(PAGES), *(f"--{name}={value}" for name, value in options.items())]
+    command += [f"--server.allowedHosts={host}" for host in hosts(address)]
+    command += ["--", *(str(Path(place).resolve()) for place in runs)]
+    os.chdir(PAGES.parent)  # Streamlit takes settings, and secrets, from a folder .streamlit in the current one
+    shown = "localhost" if address in EVERYONE else f"[{address}]" if ":" in address else address
+    print(f"dashboard: http://{shown}:{port} (Ctrl-C ends it)", flush=True)
+    main(command, prog_name="streamlit")
+
+
+def _check_free(address: str, port: int) -> None:
+    try:
+        if not address:  # which Streamlit takes for all
+            raise OSError(0, "it is empty")
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind((address, port))
+    except (OSError, TypeError, UnicodeError) as error:
+        raise ValueError(
+            f"--address={address[:60]!r} with --port={port} cannot be served ({getattr(error, 'strerror', error)}): "
+            "give localhost, an address of this machine or 0.0.0.0, and a port that is free"
+        ) from error
+
+
+def hosts(address: str) -> list[str]:
+    """By which hosts pages may be asked for: a machine's own names for itself, and `address`; where that stands for all
+    addresses, any IPv4 number. By another name a foreign page could reach the dashboard through the browser of whoever
+    opened it, and read what it shows (DNS rebinding). No name ends in a number."""
+    others = [f"*.{number}" for number in range(256)] if address in EVERYONE else [address]
+    return ["localhost", "127.0.0.1", "::1", *others]

@@ -1,0 +1,89 @@
+"""A text token by token: what it costs, what is saved, and what is read again."""
+
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace as Decoder
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+from transformers import PreTrainedTokenizerFast
+
+from atlas_memory.data import byte_tokenizer
+from atlas_memory.data.tokens import encode
+from atlas_memory.eval.reading import Reading, pieces_of, read, repeats, twice
+from atlas_memory.models import AtlasConfig, AtlasForCausalLM
+from atlas_memory.viz.report.reading import reading_page
+
+BYTES = byte_tokenizer()
+
+
+def test_passages_that_stand_a_second_time_are_found() -> None:
+    text = np.random.default_rng(0).integers(0, 200, 90)
+    ids = np.concatenate([text, [250, 251], text[20:60], [252], text[:10]])
+    found = repeats(ids, least=16)
+    assert found[92:132].tolist() == list(range(20, 60))
+    assert (found[:92] == -1).all() and (found[132:] == -1).all()  # ten tokens are too few
+    assert (repeats(np.zeros(20, dtype=int), least=16) == -1).all()  # would overlap with itself
+    assert repeats(text[:5]).tolist() == [-1] * 5
+
+
+def test_a_passage_is_put_in_again() -> None:
+    ids = np.arange(100)
+    found = twice(ids, 10, 20)
+    assert found[:55].tolist() == list(range(55)) and found[55:65].tolist() == list(range(25, 35))
+    assert found[65:].tolist() == list(range(55, 100))
+    assert twice(ids, 10, 500)[100:].tolist() == list(range(25, 35))
+    assert twice(ids, 0, 7).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("length", [5, 31, 60, 61])
+def test_figures_are_those_of_the_model(length: int) -> None:
+    torch.manual_seed(0)
+    config = AtlasConfig.preset("nano", hidden_size=16, num_attention_heads=2, rule="titans")
+    model = AtlasForCausalLM(config).eval()
+    ids = np.random.default_rng(1).integers(0, 256, length)
+    found = read(model, BYTES, ids, recent=20)
+    assert found.saved is not None and found.older is not None
+
+    @cache
+    @torch.no_grad()
+    def logits(start: int) -> torch.Tensor:
+        """Of all tokens from one on, each read without those after it: tests/models hold the model to that bitwise."""
+        return model(input_ids=torch.from_numpy(ids[start:])[None]).logits[0]
+
+    def bits(start: int, t: int) -> float:
+        return -float(logits(start)[t - 1 - start].log_softmax(-1)[ids[t]]) / math.log(2)
+
+    assert math.isnan(found.cost[0]) and math.isnan(found.older[0])
+    for t in range(1, length):
+        assert found.cost[t] == pytest.approx(bits(0, t), abs=1e-4)
+        begin = max(0, (t - 1) // 10 * 10 - 10)
+        assert found.older[t] == pytest.approx(bits(begin, t) - bits(0, t), abs=2e-4)
+
+
+def test_what_is_read_again_is_counted() -> None:
+    cost = np.array([np.nan, 4.0, 4.0, 2.0, 1.0])
+    found = Reading(list("abcbc"), cost, None, None, None, np.array([-1, -1, -1, 1, 2]))
+    assert found.again() == (2, 4.0, 1.5)
+    page = reading_page("a < b", found)
+    assert "2 tokens are of passages" in page and "a &lt; b" in page and page.count('class="c1 again"') == 1
+    assert "8 bits a token" in page and "tap it" in page and "class=about" not in page
+    assert "run &amp; rule" in reading_page("a", found, about="run & rule")
+    assert Reading(list("ab"), cost[:2], None, None, None, np.array([-1, -1])).again() is None
+
+
+def test_a_character_of_several_tokens_stands_with_the_last() -> None:
+    assert pieces_of(BYTES, encode(BYTES, "aé€").tolist()) == ["a", "", "é", "", "", "€"]
+
+
+def test_spaces_stay_where_a_tokenizer_has_them_before_words() -> None:
+    """Such a tokenizer leaves out the space before the first token that it is given to decode."""
+    words = Tokenizer(WordLevel({"\u2581one": 0, "\u2581two": 1, "\u2581three": 2}))
+    words.pre_tokenizer, words.decoder = Metaspace(), Decoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    ids = tokenizer("one two three two" + " one" * 20)["input_ids"]
+    assert "".join(pieces_of(tokenizer, ids)) == "one two three two" + " one" * 20
