@@ -3,7 +3,6 @@
 import pytest
 
 from atlas_memory.data import byte_tokenizer
-from atlas_memory.train.checks import check_run
 from atlas_memory.train.config import ConfigError, RunConfig, load_config, load_saved
 from atlas_memory.train.plan import without_weights
 from atlas_memory.train.runs import model_config
@@ -32,12 +31,6 @@ def test_saved_paths_are_read_from_anywhere(tmp_path, monkeypatch) -> None:
     (tmp_path / "tokens").mkdir()
     load_config(None, ["data.tokenizer=tokens"]).save(tmp_path / "run.yaml")
     assert load_config(tmp_path / "run.yaml").data.tokenizer == str((tmp_path / "tokens").resolve())
-    load_config(None, ["then.data.path=text/a.txt"]).save(tmp_path / "run.yaml")
-    assert load_config(tmp_path / "run.yaml").then == {"data": {"path": str(tmp_path / "text/a.txt")}}
-    load_config(None, ["then.data.tokenizer=tokens"]).save(tmp_path / "run.yaml")
-    assert load_config(tmp_path / "run.yaml").then == {"data": {"tokenizer": str((tmp_path / "tokens").resolve())}}
-    load_config(None, ["then.then.data.path=text/a.txt"]).save(tmp_path / "run.yaml")
-    assert load_config(tmp_path / "run.yaml").then == {"then": {"data": {"path": str(tmp_path / "text/a.txt")}}}
 
 
 def test_the_demo_is_valid() -> None:
@@ -129,35 +122,6 @@ def test_a_file_goes_before_a_name(tmp_path, monkeypatch) -> None:
     assert load_config("340m").train.steps == 3
 
 
-def test_what_comes_after() -> None:
-    config = load_config(None, ["train.steps=8", "data.seq_len=64", "output_dir=runs/x"])
-    assert config.next() is None
-    more = ["then.train.steps=2", "then.model.hierarchy.local_chunks=[1]", "then.then.data.seq_len=128"]
-    after = load_config(None, ["train.steps=8", "data.seq_len=64", "output_dir=runs/x", *more]).next()
-    assert after is not None and after.model.init_from == "runs/x" and after.output_dir == "runs/x/then"
-    assert after.model.overrides == {"hierarchy": {"local_chunks": [1]}}
-    assert (after.train.steps, after.data.seq_len) == (2, 64)
-    last = after.next()
-    assert last is not None and last.model.init_from == "runs/x/then" and last.next() is None
-    assert (last.train.steps, last.data.seq_len, last.model.overrides) == (2, 128, {})
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("then.steps=3", "then.steps=3: then has sections model, data and train"),
-        ("then.model.init_from=x", "then.model.init_from: what comes then begins with the model at the end"),
-        ("then.train=3", "then.train=3: then has sections model, data and train"),
-        ("then.train.stepz=3", r"then: unknown key train.stepz \(=3\); did you mean train.steps\?"),
-        ("then.data.lengths={1: 40}", "data.lengths: 40 from step 1 on is no multiple of 256 before it"),
-        ("then.then.output_dir=x", "then.output_dir='x': then has sections model, data and train"),
-    ],
-)
-def test_what_cannot_come_after(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_run(load_config(None, [override]))
-
-
 @pytest.mark.parametrize(
     "text", ["#notes.txt", "my file #1.txt", "runs/try #2", "&x y", "---", " a ", "it's", "1e5", "{x}"]
 )
@@ -170,7 +134,6 @@ def test_values_of_the_command_line(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_config(None, ["output_dir=~/runs/a"]).output_dir == str(tmp_path / "runs/a")
     assert load_config(None, ['train.prompt=" #"', "data.path=[a, b]"]).data.path == ["a", "b"]
-    assert load_config(None, ["then={train: {steps: 3}}"]).then == {"train": {"steps": 3}}
     assert load_config(None, ["model.rms_norm_eps=1e-5"]).model.overrides == {"rms_norm_eps": 1e-5}
     for programs in ("none", "[none]", "[]"):  # as transformers has it
         assert load_config(None, [f"train.report_to={programs}"]).train.report_to == []

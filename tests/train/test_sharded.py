@@ -176,15 +176,3 @@ def test_a_sharded_run_stays_one(copy) -> None:
 def test_shapes_of_a_sharded_checkpoint(whole) -> None:
     found = sharded.shapes(whole / "checkpoint-6")
     assert {name: found[name] for name in weights(whole)} == {n: tuple(w.shape) for n, w in weights(whole).items()}
-
-
-def test_a_run_after_another(tmp_path) -> None:
-    """Both stages by two processes are both stages by one; begun again, they are found to be done."""
-    more = ("then.train.steps=2", "then.data.seq_len=32", "train.steps=2")
-    one, two = tmp_path / "one", tmp_path / "two"
-    train(settings(one, *MORE, *more, "train.batch_size=4"))
-    together(config(two, *more))
-    alike(one / "run", two / "run")
-    alike(one / "run" / "then", two / "run" / "then")
-    together(config(two, *more), resume=True)
-    alike(one / "run" / "then", two / "run" / "then")

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from atlas_memory.cli import main
 from atlas_memory.train import callbacks, trainer
 from atlas_memory.train.checkpoints import newest_checkpoint
-from atlas_memory.train.config import ConfigError, load_saved
+from atlas_memory.train.config import ConfigError
 from atlas_memory.train.finite import check_finite
 from atlas_memory.train.logs import line, read_log
 from atlas_memory.train.trainer import train
@@ -153,23 +153,6 @@ def test_a_text_that_was_moved_is_the_same_text(six_steps, finished, tmp_path) -
         train(settings(tmp_path, *QUIET, f"data.path={tmp_path / 'other'}", "train.steps=8"), resume=True)
 
 
-def test_what_comes_then_is_checked_before_this_run_is_changed(tmp_path) -> None:
-    train(settings(tmp_path, "train.steps=2", "then.train.steps=2"))
-    described = (tmp_path / "run" / "run.yaml").read_text()
-    with pytest.raises(ConfigError, match=r"train.learning_rate is 0\.5"):
-        train(settings(tmp_path, "train.steps=2", "then.train.steps=2", "then.train.learning_rate=0.5"), resume=True)
-    assert (tmp_path / "run" / "run.yaml").read_text() == described
-
-
-def test_what_a_finished_run_is_told_to_do_then_is_kept(six_steps, finished, tmp_path) -> None:
-    """So that the second run can be resumed by the folder alone."""
-    train(settings(tmp_path, "then.train.steps=2"), resume=True)
-    assert load_saved(tmp_path / "run").then == {"train": {"steps": 2}}
-    shutil.rmtree(tmp_path / "run" / "then")
-    train(load_saved(tmp_path / "run"), resume=True)
-    assert len(read_log(tmp_path / "run" / "then")) == 2
-
-
 def test_a_run_yaml_written_by_hand_is_not_overwritten(tmp_path) -> None:
     """It lies where the failed start of a run would be."""
     folder = tmp_path / "run"
@@ -178,15 +161,6 @@ def test_a_run_yaml_written_by_hand_is_not_overwritten(tmp_path) -> None:
     with pytest.raises(ConfigError, match="is not empty"):
         train(settings(tmp_path))
     assert [path.name for path in folder.iterdir()] == ["run.yaml"]
-
-
-def test_a_run_that_others_have_gone_on_from_is_not_made_longer(tmp_path) -> None:
-    train(settings(tmp_path, "train.steps=2", "then.train.steps=2"))
-    with pytest.raises(ConfigError, match=r"train.steps is 3 for 2, and what comes then has begun"):
-        train(settings(tmp_path, "train.steps=3", "then.train.steps=2"), resume=True)
-    shutil.rmtree(tmp_path / "run" / "then")
-    assert train(settings(tmp_path, "train.steps=3", "then.train.steps=2"), resume=True).steps == 2
-    assert len(read_log(tmp_path / "run")) == 3
 
 
 def test_a_text_under_another_name_is_the_same(tmp_path) -> None:
@@ -238,25 +212,6 @@ def test_chunks_longer_than_what_is_read_are_warned_of(tmp_path, order: str) -> 
     assert (warning in said.file.getvalue()) == (order == "stream")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("then.data.path=nowhere.txt",), r"then: data\.path='nowhere\.txt' does not exist"),
-        (("then.train.fsdp=true",), r"then: train\.fsdp=True shards"),
-        (("then.data.lengths={0: 32}",), r"then: data\.lengths: 0 is no step"),
-        (("then.then.train.fsdp=true", "then.train.steps=2"), r"then: then: train\.fsdp=True shards"),
-        (
-            ("then.train.graphed=true", "then.train.gradient_checkpointing=true"),
-            r"then: train\.graphed=true does not go",
-        ),
-    ],
-)
-def test_what_cannot_come_then_is_said_before_this_run_begins(tmp_path, options: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(settings(tmp_path, "train.steps=2", *options))
-    assert not (tmp_path / "run").exists()
-
-
 def test_minutes_that_a_damaged_log_does_not_know(tmp_path) -> None:
     """What the last whole line says has been used, and that it is not all is said."""
     small = ("train.steps=100", "train.max_minutes=10", "train.save_every=1")
@@ -266,22 +221,3 @@ def test_minutes_that_a_damaged_log_does_not_know(tmp_path) -> None:
     log.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]) + '{"step":')
     outcome = train(settings(tmp_path, *small), resume=True)
     assert outcome.steps == 3 and outcome.seconds == 1200.0
-
-
-def test_a_signal_at_the_end_of_a_run_keeps_the_next_from_beginning(tmp_path, monkeypatch) -> None:
-    end_step = callbacks.StopOnInterrupt.on_step_end
-
-    def then_told(self, args, state, control, **more):
-        end_step(self, args, state, control, **more)
-        self.interrupted = state.global_step == 2
-
-    monkeypatch.setattr(callbacks.StopOnInterrupt, "on_step_end", then_told)
-    outcome = train(settings(tmp_path, "train.steps=2", "then.train.steps=2"))
-    assert outcome.interrupted and not (tmp_path / "run" / "then").exists()
-
-
-def test_a_run_with_what_came_then_is_moved(tmp_path) -> None:
-    train(settings(tmp_path, "train.steps=2", "then.train.steps=2"))
-    (tmp_path / "run").rename(tmp_path / "moved")
-    moved = settings(tmp_path, "train.steps=2", "then.train.steps=3", f"output_dir={tmp_path / 'moved'}")
-    assert train(moved, resume=True).steps == 3

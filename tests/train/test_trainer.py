@@ -16,8 +16,6 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from atlas_memory import AtlasConfig, AtlasForCausalLM, OmegaMemory
-from atlas_memory.data import Source
-from atlas_memory.data.bpe import train_tokenizer
 from atlas_memory.ops.compiling import compiled_for_rule
 from atlas_memory.train import callbacks, load_run, trainer
 from atlas_memory.train.callbacks import Clock
@@ -25,7 +23,7 @@ from atlas_memory.train.config import ConfigError
 from atlas_memory.train.logs import read_log
 from atlas_memory.train.runs import newest_checkpoint
 from atlas_memory.train.trainer import train
-from tests.train.small import copied, count_in_training, settings, write_corpus
+from tests.train.small import copied, count_in_training, settings
 
 
 def losses(folder: Path) -> list[tuple[float, float, float]]:
@@ -328,53 +326,3 @@ def test_samples(tmp_path) -> None:
     train(settings(tmp_path, "train.evaluate_every=2", "train.sample_tokens=5", "train.prompt=a"), True)
     again = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prompt"] == "a") for line in again] == [(2, False), (4, True), (6, True)]
-
-
-STAGES = ("model.rule=tnt", "model.hierarchy={global_chunk: 8, local_chunks: [4], shard: 8}", "train.evaluate_every=0")
-
-
-def test_one_run_after_another(tmp_path) -> None:
-    """TNT's second stage, in one configuration; killed in the second stage, it goes on there."""
-    more = (*STAGES, "then.model.hierarchy.local_chunks=[1]", "then.train.steps=4")
-    outcome = train(settings(tmp_path, *more))
-    assert (outcome.folder, outcome.steps) == (tmp_path / "run" / "then", 4)
-    first, last = (load_run(tmp_path / name) for name in ("run", "run/then"))
-    chunks = [run.model.config.hierarchy["local_chunks"] for run in (first, last)]
-    assert [list(chunk) for chunk in chunks] == [[4], [1]]
-    by_hand = (f"model.init_from={tmp_path / 'run'}", "model.hierarchy.local_chunks=[1]", "train.steps=4")
-    train(settings(tmp_path, *STAGES, *by_hand, f"output_dir={tmp_path / 'hand'}"))
-    weights, wanted = last.model.state_dict(), load_run(tmp_path / "hand").model.state_dict()
-    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
-
-    for name in ("model.safetensors", "checkpoint-4"):
-        gone = tmp_path / "run" / "then" / name
-        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-    assert train(settings(tmp_path, *more), resume=True).steps == 4
-    again = load_run(tmp_path / "run" / "then").model.state_dict()
-    assert all(torch.equal(again[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("then.model.hidden_size=32", r"then: the weights at the end of the run do not fit the options of the next"),
-        ("then.model.widow=3", r"then: unknown key model.widow \(=3\); did you mean model.window"),
-        ("then.model.hierarchy.local_chunks=[3]", "then: model: hierarchy shard=8 must be a multiple"),
-        ("then.data.tokenizer=./missing", r"then: data.tokenizer='./missing' does not exist"),
-        ("then.data.seq_len=80000", r"then: data.seq_len=80000 times 2 rows is more than the training text"),
-    ],
-)
-def test_what_cannot_follow_is_said_before_anything_is_written(tmp_path, override, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(settings(tmp_path, *STAGES, override))
-    assert not (tmp_path / "run").exists()
-
-
-def test_what_follows_reads_the_same_tokens(tmp_path) -> None:
-    corpus = write_corpus(tmp_path / "corpus")
-    train_tokenizer(Source(str(corpus)), tmp_path / "tokens", 300)
-    with pytest.raises(ValueError, match=r"then: data.tokenizer='.*tokens' of data.path='.*' has other tokens than"):
-        train(settings(tmp_path, "train.steps=2", f"then.data.tokenizer={tmp_path / 'tokens'}"))
-    with pytest.raises(ValueError, match=r"then: data.order='stream' keeps what rows remember, and the state"):
-        train(settings(tmp_path, "model.rule=dot", "data.order=packed", "then.data.order=stream"))
-    assert not (tmp_path / "run").exists()

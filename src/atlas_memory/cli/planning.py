@@ -49,19 +49,16 @@ def plan(
 
     if price is not None and flops is None:
         raise typer.BadParameter("--price needs --flops, from which the time is found")
-    first, shown = load_config(config, overrides or []), []
-    for settings, found in zip(first.in_turn(), run(first, processes), strict=True):
-        hours = _hours(settings, found, flops, processes)
-        if hours is not None and flops is not None and hours == _on_the_clock(settings, processes):
-            found = replace(found, tokens=int(hours * 3600 * flops / found.flops_per_token))
-        cost = None if hours is None or price is None else hours * price
-        shown.append(found.to_dict() | {"processes": processes, "device_hours": hours, "cost": cost})
-        if not as_json:
-            Console().print(
-                _table(settings, found, processes, hours, price, available(settings), settings is not first)
-            )
+    settings = load_config(config, overrides or [])
+    found = run(settings, processes)
+    hours = _hours(settings, found, flops, processes)
+    if hours is not None and flops is not None and hours == _on_the_clock(settings, processes):
+        found = replace(found, tokens=int(hours * 3600 * flops / found.flops_per_token))
     if as_json:
-        print(json.dumps(shown[0] | ({"then": shown[1:]} if shown[1:] else {}), indent=2))
+        cost = None if hours is None or price is None else hours * price
+        print(json.dumps(found.to_dict() | {"processes": processes, "device_hours": hours, "cost": cost}, indent=2))
+    else:
+        Console().print(_table(settings, found, processes, hours, price, available(settings)))
 
 
 def _hours(settings: RunConfig, found: Plan, flops: float | None, processes: int) -> float | None:
@@ -80,12 +77,10 @@ def _on_the_clock(settings: RunConfig, processes: int) -> float:
 
 
 def _table(
-    settings: RunConfig, found: Plan, processes: int, hours: float | None, price: float | None, there: int, later: bool
+    settings: RunConfig, found: Plan, processes: int, hours: float | None, price: float | None, there: int
 ) -> Table:
-    """The plan of one run; `there` are the bytes that this machine has, `later` whether it comes after another."""
-    table = Table(
-        Column("then" if later else "what"), Column("how much", justify="right"), Column("of that"), box=SIMPLE
-    )
+    """The plan of a run; `there` are the bytes that this machine has."""
+    table = Table(Column("what"), Column("how much", justify="right"), Column("of that"), box=SIMPLE)
     rest = found.parameters - found.embeddings - found.initial
     parts = (
         f"embeddings and head {brief(found.embeddings)}, memories' M_0 {brief(found.initial)}, the rest {brief(rest)}"

@@ -47,7 +47,6 @@ _MAY_CHANGE = frozenset(
     | {"sample_tokens", "prompt", "watch_every", "alarm_webhook"}
     | {"batch_size", "gradient_accumulation_steps"}  # whose product must stay: Text.check_same
 )
-_LENGTH = frozenset({"steps", "max_minutes"})
 _OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")  # where a configuration names none
 _OF_A_START = ("run.yaml", ABOUT, LOG, SAMPLES, MEMORY)
 """What a run writes before its first step is finished."""
@@ -59,16 +58,10 @@ def has_bf16(config: RunConfig) -> bool:
 
 
 def check_run(config: RunConfig) -> None:
-    """ConfigError where what a run asks for cannot be had here, or where keys contradict each other. The run that comes
-    `then` is asked too, before hours have gone into this one."""
+    """ConfigError where what a run asks for cannot be had here, or where keys contradict each other."""
     _check_device(config)
     sharded.check(config)
     config.check_lengths()
-    if (after := config.next()) is not None:
-        try:
-            check_run(after)
-        except ConfigError as error:
-            raise ConfigError(f"then: {error}") from error
 
 
 def _check_device(config: RunConfig) -> None:
@@ -143,10 +136,6 @@ def _compare(begun: RunConfig, config: RunConfig, folder: Path) -> None:
     before, now = begun.resolved().model_dump(), config.resolved().model_dump()
     if _one_model(begun.model, config.model):
         now["model"] = before["model"]
-    if all(map(_is_second_stage, (begun, config))):  # wherever both lie now
-        before["model"]["init_from"] = now["model"]["init_from"]
-    after = config.next()
-    begun_after = after is not None and (Path(after.output_dir) / "run.yaml").is_file()
     for section in ("model", "data", "train"):
         for key in sorted(before[section].keys() | now[section].keys()):
             old, new = before[section].get(key), now[section].get(key)
@@ -157,11 +146,6 @@ def _compare(begun: RunConfig, config: RunConfig, folder: Path) -> None:
                 raise ConfigError(
                     f"{section}.{key} is {new!r}, but the run to resume has {old!r}: "
                     "set it back, or train into another output_dir"
-                )
-            if old != new and begun_after and key in _LENGTH:
-                raise ConfigError(
-                    f"{section}.{key} is {new!r} for {old!r}, and what comes then has begun with the model as it was: "
-                    f"set it back, or move {str(folder / 'then')!r} away, which then begins again"
                 )
 
 
@@ -177,12 +161,6 @@ def _as_begun(folder: Path) -> RunConfig:
         return RunConfig.model_validate_json(json.dumps(tree))  # whose keys are texts, also those of data.lengths
     except (OSError, ValueError, TypeError, KeyError):  # copied without it
         return saved
-
-
-def _is_second_stage(config: RunConfig) -> bool:
-    """Whether a run is what came `then`, in the folder of the run whose weights it begins with."""
-    folder = Path(config.output_dir)
-    return folder.name == "then" and Path(config.model.init_from or ".").name == folder.parent.name
 
 
 def _one_model(before: ModelSection, now: ModelSection) -> bool:
@@ -232,7 +210,7 @@ def describe(config: RunConfig, folder: Path, text: Text, checkpoint: Path | Non
     """Leave the settings of a run in its folder, unless nothing is left to do, and its text; and away with what a
     process has left that was killed."""
     with usable(folder):
-        if checkpoint is None or number(checkpoint) < config.train.last_step or config.then:
+        if checkpoint is None or number(checkpoint) < config.train.last_step:
             config.save(folder / "run.yaml")
         text.save(folder, config)
     shutil.rmtree(folder / SAVING, ignore_errors=True)

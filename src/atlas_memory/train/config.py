@@ -18,8 +18,7 @@ from atlas_memory.train.sections import DataSection, ModelSection, Section, Trai
 from atlas_memory.train.yaml_files import CONFIGS, ConfigError, parse, read_yaml, write_yaml
 
 __all__ = ["ConfigError", "DataSection", "ModelSection", "RunConfig", "TrainSection", "load_config", "load_saved"]
-DEEPEST = 16
-"""Runs one after the other, at most."""
+MOST_PARTS = 32
 
 
 def _at_home(folder: str) -> str:
@@ -31,55 +30,13 @@ def _at_home(folder: str) -> str:
     return str(found) if folder.startswith("~") else folder
 
 
-def _ends(then: dict[str, Any]) -> dict[str, Any]:
-    after: Any = then
-    count = 0
-    while isinstance(after, dict):
-        after, count = after.get("then"), count + 1
-    if count > DEEPEST:
-        raise PydanticCustomError("deep", f"input should be at most {DEEPEST} runs one after the other")
-    return then
-
-
 class RunConfig(Section):
-    """Everything that a run depends on.
-
-    `then`: keys and values of a second run, which begins with the model at the end of this one, in the folder
-    `output_dir`/then. What they do not name is as it was in this one, TNT's second stage being
-    {model: {hierarchy: {local_chunks: [1]}}, train: {steps: 50}}. It may have a `then` of its own.
-    """
+    """Everything that a run depends on."""
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     output_dir: Annotated[str, AfterValidator(_at_home)] = Field(default="runs/atlas", min_length=1)
-    then: Annotated[dict[str, Any], AfterValidator(_ends)] = Field(default={})
-
-    def in_turn(self) -> list[RunConfig]:
-        """This run, and those that come `then`."""
-        after = self.next()
-        return [self] if after is None else [self, *after.in_turn()]
-
-    def next(self) -> RunConfig | None:
-        """The run that `then` describes, if any; ConfigError if it is none."""
-        if not self.then:
-            return None
-        tree = self.model_dump(exclude={"then"})
-        if isinstance(self.then.get("model"), dict) and "init_from" in self.then["model"]:
-            raise ConfigError("then.model.init_from: what comes then begins with the model at the end of this run")
-        tree["model"] = {"preset": self.model.preset, "init_from": self.output_dir}
-        tree["output_dir"] = str(Path(self.output_dir) / "then")
-        for name, value in self.then.items():
-            if name in ("model", "data", "train") and isinstance(value, dict):
-                tree[name] |= value
-            elif name == "then":
-                tree[name] = value
-            else:
-                raise ConfigError(f"then.{name}={value!r}: then has sections model, data and train, with keys in them")
-        try:
-            return RunConfig.model_validate(tree)
-        except ValidationError as error:
-            raise ConfigError(f"then: {_explain(error)}") from error
 
     def check_lengths(self) -> None:
         """ConfigError unless segments can grow as `data.lengths` says."""
@@ -107,13 +64,6 @@ class RunConfig(Section):
                 setattr(section, name, [_absolute(p) for p in path] if isinstance(path, list) else _absolute(path))
         if copy.data.tokens != "bytes" and Path(copy.data.tokens).expanduser().is_dir():
             copy.data.tokenizer = _absolute(copy.data.tokens)
-        if (after := self.next()) is not None:
-            after = after.resolved()
-            for name in ("path", "tokenizer"):
-                if name in self.then.get("data", {}):
-                    copy.then["data"][name] = getattr(after.data, name)
-            if after.then:
-                copy.then["then"] = after.then
         return copy
 
     def save(self, path: Path) -> None:
@@ -163,7 +113,7 @@ def _value(key: str, text: str) -> Any:
     """The value of an override: YAML. Of a key that takes a text, such as a path, the text as it is, unless it is
     empty, null, a list or wholly in quotes."""
     section: Any = RunConfig
-    name, takes_text = key.split("then.")[-1], False
+    name, takes_text = key, False
     if name == "data.path" and text.strip(" '\"") == "":
         raise ConfigError("data.path is empty: name a text, or leave it out for the standard library's source")
     while isinstance(section, type) and issubclass(section, BaseModel):
@@ -184,8 +134,8 @@ def _value(key: str, text: str) -> Any:
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
-    if len(parents) >= 2 * DEEPEST:
-        raise ConfigError(f"unknown key {key}: no key has more than {2 * DEEPEST} parts")
+    if len(parents) > MOST_PARTS:
+        raise ConfigError(f"unknown key {key}: no key has more than {MOST_PARTS} parts")
     for name in parents:
         branch = tree.get(name)
         if branch is None:

@@ -159,17 +159,6 @@ def digest_of_held_out(documents: Sequence[Document]) -> str:
     return found.hexdigest()
 
 
-def check_there(data: DataSection) -> Any:
-    """The tokenizer of the text that `data` names. ValueError unless there is any; no more of it is read than the first
-    document."""
-    if (prepared := Prepared.open(data.path)) is not None:
-        return prepared.load_tokenizer()
-    source = Source(**{name: value for name, value in data.source.items() if name != "held_out"})
-    if next(source.documents(), None) is None:
-        raise ValueError(source.without_text())
-    return load_tokenizer(data.tokens)
-
-
 def _read_and_tokenise(
     data: DataSection, tokenizer: Any, console: Console
 ) -> tuple[str, Any, Tokens, tuple[Document, ...]]:

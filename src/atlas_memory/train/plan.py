@@ -72,9 +72,8 @@ class Plan:
         return asdict(self) | {"memory": self.memory, "flops": self.flops}
 
 
-def plan(config: RunConfig, processes: int = 1) -> list[Plan]:
-    """The needs of `config` on so many processes, and of each run that comes `then`. Its text is not read. ConfigError
-    for a config that cannot be run.
+def plan(config: RunConfig, processes: int = 1) -> Plan:
+    """The needs of `config` on so many processes. Its text is not read. ConfigError for a config that cannot be run.
 
     Parameters are counted on a model without weights. What a block keeps for going back, and what it multiplies, is
     seen on a block of the full size that computes with shapes alone (PyTorch's fake tensors), in the forms that a CPU
@@ -82,12 +81,8 @@ def plan(config: RunConfig, processes: int = 1) -> list[Plan]:
     """
     prepared = Prepared.open(config.data.path)
     tokenizer = load_tokenizer(prepared.tokenizer if prepared else config.data.tokens)
-    architecture, found = None, []
-    for run in config.in_turn():
-        run.check_lengths()
-        architecture = model_config(run, tokenizer, architecture)
-        found.append(of_model(run, architecture, processes))
-    return found
+    config.check_lengths()
+    return of_model(config, model_config(config, tokenizer), processes)
 
 
 def without_weights(architecture: AtlasConfig) -> AtlasForCausalLM:

@@ -30,25 +30,21 @@ from atlas_memory.train.checkpoints import (
     number,
 )
 from atlas_memory.train.config import ConfigError, RunConfig, load_saved
-from atlas_memory.train.examples import Text, check_there
 from atlas_memory.train.loaded import LARGEST_STATE, STATE
 from atlas_memory.train.names import nearest
 from atlas_memory.train.saved import (
     Refused,
     check_fit,
-    compare,
     read_model,
     read_weights,
     saved_config,
-    shapes_of,
 )
-from atlas_memory.train.vocabulary import knows
 from atlas_memory.train.yaml_files import read_json
 
 
-def model_config(config: RunConfig, tokenizer: Any, first: AtlasConfig | None = None) -> AtlasConfig:
+def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
     """The run's `AtlasConfig`; vocabulary and special tokens are the tokenizer's unless set, or those of the model to
-    begin with (`first`: what that will be, where it is still to be trained). ConfigError if wrong."""
+    begin with. ConfigError if wrong."""
     known = {f"model.{name}" for name in ("preset", "init_from", *AtlasConfig.__annotations__)}
     for name, value in config.model.overrides.items():
         if f"model.{name}" not in known:
@@ -65,7 +61,7 @@ def model_config(config: RunConfig, tokenizer: Any, first: AtlasConfig | None = 
         }
         remedy = "make it as large, or leave it out"
     else:
-        saved = first or _first(config.model.init_from)[1]
+        saved = _first(config.model.init_from)[1]
         fields = _merged({name: getattr(saved, name) for name in AtlasConfig.__annotations__}, config.model.overrides)
         remedy = "take the data.tokenizer that the model in model.init_from was trained with"
     check_size("model.vocab_size", fields["vocab_size"])
@@ -79,38 +75,6 @@ def model_config(config: RunConfig, tokenizer: Any, first: AtlasConfig | None = 
         return AtlasConfig.preset(config.model.preset, **fields)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {' '.join(str(error).split())}") from error
-
-
-def check_next(config: RunConfig, tokenizer: Any, architecture: AtlasConfig, text: Text | None) -> None:
-    """ConfigError unless the run after this one can begin with this one's model, and has text: enough of it, where it
-    is the `text` of this one."""
-    after = config.next()
-    if after is None:
-        return
-    try:
-        if _reads(after) != _reads(config):
-            text, own = None, tokenizer
-            tokenizer = check_there(after.data)
-            if not knows(tokenizer, own):
-                raise ConfigError(
-                    f"data.tokenizer={after.data.tokens!r} of data.path={after.data.path!r} has other tokens than "
-                    "the run before, whose model goes on: take the tokenizer of that run"
-                )
-        elif text is not None:
-            text.examples(after)
-        changed = model_config(after, tokenizer, architecture)
-        with torch.device("meta"):
-            before, behind = AtlasForCausalLM(architecture), AtlasForCausalLM(changed)
-        compare(shapes_of(before), behind, "the weights at the end of the run", "the options of the next")
-        check_growth(after, behind)
-        check_gates(after, behind)
-    except ValueError as error:
-        raise ConfigError(f"then: {error}") from error
-    check_next(after, tokenizer, changed, text)
-
-
-def _reads(config: RunConfig) -> tuple[Any, ...]:
-    return (*config.data.source.items(), config.data.tokenizer)
 
 
 def check_growth(config: RunConfig, model: Any) -> None:

@@ -79,17 +79,8 @@ def check_fit(folder: Path, config: AtlasConfig, name_of_model: str) -> None:
     if (layers := config.num_hidden_layers) > len(stored):  # before they are made
         raise ValueError(f"{what} do not fit {name_of_model}: num_hidden_layers={layers}, and they are {len(stored)}")
     with torch.device("meta"):
-        compare(stored, AtlasForCausalLM(config), what, name_of_model)
-
-
-def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's weights."""
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def compare(stored: dict[str, tuple[int, ...]], model: Any, what: str, name_of_model: str) -> None:
-    """ValueError unless `stored` has the names and shapes of `model`'s weights."""
-    wanted = shapes_of(model)
+        model: Any = AtlasForCausalLM(config)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
     for name in sorted(stored.keys() | wanted.keys() - tied):
         if stored.get(name) != wanted.get(name):

@@ -43,7 +43,6 @@ from atlas_memory.train.runs import (
     check_fit,
     check_gates,
     check_growth,
-    check_next,
     first_model,
     model_config,
     saved_config,
@@ -71,20 +70,9 @@ def train(
     A folder that holds anything is refused, except for what a run leaves that fails in its first step: that is begun
     again. With `resume` the newest intact checkpoint in the folder is continued (the beginning if there is none).
     Everything that can be wrong is checked before a file is written:
-    ValueError. A run that `config.then` describes follows, and the outcome is the last one's. `on_alarm` is called
-    with the step and the alarm when a memory has stopped to be of use; what it raises ends the run.
+    ValueError. `on_alarm` is called with the step and the alarm when a memory has stopped to be of use; what it raises
+    ends the run.
     """
-    after = config.next()
-    # Asked before the first of several processes can have begun it.
-    begun = resume and after is not None and (Path(after.output_dir) / "run.yaml").is_file()
-    if begun and after and process() == 0:  # or it would be refused when this one's run.yaml has been changed
-        check_folder(Path(after.output_dir), after, True)
-    outcome = _train(config, resume, console, on_alarm)
-    return outcome if after is None or outcome.interrupted else train(after, begun, console, on_alarm)
-
-
-def _train(config: RunConfig, resume: bool, console: Console | None, on_alarm: OnAlarm | None) -> Outcome:
-    """`train` of one run."""
     console = console or Console(stderr=True, quiet=process() > 0)
     folder = Path(config.output_dir)
     if process() == 0:
@@ -118,7 +106,6 @@ def _locked(
     sharded.check_model(config, architecture)
     text.check_ids(architecture.vocab_size)
     examples = text.examples(config)
-    check_next(config, text.tokenizer, architecture, text)
     check_needs(config, architecture, console)
     model = first_model(config, architecture) if begins else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
@@ -228,7 +215,7 @@ def _run(
         bar.close()
     weights = sharded.whole_weights(model) if trainer.fsdp else None
     save_model(folder, model, trainer.state, text, reader.bits, weights)
-    stopped = interrupt.interrupted and (bool(config.then) or clock.share(trainer.state.global_step) < 1)
+    stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
 
 
