@@ -8,10 +8,10 @@ k, v and writes y, and at every chunk reads and writes its state; parameters are
 
 from __future__ import annotations
 
-from atlas_memory.layers.hierarchy import Hierarchy
+from atlas_memory.layers.tnt import Hierarchy
 from atlas_memory.memory import Rule
 from atlas_memory.ops.cost import multiply_adds, state_bytes
-from atlas_memory.ops.spaces import Spaces
+from atlas_memory.ops.muon_space import Spaces
 from benchmarks.registry import Cost, Shape
 
 FLOAT = 4
@@ -65,7 +65,7 @@ def gates(rule: Rule) -> int:
 
 
 def projection(shape: Shape, span: int, carried: bool) -> Cost:
-    """P_t q_t over spans of tokens (layers/projection.py): the causal product in blocks, and what was before."""
+    """P_t q_t over spans of tokens (layers/tnt.py): the causal product in blocks, and what was before."""
     block = min(shape.time, span, shape.dim) if carried else span
     a_token = 2 * block * shape.dim + (2 * shape.dim**2 if carried else 0)
     return Cost(2.0 * shape.tokens * shape.heads * a_token, FLOAT * 3 * shape.tokens * shape.width)

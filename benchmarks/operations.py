@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atlas_memory import NeuralMemory, OmegaMemory, Rule, set_execution
-from atlas_memory.layers.hierarchy import Hierarchy
+from atlas_memory.layers.tnt import Hierarchy
 from atlas_memory.memory import (
     Gates,
     MemoryState,

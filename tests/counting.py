@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_memory.memory import Rule
-from atlas_memory.ops.live import BLOCK
+from atlas_memory.ops.triangular import BLOCK
 
 
 def flop_counter() -> FlopCounterMode:

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from atlas_memory import NeuralMemory
-from atlas_memory.layers.gates import GateProjection
+from atlas_memory.layers.gate_projection import GateProjection
 from atlas_memory.train import load_config, train
 from atlas_memory.train.logs import read_log
 

@@ -17,7 +17,7 @@ from atlas_memory import NeuralMemory, OmegaMemory
 from atlas_memory.data import Corpus, RandomCrops, Tokens, byte_tokenizer
 from atlas_memory.layers.attention import SlidingWindowAttention
 from atlas_memory.layers.blocks import MemoryBlock
-from atlas_memory.layers.gates import GateProjection
+from atlas_memory.layers.gate_projection import GateProjection
 from atlas_memory.memory import RULES
 from atlas_memory.monitor.writes import memory_writes
 

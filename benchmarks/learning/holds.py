@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from atlas_memory import OmegaMemory
-from atlas_memory.layers.gates import GateProjection
+from atlas_memory.layers.gate_projection import GateProjection
 from atlas_memory.memory import RULES, Polynomial, Rule, l2_normalise
 from atlas_memory.ops.cost import state_bytes
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atlas_memory import OmegaMemory
-from atlas_memory.layers.gates import GateProjection
+from atlas_memory.layers.gate_projection import GateProjection
 from atlas_memory.memory import RULES, Gates, MemoryState, l2_normalise
 
 from .study import CHUNK, Study, laptop

@@ -27,7 +27,7 @@ from atlas_memory.memory import (
     chunkwise,
     gram_polynomial,
 )
-from atlas_memory.ops.graphed import Graphs
+from atlas_memory.ops.cuda_graphs import Graphs
 from benchmarks.operations import FORM, SEED, bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Operation, Shape, Wrap
 

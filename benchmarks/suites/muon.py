@@ -19,7 +19,7 @@ from atlas_memory.memory import (
     Window,
     chunkwise,
 )
-from atlas_memory.ops.spaces import Spaces
+from atlas_memory.ops.muon_space import Spaces
 from benchmarks.cost import memory
 from benchmarks.operations import bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atlas_memory.layers.hierarchy import Hierarchy
+from atlas_memory.layers.tnt import Hierarchy
 from benchmarks.operations import memory_layer
 from benchmarks.registry import Benchmark, Candidate, Shape
 from benchmarks.suites.mixers import OMEGANET

@@ -12,9 +12,9 @@ from .later import later
 from .registration import register_with_auto_classes
 
 if TYPE_CHECKING:
-    from .layers.memory import NeuralMemory as NeuralMemory
-    from .layers.omega import OmegaMemory as OmegaMemory
-    from .layers.omega import set_execution as set_execution
+    from .layers.neural_memory import NeuralMemory as NeuralMemory
+    from .layers.omega_memory import OmegaMemory as OmegaMemory
+    from .layers.omega_memory import set_execution as set_execution
     from .memory import RULES as RULES
     from .memory import PolynomialFeatures as PolynomialFeatures
     from .memory import Rule as Rule
@@ -30,12 +30,12 @@ _WHERE = {
     "AtlasConfig": ".models",
     "AtlasForCausalLM": ".models",
     "AtlasModel": ".models",
-    "NeuralMemory": ".layers.memory",
-    "OmegaMemory": ".layers.omega",
+    "NeuralMemory": ".layers.neural_memory",
+    "OmegaMemory": ".layers.omega_memory",
     "PolynomialFeatures": ".memory",
     "Rule": ".memory",
     "compile_options": ".memory",
-    "set_execution": ".layers.omega",
+    "set_execution": ".layers.omega_memory",
 }
 __all__ = [
     "RULES",

@@ -3,9 +3,10 @@ what is computed, and of ``forms``, which compute it fast."""
 
 from .ops.chunkwise import chunkwise
 from .ops.compiling import compile_options
-from .ops.fast_newton_schulz import gram_polynomial, newton_schulz
-from .ops.incremental import incremental, retrieve
-from .ops.spaces import Spaces
+from .ops.fused_recurrent import incremental, retrieve
+from .ops.muon_space import Spaces
+from .ops.newton_schulz import gram_polynomial, newton_schulz
+from .ops.recurrent import recurrent
 from .rules.bias import L2, AttentionalBias, Bias, DotProduct, Huber, Lp, RobustL2
 from .rules.features import (
     Exponential,
@@ -20,7 +21,6 @@ from .rules.gates import Gates
 from .rules.kinds import KINDS
 from .rules.networks import MLP, GatedMLP, Linear, Network
 from .rules.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
-from .rules.recurrent import recurrent
 from .rules.retention import (
     Decay,
     ElasticNet,
@@ -36,10 +36,10 @@ from .rules.retention import (
     Sigmoid,
     Softmax,
 )
-from .rules.rules import RULES, Params, Rule, resolve_rule
+from .rules.rule import RULES, Params, Rule, resolve_rule
 from .rules.state import MemoryState, State, initial_state
 from .rules.step import InnerOptimiser
-from .rules.windows import Window
+from .rules.window import Window
 
 __all__ = [
     "KINDS",

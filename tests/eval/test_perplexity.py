@@ -10,7 +10,7 @@ import torch
 from atlas_memory.data import Document, byte_tokenizer
 from atlas_memory.data.tokens import encode
 from atlas_memory.eval import bits_per_byte, memory_writes, perplexity
-from atlas_memory.layers.memory import NeuralMemory
+from atlas_memory.layers.neural_memory import NeuralMemory
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from tests.data.test_tokens import word_tokenizer
 

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from atlas_memory import NeuralMemory, OmegaMemory, set_execution
 from atlas_memory.memory import RULES
-from atlas_memory.ops.graphed import CALLS
+from atlas_memory.ops.cuda_graphs import CALLS
 
 from ..models.conftest import MODELS
 from .test_models import learned, tokens

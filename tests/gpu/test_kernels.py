@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
 
-from atlas_memory.layers.convolution import _Convolution
+from atlas_memory.layers.short_conv import _Convolution
 from atlas_memory.memory import chunkwise, gram_polynomial
-from atlas_memory.ops.triton.convolution import convolve, convolve_back
-from atlas_memory.ops.triton.dispatch import INTERPRETER
+from atlas_memory.ops.triton.conv_kernel import convolve, convolve_back
+from atlas_memory.ops.triton.kernel_support import INTERPRETER
 
 from ..ops.problems import error, everything, random_problem, worst
 from ..triton.test_convolution import SHAPES

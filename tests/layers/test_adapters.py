@@ -6,7 +6,7 @@ from torch import nn
 
 from atlas_memory import NeuralMemory, set_execution
 from atlas_memory.layers.blocks import BLOCKS
-from atlas_memory.layers.context import MemoryAsContext
+from atlas_memory.layers.titans import MemoryAsContext
 
 
 class Adapted(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 
-from atlas_memory.layers.documents import Documents
+from atlas_memory.layers.varlen import Documents
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.models.cache import AtlasCache
 from tests.ops.problems import error

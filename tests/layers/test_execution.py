@@ -10,8 +10,8 @@ from torch._dynamo import config as dynamo
 from atlas_memory import NeuralMemory, OmegaMemory, compile_options, set_execution
 from atlas_memory.layers.attention import FullAttention
 from atlas_memory.layers.blocks import BLOCKS
-from atlas_memory.layers.hierarchy import Hierarchy
-from atlas_memory.layers.self_modifying import SelfModifyingMemory
+from atlas_memory.layers.hope import SelfModifyingMemory
+from atlas_memory.layers.tnt import Hierarchy
 from atlas_memory.memory import RULES, Gates, chunkwise
 from atlas_memory.ops.chunkwise import begin, end, read_on
 from atlas_memory.ops.compiling import compiled_for_rule

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atlas_memory import RULES, NeuralMemory
-from atlas_memory.layers.hierarchy import HierarchicalMemory, HierarchicalState, Hierarchy
+from atlas_memory.layers.tnt import HierarchicalMemory, HierarchicalState, Hierarchy
 from atlas_memory.memory import Gates, initial_state, recurrent
 
 from ..ops.problems import error

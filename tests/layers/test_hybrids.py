@@ -7,9 +7,7 @@ from torch import Tensor
 
 from atlas_memory import RULES, NeuralMemory
 from atlas_memory.layers.blocks import BLOCKS
-from atlas_memory.layers.context import MemoryAsContext
-from atlas_memory.layers.hybrids import MemoryAsGate, MemoryAsLayer
-from atlas_memory.layers.persistent import WithPersistentTokens
+from atlas_memory.layers.titans import MemoryAsContext, MemoryAsGate, MemoryAsLayer, WithPersistentTokens
 
 from . import dense
 from .mixers import ATTENTION_WINDOW, DIM, HEADS, build

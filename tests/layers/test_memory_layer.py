@@ -9,7 +9,7 @@ import torch
 from atlas_memory import RULES, NeuralMemory, OmegaMemory
 from atlas_memory.layers.attention import FullAttention
 from atlas_memory.layers.blocks import MemoryBlock
-from atlas_memory.layers.gates import GateProjection
+from atlas_memory.layers.gate_projection import GateProjection
 from atlas_memory.layers.mlp import ContinuumMLP
 from atlas_memory.memory import L2, DotProduct, Exponential, Gates, l2_normalise
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from atlas_memory import RULES
 from atlas_memory.eval.perplexity import memory_writes
-from atlas_memory.layers.gates import START_GATE
-from atlas_memory.layers.self_modifying import MEMORIES, START_M_0, SelfModifyingMemory
+from atlas_memory.layers.gate_projection import START_GATE
+from atlas_memory.layers.hope import MEMORIES, START_M_0, SelfModifyingMemory
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 
 from ..ops.by_hand import spectral

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from atlas_memory import RULES, NeuralMemory, OmegaMemory
 from atlas_memory.layers.blocks import BLOCKS
-from atlas_memory.layers.hierarchy import HierarchicalMemory, Hierarchy
-from atlas_memory.layers.omega import set_execution
+from atlas_memory.layers.omega_memory import set_execution
+from atlas_memory.layers.tnt import HierarchicalMemory, Hierarchy
 from atlas_memory.memory import State
 from atlas_memory.train.processes import leave
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from atlas_memory import RULES, NeuralMemory, OmegaMemory
-from atlas_memory.layers.hierarchy import HierarchicalMemory
-from atlas_memory.layers.self_modifying import SelfModifyingMemory
+from atlas_memory.layers.hope import SelfModifyingMemory
+from atlas_memory.layers.tnt import HierarchicalMemory
 from atlas_memory.memory import l2_normalise
 
 from .mixers import DIM, HIERARCHY, MIXERS, OWN, build

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from atlas_memory import NeuralMemory
 from atlas_memory.layers.blocks import BLOCKS
-from atlas_memory.layers.gates import START_GATE
-from atlas_memory.layers.hybrids import START_ATTENTION, MemoryGate
-from atlas_memory.layers.memory import START_VALUE
+from atlas_memory.layers.gate_projection import START_GATE
+from atlas_memory.layers.neural_memory import START_VALUE
+from atlas_memory.layers.titans import START_ATTENTION, MemoryGate
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM, AtlasModel
 from atlas_memory.models.cache import AtlasCache
 from atlas_memory.registration import AUTO_FILE

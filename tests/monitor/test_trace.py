@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from atlas_memory.layers.memory import NeuralMemory
+from atlas_memory.layers.neural_memory import NeuralMemory
 from atlas_memory.memory import RULES, Gates, retrieve
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.monitor import effective_remembrance, summarise, trace

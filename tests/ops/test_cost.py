@@ -13,7 +13,7 @@ from atlas_memory.memory import (
     resolve_rule,
 )
 from atlas_memory.ops.cost import multiply_adds, state_bytes
-from atlas_memory.ops.spaces import TOGETHER, Spaces
+from atlas_memory.ops.muon_space import TOGETHER, Spaces
 from tests.counting import flop_counter, triangular
 
 from .problems import Problem, random_problem

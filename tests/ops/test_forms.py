@@ -40,8 +40,9 @@ from atlas_memory.memory import (
     incremental,
     recurrent,
 )
-from atlas_memory.ops import fast_weight, live
-from atlas_memory.ops.spaces import Spaces
+from atlas_memory.ops import fast_weight
+from atlas_memory.ops import triangular as live
+from atlas_memory.ops.muon_space import Spaces
 from atlas_memory.rules.retention import LqNorm, RowNorm
 
 from .problems import Problem, error, everything, nudged, random_problem, resized, worst

@@ -10,8 +10,8 @@ import torch
 import torch.utils.checkpoint
 
 from atlas_memory.memory import RULES, chunkwise, incremental
-from atlas_memory.ops import graphed
-from atlas_memory.ops.graphed import CALLS, KEPT, Graphs, Recording
+from atlas_memory.ops import cuda_graphs as graphed
+from atlas_memory.ops.cuda_graphs import CALLS, KEPT, Graphs, Recording
 
 from .problems import everything, random_problem, resized, worst
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atlas_memory.memory import RULES, Gates, Params, chunkwise, initial_state, l2_normalise, recurrent
-from atlas_memory.ops.grid import Grid, groups, place_of_all
+from atlas_memory.ops.chunk_layout import Grid, groups, place_of_all
 
 CHUNK, HEADS, DIM, TIME = 12, 2, 4, 29
 

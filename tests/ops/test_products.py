@@ -5,7 +5,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from atlas_memory.ops import fast_weight
-from atlas_memory.ops.lifting import add, times
+from atlas_memory.ops.matrix_inputs import add, times
 
 TOKENS, MATRICES, SHARED, WRITTEN = (2, 3, 4, 5), (2, 3, 6, 5), (3, 6, 5), (2, 3, 4, 6)
 

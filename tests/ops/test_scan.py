@@ -1,4 +1,4 @@
-"""All chunks at once (ops/scan.py) and one after the other are the same function; which of them is taken."""
+"""All chunks at once (ops/delta_scan.py) and one after the other are the same function; which of them is taken."""
 
 import importlib
 from dataclasses import dataclass, replace
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from atlas_memory.memory import RULES, Linear, chunkwise, recurrent
-from atlas_memory.ops import scan
-from atlas_memory.ops.counterparts import has_scan
+from atlas_memory.ops import delta_scan as scan
+from atlas_memory.ops.dispatch import has_scan
 
 from .problems import everything, random_problem, worst
 

@@ -9,7 +9,7 @@ import torch
 
 from atlas_memory.memory import RULES, DotProduct, Gates, Linear, Polynomial, chunkwise, incremental, recurrent
 from atlas_memory.ops import muon_steps
-from atlas_memory.ops.spaces import Spaces
+from atlas_memory.ops.muon_space import Spaces
 from atlas_memory.rules.state import initial_state
 
 from .problems import Problem, error, everything, random_problem, worst
@@ -67,7 +67,7 @@ def test_newton_schulz_runs_as_often_as_the_rule_says(name, every, monkeypatch):
     rule = CASES[name].vary(optimiser={"every": every})
     time = 3 * rule.window.chunk
     counts = {"saturated": 0, "gram_polynomial": 0}
-    for module in (muon_steps, sys.modules["atlas_memory.ops.incremental"]):
+    for module in (muon_steps, sys.modules["atlas_memory.ops.fused_recurrent"]):
         for face in counts:
             if (function := getattr(module, face, None)) is not None:
 

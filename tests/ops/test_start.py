@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from atlas_memory import RULES, OmegaMemory
 from atlas_memory.memory import MLP, GatedMLP, Gates, Identity, Linear, Params, Polynomial, Rule, incremental
-from atlas_memory.rules.start import Lift, isometry, normal, on_keys
+from atlas_memory.rules.initialisation import Lift, isometry, normal, on_keys
 
 # Where the retention settles, M_0 is not W.
 DEEP = [name for name, rule in RULES.items() if isinstance(rule.network, MLP) and not rule.retention.settles]

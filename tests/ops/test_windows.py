@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atlas_memory.memory import Window
-from atlas_memory.ops.bands import band, decay_matrix, overlapping, running_product, shift_right, stretches
+from atlas_memory.ops.banded import band, decay_matrix, overlapping, running_product, shift_right, stretches
 
 
 @pytest.mark.parametrize("b,c", [(1, 1), (1, 4), (5, 1), (4, 3), (3, 7)])

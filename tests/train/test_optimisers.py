@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from atlas_memory import RULES, AtlasConfig, AtlasForCausalLM
-from atlas_memory.layers.convolution import ShortConvolution
-from atlas_memory.layers.gates import GateProjection
+from atlas_memory.layers.gate_projection import GateProjection
+from atlas_memory.layers.short_conv import ShortConvolution
 from atlas_memory.memory import newton_schulz
 from atlas_memory.train import M3, m3_groups
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atlas_memory import AtlasConfig, AtlasForCausalLM
-from atlas_memory.layers.gates import GateProjection
+from atlas_memory.layers.gate_projection import GateProjection
 from atlas_memory.train import load_run
 from atlas_memory.train.muon import muon_groups
 from atlas_memory.train.rates import split_by_rate

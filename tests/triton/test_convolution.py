@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
 
-from atlas_memory.layers.convolution import ShortConvolution, _Convolution
-from atlas_memory.ops.triton import dispatch
-from atlas_memory.ops.triton.convolution import convolve, convolve_back
+from atlas_memory.layers.short_conv import ShortConvolution, _Convolution
+from atlas_memory.ops.triton import kernel_support as dispatch
+from atlas_memory.ops.triton.conv_kernel import convolve, convolve_back
 
 SHAPES = [(2, 37, 70, 4), (1, 1, 5, 4), (2, 33, 64, 1), (1, 64, 130, 3)]
 

@@ -22,8 +22,9 @@ from atlas_memory.memory import (
     l2_normalise,
     recurrent,
 )
-from atlas_memory.ops.triton import delta, dispatch
-from atlas_memory.ops.triton.delta import delta_recurrence
+from atlas_memory.ops.triton import delta_rule as delta
+from atlas_memory.ops.triton import kernel_support as dispatch
+from atlas_memory.ops.triton.delta_rule import delta_recurrence
 
 from ..ops.problems import everything, random_problem, worst
 

@@ -17,8 +17,8 @@ from atlas_memory.memory import (
     chunkwise,
     gram_polynomial,
 )
-from atlas_memory.ops.triton import dispatch
-from atlas_memory.ops.triton.dispatch import convolution_refusal, delta_refusal, gram_refusal, taken
+from atlas_memory.ops.triton import kernel_support as dispatch
+from atlas_memory.ops.triton.kernel_support import convolution_refusal, delta_refusal, gram_refusal, taken
 
 from ..ops.problems import error, random_problem
 
@@ -204,9 +204,9 @@ def test_the_library_does_not_need_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, atlas_memory\n"
-        "from atlas_memory.ops.triton.dispatch import taken\n"
+        "from atlas_memory.ops.triton.kernel_support import taken\n"
         "y, _ = atlas_memory.NeuralMemory(32, 2, rule='omeganet')(torch.randn(1, 9, 32))\n"
-        "print(tuple(y.shape), any(m.startswith('atlas_memory.ops.triton.delta') for m in sys.modules))\n"
+        "print(tuple(y.shape), any(m.startswith('atlas_memory.ops.triton.delta_rule') for m in sys.modules))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split("\n")[0] == "(1, 9, 32) False", done.stderr

@@ -9,8 +9,10 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 from atlas_memory.memory import RULES
 from atlas_memory.ops.chunkwise import _proven
-from atlas_memory.ops.triton import convolution, delta, proof
-from atlas_memory.ops.triton.proof import distance, proven
+from atlas_memory.ops.triton import conv_kernel as convolution
+from atlas_memory.ops.triton import delta_rule as delta
+from atlas_memory.ops.triton import kernel_check as proof
+from atlas_memory.ops.triton.kernel_check import distance, proven
 
 CPU = torch.device("cpu")
 

@@ -1,5 +1,8 @@
 """Causal softmax attention: over a sliding window, which is the short-term memory of Titans (Sec. 4.2), and over all
-earlier tokens."""
+earlier tokens.
+
+Rotary positions (RoFormer, Eq. 15; base 10000).
+"""
 
 from dataclasses import dataclass
 
@@ -7,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.bands import overlapping, take
-from ..rules.functions import at_hand
-from ..rules.sizes import LONGEST, check_size
+from ..ops.banded import overlapping, take
+from ..rules.autograd import at_hand
 from ..rules.state import State, check_count
-from .admission import FAR_OF_ATTENTION, admit, passes, spoilt
-from .documents import read_documents
+from ..rules.validation import LONGEST, check_size
+from .nonfinite_inputs import FAR_OF_ATTENTION, admit, passes, spoilt
 from .padding import pack, unpack
-from .rotary import check_heads, rotary, rotate
 from .stateful import Stateful
+from .varlen import read_documents
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -272,3 +274,28 @@ class SlidingWindowAttention(_Attention):
         q, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (turned, keys, values))
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed, scale=width**-0.5)
         return y.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :time]
+
+
+def rotary(positions: Tensor, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[..., width / 2]` of integer positions `[...]`, in like's dtype but at least float32."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    frequency = 10000.0 ** (-torch.arange(0, width, 2, device=like.device, dtype=dtype) / width)
+    angle = positions[..., None].to(dtype) * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + width / 2) of x `[..., length, width]`; the dtype is kept."""
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+
+
+def check_heads(dim: int, heads: int) -> None:
+    """Raise ValueError unless `dim` divides into `heads` heads of an even width, whose channels form pairs."""
+    check_size("heads", heads)
+    check_size("dim", dim)
+    if dim % (2 * heads):
+        raise ValueError(
+            f"dim={dim} with heads={heads}: rotary attention needs heads of an even width; "
+            f"choose dim as a multiple of {2 * heads}"
+        )

@@ -13,17 +13,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..rules.sizes import check_positive
+from ..rules.validation import check_positive
 from .attention import FullAttention, SlidingWindowAttention
-from .context import MemoryAsContext
-from .documents import Documents, read_documents
-from .hybrids import MemoryAsGate, MemoryAsLayer
-from .memory import NeuralMemory
+from .hope import SelfModifyingMemory
 from .mlp import ContinuumMLP, SwiGLU
-from .persistent import PersistentTokens, WithPersistentTokens
-from .self_modifying import SelfModifyingMemory
+from .neural_memory import NeuralMemory
 from .stateful import Stateful
+from .titans import MemoryAsContext, MemoryAsGate, MemoryAsLayer, PersistentTokens, WithPersistentTokens
 from .trial import try_mixer
+from .varlen import Documents, read_documents
 
 
 def memory_alone(dim: int, heads: int, *, persistent_tokens: int = 0, **memory: Any) -> nn.Module:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..rules.sizes import MOST, UNBOUNDED, check_positive, check_size
+from ..rules.validation import MOST, UNBOUNDED, check_positive, check_size
 
 
 class SwiGLU(nn.Module):

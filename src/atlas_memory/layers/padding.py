@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rules.functions import at_hand
+from ..rules.autograd import at_hand
 
 
 def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..rules.state import State, check_numbers
-from .admission import FAR, admit, spoilt, spoilt_rows
+from .nonfinite_inputs import FAR, admit, spoilt, spoilt_rows
 from .padding import pack, unpack
 
 FORMAT = "atlas-memory state, 1"
@@ -79,7 +79,7 @@ class Stateful(nn.Module):
     def read_real(self, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
         """``_read`` of the tokens at which ``mask`` ``[batch, time]`` is not zero. Outputs at the others are zero, and
         all else is as if those tokens did not exist. None: all tokens are real. From a token on that is no number, the
-        outputs and the state of its row are NaN (admission.py)."""
+        outputs and the state of its row are NaN (nonfinite_inputs.py)."""
         length, order = None, None
         if mask is not None:
             x, length, order = pack(x, mask)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..rules.contracts.trying import numbers
-from .documents import read_documents
 from .stateful import Stateful
+from .varlen import read_documents
 
 TIME, CUTS, PADDING = 6, (3, 2, 1), 2
 

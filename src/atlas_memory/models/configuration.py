@@ -12,13 +12,13 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from ..layers.blocks import BLOCKS, check_blocks, made
-from ..layers.hierarchy import Hierarchy
 from ..layers.mlp import check_periods
 from ..layers.stateful import Stateful
+from ..layers.tnt import Hierarchy
 from ..memory import RULES, Rule
 from ..registration import AUTO_CODE, AUTO_FILE, AUTO_MAP
 from ..rules.names import DEFAULT_RULE, meant
-from ..rules.sizes import check_positive
+from ..rules.validation import check_positive
 from .limits import check_dtype, check_parameters, check_sizes, readable
 from .presets import PRESETS, fitting
 

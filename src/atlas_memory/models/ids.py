@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layers.padding import check_mask, check_tensor
-from ..rules.functions import at_hand, can_look
+from ..rules.autograd import at_hand, can_look
 
 IGNORED = -100
 """The label of a token that does not count."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..rules.sizes import DEEPEST, LARGEST, LONGEST, check_size
+from ..rules.validation import DEEPEST, LARGEST, LONGEST, check_size
 
 logger = logging.get_logger(__name__)
 SIZES = {

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple
 
 from ..layers.blocks import MemoryBlock
-from ..layers.documents import Documents
+from ..layers.varlen import Documents
 from .cache import CACHE, AtlasCache, check_cache, given_cache
 from .configuration import AtlasConfig
 from .generating import AtlasGenerationMixin

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.utils import logging
 from transformers.utils.generic import TransformersKwargs
 
-from ..layers.documents import at_real_tokens, before_each
 from ..layers.padding import check_tensor
+from ..layers.varlen import at_real_tokens, before_each
 
 logger = logging.get_logger(__name__)
 

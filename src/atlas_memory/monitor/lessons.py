@@ -9,10 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..layers.hierarchy import HierarchicalMemory, split_heads
-from ..layers.memory import LayerState, NeuralMemory
-from ..layers.omega import OmegaMemory
-from ..layers.self_modifying import MEMORIES, SelfModifyingMemory
+from ..layers.hope import MEMORIES, SelfModifyingMemory
+from ..layers.neural_memory import LayerState, NeuralMemory
+from ..layers.omega_memory import OmegaMemory
+from ..layers.tnt import HierarchicalMemory, split_heads
 from ..memory import Gates, MemoryState, Params, Rule, retrieve
 from ..ops.chunkwise import chunkwise
 

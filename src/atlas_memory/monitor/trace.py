@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..memory import Gates, MemoryState
-from ..rules.sizes import UNBOUNDED, check_size
-from . import measures
+from ..monitor import measures
+from ..rules.validation import UNBOUNDED, check_size
 from .lessons import Lesson, by_memory, lessons, names, states
 from .watching import Watched, evaluating, watch
 from .writes import memory_writes

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..layers.blocks import MemoryBlock
-from ..layers.memory import NeuralMemory
-from ..layers.self_modifying import SelfModifyingMemory
+from ..layers.hope import SelfModifyingMemory
+from ..layers.neural_memory import NeuralMemory
 from .lessons import LAYERS
 
 

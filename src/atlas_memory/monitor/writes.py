@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..layers.memory import NeuralMemory
-from ..layers.self_modifying import SelfModifyingMemory
+from ..layers.hope import SelfModifyingMemory
+from ..layers.neural_memory import NeuralMemory
 
 
 @contextmanager

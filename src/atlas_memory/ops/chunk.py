@@ -14,18 +14,18 @@ from torch import Tensor
 from ..rules.gates import pick
 from ..rules.networks import Sight, Trace
 from ..rules.norms import Norm
-from ..rules.rules import Params, Rule
-from .columns import Columns
-from .counterparts import counterpart
-from .errors import erasing, live_errors
+from ..rules.rule import Params, Rule
+from .chunk_context import Chunk, Held, Part, Setting, Where
+from .decay_masks import Fading, schedules
+from .dispatch import counterpart
 from .fast_weight import Seen, Steps, Tokens, scale_rows
-from .lifting import Lift, add, given, see_hidden
-from .live import Pairs
+from .kernel_cache import Columns
+from .matrix_inputs import Lift, add, given, see_hidden
+from .mirror_map import linear, settle
+from .muon_space import DEFAULT, Spaces
 from .muon_steps import waiting
-from .parts import Chunk, Held, Part, Setting, Where
-from .schedules import Fading, schedules
-from .settling import linear, settle
-from .spaces import DEFAULT, Spaces
+from .online_gradient import erasing, live_errors
+from .triangular import Pairs
 
 
 def read_chunk(
@@ -175,7 +175,7 @@ def _read_matrix(part: Part, queries: Seen, tokens: Tokens) -> tuple[Tensor, Hel
 
 def _answers(part: Part, steps: Steps, queries: Seen) -> Tensor:
     """W f for the input f of every query, ``[..., b, rows]``, with the W that ``Window.read`` names, and as if the
-    retention were linear at all tokens (settling.py puts the exact token right)."""
+    retention were linear at all tokens (mirror_map.py puts the exact token right)."""
     if part.setting.rule.window.read == "frozen":
         return queries.held(part.held.start)
     if part.home is None:

@@ -2,11 +2,10 @@
 
 Within a chunk all gradients are taken at the memory frozen at its start, except for what the errors see of the chunk's
 own writes to the last matrix. The input f_i and the error delta_i of every token and matrix therefore come from one
-batched pass and one triangular system (live.py). Each matrix then answers all queries of the chunk together, though at
-every token it is another one (fast_weight.py). Chunks are read one after the other, except for the delta rule's, which
-can be read all at once (scan.py). It is the same function as definition.py (ATLAS sections 3.3 and 5.1) however a
-sequence is split into calls.
-"""
+batched pass and one triangular system (triangular.py). Each matrix then answers all queries of the chunk together,
+though at every token it is another one (fast_weight.py). Chunks are read one after the other, except for the delta
+rule's, which can be read all at once (delta_scan.py). It is the same function as recurrent.py (ATLAS sections 3.3 and
+5.1) however a sequence is split into calls."""
 
 from __future__ import annotations
 
@@ -17,25 +16,25 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..rules.functions import is_transformed, no_autocast
+from ..rules.autograd import is_transformed, no_autocast
 from ..rules.gates import CompleteGates, Gates
-from ..rules.precision import Broken, cast, check_inputs, compute, kept_dtype, working_dtype
-from ..rules.rules import Params, Rule
-from ..rules.sizes import UNBOUNDED, check_size
+from ..rules.rule import Params, Rule
 from ..rules.state import Matrix, MemoryState, initial_state
-from . import scan
-from .bands import take
+from ..rules.validation import UNBOUNDED, check_size
+from . import delta_scan
+from .banded import take
 from .chunk import read_chunk
-from .columns import Columns, OnKeys
+from .chunk_context import Chunk, Held
+from .chunk_layout import Grid, groups, lay_out, place_of_all, starts_chunk
 from .compiling import compiled_for_rule, laid_out
-from .counterparts import has_chunks, has_scan
-from .grid import Grid, groups, lay_out, place_of_all, starts_chunk
-from .incremental import read_tokens
-from .parts import Chunk, Held
-from .schedules import Fading
-from .spaces import DEFAULT, Spaces
-from .triton import dispatch
-from .triton.proof import proven
+from .decay_masks import Fading
+from .dispatch import has_chunks, has_scan
+from .fused_recurrent import read_tokens
+from .kernel_cache import Columns, OnKeys
+from .muon_space import DEFAULT, Spaces
+from .precision import Broken, cast, check_inputs, compute, kept_dtype, working_dtype
+from .triton import kernel_support
+from .triton.kernel_check import proven
 
 GROUP = 64
 """How many chunks are laid out at a time. Tensors that are b times as large as their tokens, such as Gamma, then exist
@@ -110,10 +109,10 @@ def _chunkwise(
         return q.new_zeros(q.shape), state
     gate = gates.complete(q, rule.window.size)
     unasked = None
-    if dispatch.is_delta(rule) and q.shape[-2] > rule.window.chunk and dispatch.fast_delta(q):
+    if kernel_support.is_delta(rule) and q.shape[-2] > rule.window.chunk and kernel_support.fast_delta(q):
         unasked = partial(_proven, rule, q.shape[-1], q.device)
-    if dispatch.taken(kernels, _no_kernel, rule, q, gates.length, gate, starts, unasked=unasked):
-        from .triton.delta import delta_recurrence
+    if kernel_support.taken(kernels, _no_kernel, rule, q, gates.length, gate, starts, unasked=unasked):
+        from .triton.delta_rule import delta_recurrence
 
         return delta_recurrence(rule, q, k, v, gate, state, partial(_delta, rule), recompute)
     tokens, length = _tokens(rule, q, k, v, gates), gates.length
@@ -152,10 +151,10 @@ def _proven(rule: Rule, dim: int, device: torch.device) -> bool:
 
 
 def _no_kernel(rule: Rule, q: Tensor, length: Tensor | None, gate: CompleteGates, starts: bool) -> str | None:
-    """Why no Triton kernel can compute this call, as ``dispatch.taken`` says it; None: one can."""
+    """Why no Triton kernel can compute this call, as ``kernel_support.taken`` says it; None: one can."""
     if length is not None:
         return "knows padding: leave gates.length out"
-    why = dispatch.delta_refusal(rule, q.device.type, q.dtype, q.shape, gate)
+    why = kernel_support.delta_refusal(rule, q.device.type, q.dtype, q.shape, gate)
     if why is None and not starts:
         return f"begins inside a chunk: give a state after a multiple of {rule.window.chunk} tokens"
     return why
@@ -246,7 +245,7 @@ def _read_group(
     first = state.seen if phase is None else state.seen - phase
     chunks = lay_out(rule, tokens, state, grid, first)
     if _at_once(rule, compiled, grid, q, alpha, eta):
-        y, held = scan.read_chunks(rule, params, memory[0], chunks, bool(grid.filled(grid.count - 1)))
+        y, held = delta_scan.read_chunks(rule, params, memory[0], chunks, bool(grid.filled(grid.count - 1)))
         return grid.back(y), _after(rule, reading, grid, (held,), None, k, v)
     outputs = []
     # What the gates do does not depend on the memory. Where chunks are compiled, it is fused with what reads it.
@@ -276,8 +275,8 @@ of 64 with chunks of 16. More are read faster chunk by chunk, whose numbers stay
 
 
 def _at_once(rule: Rule, compiled: bool, grid: Grid, q: Tensor, alpha: Tensor, eta: Tensor) -> bool:
-    """Whether the chunks of a group are read all at once (scan.py), which takes products of dim^3 where chunk by chunk
-    takes some of b dim^2."""
+    """Whether the chunks of a group are read all at once (delta_scan.py), which takes products of dim^3 where chunk by
+    chunk takes some of b dim^2."""
     several = grid.phase is None and grid.length is None and grid.count > 1 and q.shape[-1] <= 4 * grid.chunk
     pays = q.device.type != "cpu" or (not compiled and q[:, :, 0].numel() * grid.chunk <= SMALL)
     return several and pays and alpha.dim() == 3 and eta.dim() == 3 and has_scan(rule)

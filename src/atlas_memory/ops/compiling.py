@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rules.rules import Rule
+from ..rules.rule import Rule
 
 
 def compile_options(device: str | torch.device = "cpu") -> dict[str, Any]:

@@ -3,20 +3,19 @@
 The multiply-adds of a token are those of the matrix products in the forward pass of ``chunkwise`` for one chunk of b
 tokens with its window tokens, divided by b; those of the steps are counted in work.py. Element-wise work is left out,
 as are projections, gates and convolution, which belong to the layer. Where the delta rule reads all chunks at once
-(scan.py), it takes 1.4 to 2.1 times as many with heads of 64 and chunks of 64 to 16, in fewer calls. Newton-Schulz is
-counted as products, a few steps of the memory at a time, though on one or two cores it may be computed by eigenvalues,
-and for small memories with more steps at a time. Bytes and multiply-adds are held against a real call in
-tests/memory/test_cost.py.
-"""
+(delta_scan.py), it takes 1.4 to 2.1 times as many with heads of 64 and chunks of 64 to 16, in fewer calls.
+Newton-Schulz is counted as products, a few steps of the memory at a time, though on one or two cores it may be computed
+by eigenvalues, and for small memories with more steps at a time. Bytes and multiply-adds are held against a real call
+in tests/memory/test_cost.py."""
 
 from __future__ import annotations
 
 from ..rules.norms import POWER_STEPS
-from ..rules.rules import Rule
-from .counterparts import counterpart, has_chunks
-from .grid import tokens_before
-from .live import Pairs
-from .spaces import Spaces
+from ..rules.rule import Rule
+from .chunk_layout import tokens_before
+from .dispatch import counterpart, has_chunks
+from .muon_space import Spaces
+from .triangular import Pairs
 from .work import Work
 
 
@@ -63,7 +62,7 @@ def _lifting(rule: Rule, dim: int) -> int:
 
 
 def _scalars(rule: Rule, dim: int) -> int:
-    """Multiply-adds of the schedules of all matrices (schedules.py), and of the bounds of their steps."""
+    """Multiply-adds of the schedules of all matrices (decay_masks.py), and of the bounds of their steps."""
     b, n, every = rule.window.chunk, rule.window.chunk + tokens_before(rule.window.chunk, rule.window.size), rule.every
     shapes, network = rule.shapes(dim), rule.network
     schedules, total = len(shapes) if rule.optimiser.bounded else 1, 0

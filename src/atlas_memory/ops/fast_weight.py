@@ -2,8 +2,8 @@
 
 The gradient of window token i is the outer product delta_i f_i^T, with f_i = phi(x_i) the input of the matrix. A chunk
 has b tokens, and N window tokens: its own, those before it that are in a window of them, and a few empty places
-(``tokens_before`` in grid.py). W_0 and S_0 are the matrix and its momentum before the chunk. With (optimisers.py has
-the factors a, e, theta and O)
+(``tokens_before`` in chunk_layout.py). W_0 and S_0 are the matrix and its momentum before the chunk. With
+(optimisers.py has the factors a, e, theta and O)
 
     Gamma[t, i] = gamma_i^(t)  (b x N),   D_x[t, n] = x_{n+1}..x_t for n <= t, else 0  (b x b; x is alpha or theta),
     P = D_theta diag(a) Gamma  (b x N),   cT[t] = theta_1..theta_t,   cA[t] = alpha_1..alpha_t,
@@ -16,8 +16,8 @@ window token. phi_q and Delta have phi(q_t) and delta_i as rows:
 
 * O = identity: y = cA (phi_q W_0^T) - (D_alpha diag(e) cT) (phi_q S_0^T) - (R * K_qk) Delta with R = D_alpha diag(e) P,
   which is attention with a decaying, windowed mask.
-* Live errors and the delta step: the same with updates that solve a triangular system in place of Delta (live.py). With
-  windows of c > 1 tokens each of the b tokens has c updates of its own, the b c *pairs*.
+* Live errors and the delta step: the same with updates that solve a triangular system in place of Delta
+  (triangular.py). With windows of c > 1 tokens each of the b tokens has c updates of its own, the b c *pairs*.
 * O = Newton-Schulz: muon_steps.py.
 """
 
@@ -31,8 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..rules.functions import Function, call, without_autocast
-from .bands import EVERYTHING
+from ..rules.autograd import Function, call, without_autocast
+from .banded import EVERYTHING
 
 
 class Inertia(NamedTuple):
@@ -57,7 +57,7 @@ class Inertia(NamedTuple):
 
 Onward = tuple[tuple[Tensor, Tensor], ...]
 """For W and, where there is a momentum, for S (under Muon for D of step.py alone), what later tokens t meet of it from
-each of E tokens n on (blocks.py): how much of the matrix as it is after n is in W_t (under Muon in D_t),
+each of E tokens n on (triangular.py): how much of the matrix as it is after n is in W_t (under Muon in D_t),
 ``[..., b, E]``; and how much of each update of a pair is in the matrix after n, R[n] or P[n], ``[..., E, b c]``."""
 
 
@@ -151,7 +151,7 @@ class Tokens:
 
     Attributes:
         inputs: how the matrix sees the window tokens.
-        deltas: the updates delta_i, ``[..., N, m]``, or those of pairs (live.py), ``[..., b c, m]``.
+        deltas: the updates delta_i, ``[..., N, m]``, or those of pairs (triangular.py), ``[..., b c, m]``.
         write: the function of W and A ``[..., N, m]`` that gives W + sum_i A_i f_i^T.
         summed: the function of numbers ``[..., C, N]`` that multiplies the updates by them: ``[..., N, m]``. Numbers
             for pairs are ``[..., C, b c]``; what belongs to one window token is then summed.

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..rules.gates import pick
 from ..rules.optimisers import Muon
-from .fast_newton_schulz import gram_polynomial, newton_schulz, saturated
+from .chunk_context import Part
 from .fast_weight import Schedule, Seen, Steps, Tokens, faded, last_momentum, scale_rows
-from .live import Pairs
-from .parts import Part
-from .spaces import StepGroup, muon_of, step_groups
+from .muon_space import StepGroup, muon_of, step_groups
+from .newton_schulz import gram_polynomial, newton_schulz, saturated
+from .triangular import Pairs
 
 
 def muon_steps(part: Part, tokens: Tokens) -> Steps:

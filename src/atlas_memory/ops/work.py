@@ -1,16 +1,16 @@
 """How many multiply-adds the steps of one matrix take over one chunk: a count for each fast form of an optimiser
-(counterparts.py)."""
+(dispatch.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..rules.rules import Rule
-from .fast_newton_schulz import gram_cost, saturated_cost, schulz_cost
-from .grid import tokens_before
-from .live import Pairs
-from .spaces import TOGETHER, Spaces, muon_of, step_groups
+from ..rules.rule import Rule
+from .chunk_layout import tokens_before
+from .muon_space import TOGETHER, Spaces, muon_of, step_groups
+from .newton_schulz import gram_cost, saturated_cost, schulz_cost
+from .triangular import Pairs
 
 
 class Count(NamedTuple):
@@ -40,7 +40,7 @@ class Work:
         inner: multiply-adds of one entry of the kernel.
         back: multiply-adds of back-propagating the errors of one token to it, where errors are summed first and the
             sums back-propagated (``_summed_first`` in chunk.py); else 0.
-        solves: whether its updates solve a triangular system (live.py).
+        solves: whether its updates solve a triangular system (triangular.py).
         home: multiply-adds of applying what it fades to; 0 if it fades to zero.
     """
 
@@ -84,7 +84,8 @@ class Work:
 
     @property
     def updates(self) -> int:
-        """How many updates there are: one for each window token, or with live errors one for each pair (live.py)."""
+        """How many updates there are: one for each window token, or with live errors one for each pair
+        (triangular.py)."""
         return self.chunk * self.rule.window.size if self.rule.live else self.window
 
 
@@ -105,7 +106,7 @@ def plain_work(work: Work) -> Count:
 
 def _system(work: Work) -> int:
     """The triangular systems of the updates: one, or with pairs one a block, and what all blocks before it have written
-    (blocks.py)."""
+    (triangular.py)."""
     size, m = work.rule.window.size, work.rows
     if not work.rule.live or size == 1:
         return work.updates**2 * m // 2

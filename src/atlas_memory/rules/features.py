@@ -1,4 +1,6 @@
-"""Feature maps phi: what the memory's first matrices see instead of the raw key or query.
+"""Constants of two numbers, such as the weights of the monomials, that are made once for each device and dtype.
+
+Feature maps phi: what the memory's first matrices see instead of the raw key or query.
 
 ATLAS, section 3.1 and Eq. 5. Two methods of a feature map agree: ``expand(x)`` gives phi(x) itself, ``kernel(x, y)``
 gives phi(x) . phi(y), which may be known without forming phi. The chunkwise form uses the kernel inside a chunk, so its
@@ -10,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -18,9 +22,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .constants import kept
-from .functions import Function, call
-from .sizes import MOST, check_positive, check_size
+from .autograd import Function, call
+from .validation import MOST, check_positive, check_size
+
+Constant = Callable[[int, int], Tensor]
+
+
+def kept(shape: Callable[[int, int], tuple[int, ...]]) -> Callable[[Constant], Callable[[int, int, Tensor], Tensor]]:
+    """A decorator for a function of two numbers that makes a constant; ``shape`` gives the constant's shape from the
+    same two. What it returns has a cache, and a third argument, in whose dtype and on whose device the constant is.
+
+    A GPU would have to wait for a copy, and a CUDA graph cannot have one, so what a GPU needs is kept on it. A compiler
+    for a CPU is led past the cache and makes a constant of its own; for other devices it calls a custom operator, which
+    looks into the cache."""
+
+    def decorate(make: Constant) -> Callable[[int, int, Tensor], Tensor]:
+        @lru_cache(maxsize=64)
+        def there(dim: int, i: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+            with torch.inference_mode(False):  # a cached inference tensor could never be trained through
+                return make(dim, i).to(device, dtype)
+
+        @torch.library.custom_op(f"atlas_memory::constant{make.__name__}", mutates_args=())
+        def operator(dim: int, i: int, like: Tensor) -> Tensor:
+            return there(dim, i, like.device, like.dtype).clone(memory_format=torch.contiguous_format)
+
+        operator.register_fake(lambda dim, i, like: like.new_empty(shape(dim, i)))
+
+        def found(dim: int, i: int, like: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                return make(dim, i).to(like) if like.device.type == "cpu" else operator(dim, i, like.detach())
+            if type(like) is not Tensor:  # a fake one perhaps, of which nothing may be kept
+                return make(dim, i).to(like)
+            return there(dim, i, like.device, like.dtype)
+
+        return found
+
+    return decorate
+
 
 FAR = 1e7
 """How long phi of a key may be, roughly: the product of four such lengths is a number in float32."""
@@ -84,8 +122,8 @@ class Features:
 
     def own(self, dim: int) -> slice:
         """Which entries of phi(x) are x itself, in a fresh layer; entries before them must be ``constant``. A fresh
-        memory sees x (start.py). An empty slice, unless a map says otherwise: then a fresh memory sees all entries by a
-        random matrix."""
+        memory sees x (initialisation.py). An empty slice, unless a map says otherwise: then a fresh memory sees all
+        entries by a random matrix."""
         return slice(0, 0)
 
     def initial_sqrt_a(self) -> Tensor | None:

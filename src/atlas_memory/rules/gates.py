@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .functions import at_hand
+from .autograd import at_hand
 
 
 @dataclass(frozen=True)

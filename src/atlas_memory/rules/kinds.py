@@ -13,7 +13,7 @@ from .features import Exponential, Identity, Polynomial
 from .networks import MLP, GatedMLP, Linear
 from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon
 from .retention import Decay, ElasticNet, FDivergence, Keep, LqNorm, RowNorm, Sigmoid, Softmax
-from .windows import Window
+from .window import Window
 
 KINDS: dict[str, tuple[type, ...]] = {
     "features": (Identity, Polynomial, Exponential),

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from .gates import pick, rows
-from .sizes import LARGEST, MOST, check_positive, check_size
 from .step import At, InnerOptimiser, Rates, Sums, over
+from .validation import LARGEST, MOST, check_positive, check_size
 
 
 @dataclass(frozen=True)

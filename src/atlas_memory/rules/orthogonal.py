@@ -18,7 +18,7 @@ def orthogonalise(s: Tensor, steps: int = 5) -> Tensor:
     """NS(S), as it is printed: X_0 = S / |S|_F, then ``steps`` times X <- a X + b (X X^T) X + c (X X^T)^2 X.
 
     ``s`` and the result ``[..., rows, columns]``. There is no eps: NS(c S) = NS(S) for every c > 0 at any magnitude,
-    and NS(0) = 0 with a zero gradient. ``newton_schulz`` (ops/fast_newton_schulz.py) is the same, faster.
+    and NS(0) = 0 with a zero gradient. ``newton_schulz`` (ops/newton_schulz.py) is the same, faster.
     """
     scaled = s * reciprocal_or_zero(s.detach().abs().amax((-2, -1), keepdim=True))  # squares must not overflow
     return _iterated(scaled * scaled.square().sum((-2, -1), keepdim=True).clamp_min(0.25).rsqrt(), COEFFICIENTS, steps)

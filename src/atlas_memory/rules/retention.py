@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .gates import pick, rows
 from .orthogonal import reciprocal_or_zero
-from .sizes import check_positive
+from .validation import check_positive
 
 
 class Old(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import KeyEntry, MappingKey, register_pytree_node
 
 if TYPE_CHECKING:
-    from .rules import Rule
+    from .rule import Rule
 
 
 TOKENS = 2**53

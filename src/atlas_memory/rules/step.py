@@ -12,9 +12,9 @@ W_f the last matrix of M_f, and f_t its input for the key of token t,
 where the number r_t says how fast the error grows with the body. For L2 without a layer norm r_t is 2, exactly. For the
 other biases, and under a layer norm, it is made of the curvature of the bias (``Ending.response`` in networks.py). The
 error of the dot product is the value whatever is answered, so there the second term is left out. Elsewhere each error
-of a chunk depends on the earlier ones, and together they solve one triangular system (ops/live.py), as those of the
-delta rule do. ``live=False`` is the printed gradient, all of it taken at M_f. With a chunk of one token the two are the
-same for every bias.
+of a chunk depends on the earlier ones, and together they solve one triangular system (ops/triangular.py), as those of
+the delta rule do. ``live=False`` is the printed gradient, all of it taken at M_f. With a chunk of one token the two are
+the same for every bias.
 
 The steps of Muon are not sums of gradients. Under Muon the errors therefore see what the gradients of the chunk would
 have changed by plain steps, of the size s_t below: -D_{t-1} f_t takes the place of (W_{t-1} - W_f) f_t, with
@@ -114,7 +114,7 @@ class InnerOptimiser:
     A new one is a frozen dataclass with a ``step``. It sets ``has_momentum`` where that step reads theta or keeps a
     sum, and it has ``rates`` of its own where the step size s_t belongs in front of the gradient and not in front of
     the step that is made. ``recurrent`` and ``incremental`` call these methods and nothing else. ``chunkwise`` calls
-    them token by token, unless ops/counterparts.py has a fast form of the class. When a rule is made with a new
+    them token by token, unless ops/dispatch.py has a fast form of the class. When a rule is made with a new
     optimiser, it is tried on a few numbers, and refused by its name if it does not fit (contracts/optimiser.py).
 
     ``bounded``, ``live`` and ``every`` can be fields of the dataclass. Only where a class declares them as fields, with
@@ -176,7 +176,8 @@ class InnerOptimiser:
             sums: those before the token, in a tuple, as many as ``sums`` says: one with ``has_momentum``, else none.
             weights: W_{t-1}.
             g: the gradient g_t. It has the shape ``[..., rows, columns]``, as each sum and W have.
-            at: the gates and rates of the token. ``rows(gate, matrix)`` of gates.py multiplies a matrix by one.
+            at: the gates and rates of the token. ``rows(gate, matrix)`` of gate_projection.py multiplies a matrix by
+            one.
 
         Returns:
             A tuple of as many sums as were given, and the step; all ``[..., rows, columns]``.

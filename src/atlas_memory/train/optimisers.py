@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from atlas_memory.layers.omega import OmegaMemory
+from atlas_memory.layers.omega_memory import OmegaMemory
 from atlas_memory.memory import newton_schulz
-from atlas_memory.rules.sizes import check_size
+from atlas_memory.rules.validation import check_size
 
 RMS = 0.2
 """Root mean square of a matrix's step in units of lr, about that of AdamW (Liu et al. 2025, arXiv 2502.16982)."""

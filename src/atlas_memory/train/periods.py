@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atlas_memory.layers.mlp import ContinuumMLP
-from atlas_memory.rules.sizes import UNBOUNDED, check_size
+from atlas_memory.rules.validation import UNBOUNDED, check_size
 
 
 class MultiPeriod(Optimizer):

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_memory.data import load_tokenizer
 from atlas_memory.data.prepared import Prepared
-from atlas_memory.layers.omega import OmegaMemory
+from atlas_memory.layers.omega_memory import OmegaMemory
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.train.config import RunConfig
 from atlas_memory.train.examples import LANES

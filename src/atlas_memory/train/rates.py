@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from atlas_memory.layers.gates import GateProjection
+from atlas_memory.layers.gate_projection import GateProjection
 
 
 def split_by_rate(model: nn.Module, groups: list[dict[str, Any]], lr: float, gate_rate: float) -> list[dict[str, Any]]:

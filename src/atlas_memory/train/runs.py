@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from atlas_memory.data.tokens import read_tokenizer
-from atlas_memory.layers.gates import GateProjection
+from atlas_memory.layers.gate_projection import GateProjection
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.rules.names import meant
-from atlas_memory.rules.sizes import check_size
+from atlas_memory.rules.validation import check_size
 from atlas_memory.train import sharded
 from atlas_memory.train.checkpoints import (
     DIGESTS,

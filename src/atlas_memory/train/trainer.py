@@ -19,7 +19,7 @@ from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from atlas_memory.data import Segments
-from atlas_memory.layers.omega import set_execution
+from atlas_memory.layers.omega_memory import set_execution
 from atlas_memory.models import PRESETS, AtlasForCausalLM
 from atlas_memory.printing import tell
 from atlas_memory.train import sharded

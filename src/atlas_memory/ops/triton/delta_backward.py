@@ -1,5 +1,5 @@
 """The backward kernels of the delta rule, in the order in which they run: from y to w and S of each chunk, S from chunk
-to chunk backwards, and from w to what the chunk was made of. The letters are those of delta_parts.py; dX is the
+to chunk backwards, and from w to what the chunk was made of. The letters are those of delta_common.py; dX is the
 gradient of X, and S' the matrix after the chunk:
 
     from y:     dw = M^T dy,   dS = dy^T (c Q),   N = dy w^T,   P = D diag(eta) * N,
@@ -19,7 +19,7 @@ import triton.language as tl
 
 import triton
 
-from .delta_parts import by_logarithms, decay, gate, mul, part, place, retention, tokens
+from .delta_common import by_logarithms, decay, gate, mul, part, place, retention, tokens
 
 
 @triton.jit(do_not_specialize=["time", "heads", "count"])

@@ -1,5 +1,5 @@
 """The forward kernels of the delta rule: what each chunk would write, the matrix from chunk to chunk, and what is read.
-The equations are in delta_parts.py."""
+The equations are in delta_common.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 import triton
 
-from .delta_parts import decay, gate, inverse, last, mul, part, place, retention, tokens
+from .delta_common import decay, gate, inverse, last, mul, part, place, retention, tokens
 
 
 @triton.jit(do_not_specialize=["time", "heads", "count"])

@@ -36,7 +36,7 @@ from ...rules.orthogonal import COEFFICIENTS, CONVERGENT
 
 
 def gram_newton_schulz(gram: Tensor, steps: int = 5, floor: Tensor | None = None) -> Tensor:
-    """``gram_polynomial`` of ops/fast_newton_schulz.py, for ``gram`` ``[..., m, m]`` with m <= 64, float32 or (in
+    """``gram_polynomial`` of ops/newton_schulz.py, for ``gram`` ``[..., m, m]`` with m <= 64, float32 or (in
     the interpreter) float64; same shape and dtype. Differentiable once, with respect to ``gram``."""
     return _GramNewtonSchulz.apply(gram, floor, steps)
 

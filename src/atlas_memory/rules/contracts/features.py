@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..features import Features
-from ..sizes import check_size
+from ..validation import check_size
 from .trying import BATCH, DIM, HEADS, TIME, apart, call, check_apart, check_gradients, check_shape, last, numbers
 
 FRONT = (BATCH, HEADS, TIME)

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..sizes import check_size
 from ..step import At, InnerOptimiser, Sums
+from ..validation import check_size
 from .trying import BATCH, DIM, HEADS, MATRIX, apart, call, check_apart, check_gradients, check_shape, last, numbers
 
 MATRIX_WORDS = "a matrix, [..., rows, columns]"
@@ -81,7 +81,7 @@ def _check_others(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Ten
         check_shape(optimiser, "turn: every sum", among, MATRIX, MATRIX_WORDS)
         check_apart(optimiser, "turn", alone, last(among))
     for stepped in (False, True, torch.tensor([False, True])):
-        given = f"stepped={stepped!r}, a bool or one for each sequence (pick of gates.py takes both)"
+        given = f"stepped={stepped!r}, a bool or one for each sequence (pick of gate_projection.py takes both)"
         shown = call(optimiser, "shown", given, sums, weights, stepped)
         check_shape(optimiser, "shown(sums, weights, stepped)", shown, MATRIX, MATRIX_WORDS)
         alone = optimiser.shown(few, last(weights), stepped if isinstance(stepped, bool) else stepped[1:])

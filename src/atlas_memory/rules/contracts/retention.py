@@ -79,7 +79,7 @@ def _keep(
     retention: AnyRetention, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, final: Tensor | bool
 ) -> Kept:
     name = type(retention).__name__
-    by_row = "" if isinstance(first, bool) else ", one for each sequence (pick of gates.py takes both)"
+    by_row = "" if isinstance(first, bool) else ", one for each sequence (pick of gate_projection.py takes both)"
     given = (
         f"matrices {list(MATRIX)}, alpha {list(alpha.shape)} (rows(alpha, matrix) multiplies them), "
         f"first={first!r} and last={final!r}{by_row}"

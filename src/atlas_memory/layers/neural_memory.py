@@ -1,0 +1,301 @@
+"""The memory as a layer for any sequence model (ATLAS section 5.1; Titans section 4.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
+from ..ops.chunkwise import Reading, begin, end, read_on
+from ..ops.precision import kept_dtype, narrowed
+from ..rules.initialisation import at_right_angles
+from ..rules.names import DEFAULT_RULE
+from ..rules.state import State
+from ..rules.validation import check_heads, check_positive
+from .gate_projection import GateProjection, start_gate
+from .omega_memory import OmegaMemory
+from .short_conv import ShortConvolution, check_lag
+from .stateful import Stateful
+from .tnt import HierarchicalGates, HierarchicalMemory, Hierarchy
+from .varlen import read_documents
+
+START_VALUE = 3.0**-0.5
+"""About how far a coordinate of a value is from zero in a fresh layer, before SiLU, if those of x are about 1 from zero
+and the memory has a residual, so that it answers k + ..."""
+
+LARGEST = 1e6
+"""Values are cut to +-``LARGEST``: where a deep memory holds values of 1e8, outer gradients can overflow float32."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class LayerState(State):
+    """What a memory layer carries from call to call.
+
+    Attributes:
+        memory: the memory's ``MemoryState``; with a hierarchy its ``HierarchicalState``.
+        past: the convolution's last inputs, ``[batch, taps - 1, 3 dim]``; of ``SelfModifyingMemory`` ``dim`` wide.
+    """
+
+    memory: Any
+    past: Tensor
+
+
+class NeuralMemory(Stateful):
+    """A layer that learns while it reads: ``y, state = memory(x)``, in place of an attention layer.
+
+    x is projected to q, k and v, and each goes through a depthwise convolution and SiLU. In each head q and k get unit
+    length, and the memory of ``rule`` reads q, k and v with gates computed from x. What the heads answer goes through
+    RMSNorm a head, an output gate and an output projection. There is no residual and no norm on x: they belong to the
+    block around the layer. The memory itself is computed in at least float32, whatever the dtype of x.
+
+    How the weights begin is part of the layer: a fresh one already recalls what it reads. Where a model draws its
+    linear maps anew (``model.apply(init)``, or ``post_init`` of a ``PreTrainedModel`` of your own), call
+    ``reset_parameters`` of its memories after that; drawn like other maps they learn recall much later.
+
+    >>> memory = NeuralMemory(dim=64, heads=4, rule="omeganet", window=4, chunk_size=16)
+    >>> x = torch.randn(2, 100, 64)
+    >>> y, state = memory(x)
+    >>> y_next, state = memory(x[:, :1], state)  # goes on, from any point
+
+    Args:
+        dim: width of x, a multiple of ``heads``.
+        heads: memory heads of width dim / heads.
+        rule: a name in ``RULES`` or a ``Rule``.
+        window: c, the tokens in the inner loss; None: the rule's.
+        chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's. A rule that takes its step at
+            the end of a chunk (``lact``) has written nothing in a sequence that is shorter.
+        conv_size: taps of the convolution.
+        key_lag: by how many tokens keys are behind values in a fresh layer; see ``reset_parameters``. 0: a token's
+            value is written under its own key; 1: under that of the token before, so that a query is answered with
+            what came next.
+        eps: of the RMSNorm on what the memory answers.
+        gate_rank: make eta and alpha channel-wise, through a map of this rank (Miras section 5.4: 32 or 64).
+        hierarchy: one global and N local memories of the rule instead of one (TNT): a ``Hierarchy`` or a mapping of its
+            fields. The chunks are then the hierarchy's: leave ``chunk_size`` out.
+
+    Attributes:
+        writes: set to False, and nothing is written: the memory stays as the state has it, or without a state M_0. What
+            remains is a model without test-time memory, for comparison.
+
+    Raises:
+        ValueError: a width that is no multiple of ``heads``, an unknown rule, a size below 1, an ``eps`` not above 0, a
+            ``key_lag`` that the convolution does not reach, or a ``hierarchy`` that is wrong or given along with a
+            ``chunk_size``.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        rule: str | Rule = DEFAULT_RULE,
+        window: int | None = None,
+        chunk_size: int | None = None,
+        conv_size: int = 4,
+        key_lag: int = 0,
+        eps: float = 1e-6,
+        gate_rank: int | None = None,
+        hierarchy: Hierarchy | Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads(dim, heads)
+        check_lag(key_lag, conv_size)
+        check_positive("eps", eps)
+        self.dim, self.heads, self.key_lag = dim, heads, key_lag
+        self.memory: OmegaMemory | HierarchicalMemory
+        self.gates: GateProjection | HierarchicalGates
+        if hierarchy is None:
+            self.memory = OmegaMemory(dim // heads, heads, rule, window, chunk_size, gates=False)
+            self.gates = GateProjection(dim, heads, self.rule, gate_rank)
+        else:
+            if chunk_size is not None:
+                raise ValueError(f"chunk_size={chunk_size} has no use beside a hierarchy, which has chunks; drop it")
+            self.memory = HierarchicalMemory(dim // heads, heads, resolve_rule(rule, window), hierarchy, gates=False)
+            self.gates = HierarchicalGates(dim, heads, self.memory.rules, gate_rank)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.convolution = ShortConvolution(3 * dim, conv_size)
+        self.norm = nn.RMSNorm(dim // heads, eps=eps)
+        self.gate = nn.Linear(dim, dim)
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.writes = True
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Let the projections W_q, W_k, W_v and the output projection W_o begin in agreement, so that a fresh layer
+        recalls what it reads.
+
+        W_q and W_v begin as turns (matrices that keep all angles and lengths, but for one factor) as long as they were
+        drawn: heads keep apart what x keeps apart, and W_o = W_v^T projects what the memory answers back to what it was
+        before W_v. Keys begin with the projection and the convolution of queries, but ``key_lag`` tokens later: a token
+        that comes back asks for what was written when it was there before. The taps are shifted by the lag, and those
+        that the shift pushes out come back at the latest tokens, small and not zero: a document's first token, which
+        has none before it, would otherwise have the key 0, where the gradient of x / |x| has no bound. Without a lag
+        W_k begins as W_q turned by 45 degrees: a query that equals the key of its own token would be answered with that
+        token's value, and nothing older would be felt.
+
+        The gate at the output begins at 1 on average, lower in most Hebbian rules (``start_gate``): around zero its
+        sign would change from token to token, and training would close it for good. Where the memory has a residual,
+        W_v is then brought to ``START_VALUE``, however small a model's weights begin: keys have unit length, and a
+        memory that answers k + ... must take k back. If the value were much shorter than its key, little of what the
+        memory holds would be the value. The other weights stay as they are. From random projections a layer learns all
+        this in many hundreds of steps (docs/starting.md). Ours; no paper says how the projections begin.
+
+        Nothing is drawn here: the turns are made of what was drawn. Where a model is made without numbers, as on the
+        meta device, their own ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.
+        """
+        with torch.no_grad():
+            (w_q, w_k, w_v), (taps_q, taps_k, _) = (
+                w.unflatten(0, (3, -1)) for w in (self.qkv.weight, self.convolution.weight)
+            )
+            for w in (w_q, w_v):
+                w.copy_(_as_turn(w))
+            w_k.copy_(w_q if self.key_lag else _by_45_degrees(w_q, self.heads))
+            taps_k.copy_(taps_q.roll(-self.key_lag, 1))  # the last tap is the current token's
+            self.out.weight.copy_(w_v.mT)
+            if self.rule.network.residual:
+                w_v.mul_(START_VALUE * len(w_v) ** 0.5 / w_v.norm().clamp_min(1e-30))
+            self.gate.bias.fill_(start_gate(self.rule))
+
+    @property
+    def rule(self) -> Rule:
+        """The memory's rule, with the layer's window and chunk."""
+        return self.memory.rule
+
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        mask: Tensor | None = None,
+        document_starts: Tensor | None = None,
+    ) -> tuple[Tensor, LayerState]:
+        """Read x, learning from it.
+
+        Args:
+            x: ``[batch, time, dim]``. Whatever is finite gives finite outputs: entries are cut to +-1e10, in float16 to
+                +-1e3 (of attention: +-1e4). From a token with NaN or infinity on, outputs and state of its row are NaN.
+            state: where an earlier call stopped; None: fresh memories.
+            mask: ``[batch, time]``, nonzero at real tokens, in any pattern. Others are skipped as if absent; their
+                outputs are zero. None: all real.
+            document_starts: ``[batch, time]``, nonzero at the first token of every document, from which on the layer
+                reads as if nothing had been before. A row whose first token is not marked goes on from ``state``.
+                None: nothing begins in this call.
+
+        Returns:
+            y ``[batch, time, dim]`` and the state.
+
+        Raises:
+            ValueError: x, state or mask of a shape that does not fit.
+        """
+        self.check_x(x, self.qkv)
+        self.check_state(state, LayerState)
+        if document_starts is not None:
+            return read_documents(self, x, state, mask, document_starts)
+        return self.read_real(x, state, mask)
+
+    def retrieve(self, x: Tensor, memory: Any) -> Tensor:
+        """What the memory of a state answers to x, without writing: M*(q) (Titans, Eqs. 15 and 21).
+
+        From x to y it is ``forward``, without the recurrence and without the convolution. Here x is another stream of
+        tokens than the one that is written, and would need a convolution state of its own.
+
+        Args:
+            x: ``[batch, time, dim]``.
+            memory: as ``state.memory`` of a ``LayerState``.
+
+        Returns:
+            y ``[batch, time, dim]`` in x's dtype, each token's from that token alone.
+
+        Raises:
+            ValueError: another state than that of this layer's memory, such as a whole ``LayerState``; x of another
+                width or dtype.
+        """
+        self.check_x(x, self.qkv)
+        plain = type(self.qkv) is nn.Linear  # or else an adapter or a quantised layer, whose weight is not all
+        q = F.linear(x, self.qkv.weight[: self.dim]) if plain else self.qkv(x)[..., : self.dim]
+        q = F.silu(q).to(kept_dtype(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return self._project(self.memory.retrieve(l2_normalise(q), memory), x)
+
+    def lesson(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
+        """What the memory would be taught by x ``[batch, time, dim]`` after ``state``: keys and values
+        ``[batch, heads, time, dim / heads]``, and the gates, which a hierarchy has for each of its memories."""
+        _, k, v, _ = self._look(x, state.past, None)
+        return k, v, self.gates(x)
+
+    def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
+        memory = self.memory
+        if isinstance(memory, OmegaMemory) and self.writes and memory.reads_in_groups(x):
+            return self._read_in_groups(memory, x, state, length)
+        q, k, v, past = self._look(x, state.past if state else None, length)
+        before = state.memory if state else None
+        if self.writes:
+            y, after = self.memory(q, k, v, replace(self.gates(x), length=length), before)
+        else:
+            none = q.new_zeros(q.shape[0], self.gates.heads, 0)
+            after = self.memory(q[:, :, :0], k[:, :, :0], v[:, :, :0], Gates(none), before)[1]
+            y = self.memory.retrieve(q, after)
+        return self._project(y, x), LayerState(after, past)
+
+    def _read_in_groups(
+        self, memory: OmegaMemory, x: Tensor, state: LayerState | None, length: Tensor | None
+    ) -> tuple[Tensor, LayerState]:
+        """As ``_read``. For the backward pass it keeps one state for every group of chunks, and no tensor as long as x
+        except x itself."""
+        read = partial(checkpoint, self._read_group, use_reentrant=False)  # random numbers too: an adapter may drop out
+        like = x.new_zeros(len(x), self.heads, 0, x.shape[2] // self.heads, dtype=kept_dtype(x))
+        params, reading = begin(memory.rule, memory.params, like, state.memory if state else None)
+        past, outputs, start = state.past if state else None, [], 0
+        for part in x.split(memory.group, 1):
+            left = None if length is None else (length - start).clamp(0, part.shape[1])
+            y, past, reading = read(memory, params, reading, part, past, left)
+            outputs.append(y)
+            start += part.shape[1]
+        assert past is not None
+        return torch.cat(outputs, 1), LayerState(end(reading, like), past)
+
+    def _read_group(
+        self,
+        memory: OmegaMemory,
+        params: Params,
+        reading: Reading,
+        x: Tensor,
+        past: Tensor | None,
+        length: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Reading]:
+        q, k, v, past = self._look(x, past, length)
+        gates = replace(self.gates(x), length=length)
+        y, reading = read_on(memory.rule, memory.compiled, params, reading, q, k, v, gates)
+        return self._project(y, x), past, reading
+
+    def _look(self, x: Tensor, past: Tensor | None, length: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v ``[batch, heads, time, dim / heads]`` in at least float32, and the last inputs of the convolution."""
+        qkv, past = self.convolution(self.qkv(x), past, length)
+        q, k, v = (
+            y.transpose(1, 2) for y in F.silu(qkv).to(kept_dtype(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        )
+        return l2_normalise(q), l2_normalise(k), v.clamp(-LARGEST, LARGEST), past
+
+    def _project(self, y: Tensor, x: Tensor) -> Tensor:
+        """The layer's output ``[batch, time, dim]``: what the heads answer, ``[batch, heads, time, dim / heads]``,
+        normed, gated by x and projected."""
+        y = self.norm(narrowed(y, self.norm.weight.dtype)).transpose(1, 2).flatten(2)
+        gate = F.silu(self.gate(x))
+        return self.out((y * gate).to(gate.dtype))  # a norm may be kept in float32 where maps are narrower
+
+
+def _as_turn(w: Tensor) -> Tensor:
+    """A square matrix made of ``w`` that keeps all angles, as long as w."""
+    return at_right_angles(w.to(kept_dtype(w))) * (w.norm() / len(w) ** 0.5)
+
+
+def _by_45_degrees(w: Tensor, heads: int) -> Tensor:
+    """``w [heads * dim, ...]``, each head's rows turned by 45 degrees two by two (the last of an odd number stays)."""
+    rows = w.unflatten(0, (heads, -1))
+    half = rows.shape[1] // 2
+    one, other, last = rows.tensor_split((half, 2 * half), 1)
+    return torch.cat([(one - other) * 0.5**0.5, (one + other) * 0.5**0.5, last], 1).flatten(0, 1)

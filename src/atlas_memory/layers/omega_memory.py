@@ -1,0 +1,237 @@
+"""The bare memory, without projections: for models that make q, k and v themselves."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..memory import (
+    Gates,
+    MemoryState,
+    Params,
+    Rule,
+    chunkwise,
+    incremental,
+    initial_state,
+    resolve_rule,
+    retrieve,
+)
+from ..ops.chunk_layout import starts_chunk
+from ..ops.cuda_graphs import Graphs
+from ..ops.precision import Form, check_memory_state
+from ..rules.autograd import is_transformed
+from ..rules.names import DEFAULT_RULE
+from ..rules.validation import UNBOUNDED, check_size
+from .gate_projection import GateProjection
+from .stateful import Stateful
+
+INCREMENTAL_TOKENS = 2  # from a state, up to so many tokens are cheaper one by one than as a chunk
+
+
+class OmegaMemory(Stateful):
+    """A memory over q, k and v. Its parameters are M_0, the coefficients of the features, gain and shift of a layer
+    norm, and, unless ``gates=False``, a projection that makes gates from the keys.
+
+    >>> omega = OmegaMemory(dim=16, heads=2, rule="omeganet", window=4)
+    >>> q, k, v = torch.randn(3, 1, 2, 50, 16)
+    >>> y, state = omega(q, k, v)
+    >>> y_next, state = omega(q, k, v, state=state)  # reads on where it stopped
+
+    Queries and keys are used as they come; ``l2_normalise`` them unless you have a reason not to.
+
+    Args:
+        dim: width of a head.
+        heads: number of heads, each with its own memory.
+        rule: a name in ``RULES`` or a ``Rule``.
+        window: c, the tokens in the inner loss; None: the rule's.
+        chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's.
+        gates: whether to own a gate projection. If not, every call must bring ``gates``.
+        gate_rank: the ``rank`` of ``GateProjection``.
+
+    Attributes:
+        recompute, compiled, graphs: how ``forward`` computes; ``set_execution`` sets them in a model.
+
+    Raises:
+        ValueError: an unknown rule, or a size below 1.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        rule: str | Rule = DEFAULT_RULE,
+        window: int | None = None,
+        chunk_size: int | None = None,
+        gates: bool = True,
+        gate_rank: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("dim", dim), ("heads", heads)):
+            check_size(name, value)
+        self.dim, self.heads = dim, heads
+        self.rule = resolve_rule(rule, window, chunk_size)
+        for rows, columns in self.rule.shapes(dim):
+            for name, value in (("rows", rows), ("columns", columns)):
+                check_size(f"the {name} of a memory's matrix, for heads of {dim} and {self.rule.network},", value)
+        self.initial = nn.ParameterList(torch.empty(heads, *shape) for shape in self.rule.shapes(dim))
+        sqrt_a = self.rule.features.initial_sqrt_a()
+        self.sqrt_a = None if sqrt_a is None else nn.Parameter(sqrt_a.to(torch.get_default_dtype()))
+        norm = self.rule.network.norm
+        self.norm_gain = nn.Parameter(torch.empty(heads, dim)) if norm else None
+        self.norm_shift = nn.Parameter(torch.empty(heads, dim)) if norm else None
+        if gate_rank is not None and not gates:
+            raise ValueError(f"gate_rank={gate_rank} is of the gates that gates=False leaves out: drop one of the two")
+        self.gates = GateProjection(dim * heads, heads, self.rule, gate_rank) if gates else None
+        self.reset_parameters()
+        self.recompute: int | None = None
+        self.compiled = False
+        self.graphs: Graphs | None = None
+
+    @property
+    def grows(self) -> bool:  # type: ignore[override]
+        """Whether the state is longer the more has been read, as with ``Exponential`` features."""
+        return self.rule.features.endless
+
+    @property
+    def params(self) -> Params:
+        """The outer parameters of the inner problem."""
+        norm = None if self.norm_gain is None or self.norm_shift is None else (self.norm_gain, self.norm_shift)
+        return Params(tuple(self.initial), self.sqrt_a, norm)
+
+    def reset_parameters(self) -> None:
+        """A fresh random M_0, the features' starting coefficients, a plain layer norm, and fresh gates."""
+        with torch.no_grad():
+            values = self.rule.initial_weights(self.heads, self.dim)
+            for parameter, value in zip(self.initial, values, strict=True):
+                parameter.copy_(value)
+            sqrt_a = self.rule.features.initial_sqrt_a()
+            if self.sqrt_a is not None and sqrt_a is not None:
+                self.sqrt_a.copy_(sqrt_a)
+            if self.norm_gain is not None and self.norm_shift is not None:
+                self.norm_gain.fill_(1.0)
+                self.norm_shift.zero_()
+        if self.gates is not None:
+            self.gates.reset_parameters()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, state: MemoryState | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        """Read and write every token in turn.
+
+        Args:
+            q, k, v: ``[batch, heads, time, dim]``.
+            gates: your own; None: computed from the keys.
+            state: where an earlier call stopped; None: a fresh memory for each sequence of the batch.
+
+        Returns:
+            y ``[batch, heads, time, dim]`` in q's dtype, y_t read after the write of token t unless the rule's window
+            says otherwise; and the state after the last token.
+
+        Raises:
+            ValueError: shapes that do not fit, or neither ``gates`` given nor owned.
+        """
+        self.check_state(state, MemoryState)
+        for name, z in (("q", q), ("k", k), ("v", v)):
+            self.check_heads(name, z)
+        if gates is None:
+            if self.gates is None:
+                raise ValueError(
+                    "this memory was made with gates=False: pass gates=Gates(eta=..., ...) with every call"
+                )
+            gates = self.gates(k.transpose(1, 2).flatten(2))
+        form: Form = incremental
+        if state is None or k.shape[-2] > INCREMENTAL_TOKENS:
+            starts = starts_chunk(self.rule, state)
+            form = partial(chunkwise, recompute=self.recompute, compiled=self.compiled, starts=starts)
+        args = self.rule, self.params, q, k, v, gates, state
+        graphs = self.graphs if q.is_cuda and not torch.compiler.is_compiling() else None
+        y, after = form(*args) if graphs is None else graphs(form, *args)
+        return self.with_every_parameter(y, state), after
+
+    def check_heads(self, name: str, z: Any) -> None:
+        """Raise ValueError unless ``z``, which the user calls ``name``, is ``[batch, heads, time, dim]``."""
+        if not isinstance(z, Tensor) or not z.is_floating_point():
+            got = z.dtype if isinstance(z, Tensor) else f"a {type(z).__name__}"
+            raise ValueError(f"{name} must be a floating-point tensor [batch, heads, time, dim], got {got}")
+        if z.dim() != 4 or z.shape[1] != self.heads or z.shape[3] != self.dim:
+            turned = z.dim() == 4 and z.shape[2] == self.heads and z.shape[3] == self.dim
+            raise ValueError(
+                f"{name} must be [batch, heads={self.heads}, time, dim={self.dim}], got {list(z.shape)}"
+                + ("; heads come before time: transpose(1, 2)" if turned else "")
+            )
+
+    def empty(self, batch: int) -> tuple[Any, ...]:
+        like = next(self.parameters())
+        q = torch.zeros(batch, self.heads, 0, self.dim, dtype=like.dtype, device=like.device)
+        return q, q, q, Gates(q[..., 0])
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows of the memory."""
+        return f"dim={self.dim}, heads={self.heads}, {self.rule}"
+
+    def reads_in_groups(self, x: Tensor) -> bool:
+        """Whether a layer around this memory should read x ``[batch, time, ...]`` in groups of chunks, and make q, k
+        and v of one group at a time: where the memory computes a group again in the backward pass (``recompute``), the
+        layer can then compute projections and gates again with it, and need not keep them.
+
+        Not on a GPU, most of which a group of few chunks would leave idle, nor under a compiler, which would unroll the
+        loop over groups.
+        """
+        if self.recompute is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        return x.device.type == "cpu" and x.shape[1] > self.group and not is_transformed(x)
+
+    @property
+    def group(self) -> int:
+        """Tokens in a group of ``recompute`` chunks."""
+        return (self.recompute or 1) * self.rule.window.chunk
+
+    def retrieve(self, q: Tensor, state: MemoryState | None = None) -> Tensor:
+        """What the memory answers to q ``[batch, heads, time, dim]`` as it is now, without writing; shaped as q.
+
+        A fresh memory where ``state`` is None.
+
+        Raises:
+            ValueError: q of another number of heads or width, or a state of another rule, size or batch.
+        """
+        self.check_state(state, MemoryState)
+        self.check_heads("q", q)
+        if state is not None and len(q) != len(state.seen):
+            raise ValueError(f"q has batch size {len(q)} but the state has {len(state.seen)}; give the same rows")
+        if state is not None:
+            check_memory_state(self.rule, q.shape[0], q.shape[1], q.shape[-1], state)
+        if state is None:
+            kept = q.to(torch.promote_types(q.dtype, torch.float32))
+            state = initial_state(self.rule, self.params.initial, kept)
+        return retrieve(self.rule, self.params, q, state)
+
+
+def set_execution(
+    module: nn.Module, *, recompute: int | None = None, compiled: bool = False, graphed: bool = False
+) -> None:
+    """Set for every memory inside ``module`` how it is computed; what it computes stays the same. What a call does not
+    name is switched off: give all that is wanted at once.
+
+    Args:
+        module: a layer or a model.
+        recompute: how many chunks make a group. Of each group the backward pass keeps one state of the memory, and
+            computes the rest again; None: keep everything. On a CPU ``NeuralMemory`` keeps only its input besides, and
+            computes projections and gates again, too.
+        compiled: whether to compile the reading of a chunk; see ``chunkwise``.
+        graphed: whether to record calls on a GPU as CUDA graphs, when they come for the third time with the same
+            shapes, and then to replay them (docs/gpu.md). A recording holds what the backward pass needs, and has
+            its own memory. Its backward pass runs once. On a CPU this changes nothing.
+
+    Raises:
+        ValueError: ``recompute`` below 1, or a module without memories to set.
+    """
+    if recompute is not None:
+        check_size("recompute, a number of chunks,", recompute, UNBOUNDED)
+    memories = [m for m in module.modules() if isinstance(m, OmegaMemory)]
+    if not memories:
+        raise ValueError(f"{type(module).__name__} has no memory whose execution could be set")
+    for memory in memories:
+        memory.recompute, memory.compiled, memory.graphs = recompute, compiled, Graphs() if graphed else None

@@ -1,0 +1,319 @@
+"""A rule is a value: one choice on each axis of the inner problem. Models are rows of one table.
+
+Axes (Miras's four, with ATLAS's features and window): feature map, memory network, attentional bias, retention, inner
+optimiser, window. To add a model, compose values and add a row to ``RULES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bias import L2, AttentionalBias, DotProduct, Huber, Lp
+from .contracts import TRIED, check_part, keeps_any_columns, takes_any_columns
+from .features import Exponential, FeatureMap, Identity, Polynomial
+from .initialisation import Lift
+from .kinds import OURS, check_kind, kinds_of, made_of
+from .names import meant
+from .networks import MLP, GatedMLP, Linear, Network, Trace
+from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
+from .retention import (
+    Decay,
+    Keep,
+    LqNorm,
+    Retention,
+    RowNorm,
+    Softmax,
+    widened,
+)
+from .step import FLOOR
+from .validation import check_like
+from .window import Window
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How keys are lifted, what learns, what it minimises, what it keeps, how it steps, and over which window.
+
+    Raises:
+        ValueError: a part that is no instance of a dataclass, parts that do not go together, or a feature map, a bias,
+            an optimiser or a retention of your own that the forms cannot go on with (contracts/).
+    """
+
+    features: FeatureMap = field(default_factory=Polynomial)
+    network: Network = field(default_factory=MLP)
+    bias: AttentionalBias = field(default_factory=L2)
+    retention: Retention = field(default_factory=lambda: Decay(to_start=True))
+    optimiser: Optimiser = field(default_factory=Muon)
+    window: Window = field(default_factory=lambda: Window(size=8, chunk=16))
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self)):
+            check_kind(name, getattr(self, name))
+        for axis in TRIED:
+            if type(part := getattr(self, axis)) not in OURS[axis]:
+                check_part(axis, part)
+        self._check_steps()
+        optimiser, retention = self.optimiser, self.retention
+        settles = retention.settles
+        if self.features.endless:
+            self._check_endless()
+        if optimiser.erases and (self.window.size > 1 or settles):
+            raise ValueError(
+                f"{type(optimiser).__name__} is for a window of one token, with Decay or Keep as retention; got a "
+                f"window of {self.window.size} and {type(retention).__name__}: take another optimiser, or change these"
+            )
+        if retention.lag and optimiser.waits:
+            raise ValueError(
+                f"a lag token is for gradient descent and momentum: with {type(optimiser).__name__} take "
+                f"{type(retention).__name__}(lag=False)"
+            )
+        if self.window.read != "after" and settles:
+            raise ValueError(f"{type(retention).__name__} is read after its writes, got read={self.window.read!r}")
+
+    def _check_endless(self) -> None:
+        """Refuse a part that reads the entries of a matrix, where only its products with keys are known."""
+        keeps = keeps_any_columns(self.retention)
+        if not keeps or not takes_any_columns(self.optimiser):
+            part, features = self.optimiser if keeps else self.retention, type(self.features).__name__
+            raise ValueError(
+                f"{type(part).__name__} reads the entries of a matrix, and {features} features make one with "
+                "infinitely many columns, of which only the products with keys are known: take "
+                + ("GradientDescent, DeltaGradientDescent or Momentum" if keeps else "Decay or Keep")
+                + ", or Polynomial features"
+            )
+
+    def _check_steps(self) -> None:
+        """Refuse an ``every`` above 1 where no sum holds what waits for a step, or that does not divide the chunk."""
+        optimiser, every = type(self.optimiser).__name__, self.every
+        if every > 1 and not self.optimiser.has_momentum:
+            raise ValueError(
+                f"{optimiser} every={every}: what is written waits in a momentum for its step, and it has none"
+            )
+        if self.window.chunk % every:
+            raise ValueError(
+                f"{optimiser} every={every} does not divide the chunk of {self.window.chunk} tokens: make the chunk a "
+                "multiple of it, or take None, a step at the end of every chunk"
+            )
+
+    def vary(self, **parts: Mapping[str, Any]) -> Rule:
+        """The rule with fields of its parts changed: ``rule.vary(optimiser={"every": 16}, window={"size": 4})``.
+
+        The field ``kind`` puts another part there, by its name: ``rule.vary(bias={"kind": "Lp", "p": 3.0})``.
+
+        Raises:
+            ValueError: a part or field that does not exist, or a value that it refuses.
+        """
+        changed: dict[str, Any] = {}
+        known = [f.name for f in fields(self)]
+        for name, options in parts.items():
+            if name not in known:
+                raise ValueError(f"a rule has no part {name!r}; {meant(name, known)}")
+            if not isinstance(options, Mapping):
+                raise ValueError(
+                    f"options of {name!r} must be a mapping of field to value, got {options!r}; an instance is put "
+                    f"there by dataclasses.replace(rule, {name}=...)"
+                )
+            part, options = getattr(self, name), dict(options)
+            if (kind := options.pop("kind", None)) is not None:
+                kinds = kinds_of(name)
+                if not isinstance(kind, str) or kind not in kinds:
+                    raise ValueError(
+                        f"{name} has no kind {kind!r}; {meant(kind, kinds)} Register a class of your own first: "
+                        f"KINDS[{name!r}] += ({kind},)"
+                    )
+                part = part if type(part) is kinds[kind] else made_of(name, kinds[kind], options)
+            allowed = [f.name for f in fields(part)]
+            for option, value in options.items():
+                if option not in allowed:
+                    has = meant(option, allowed) if allowed else "it has no fields"
+                    if type(part) not in OURS[name] and hasattr(part, str(option)):
+                        has += f": {type(part).__name__} inherits {option}; declare it in the class, with its type"
+                    raise ValueError(f"{name} {type(part).__name__} has no field {option!r}; {has}")
+                check_like(f"{name} {type(part).__name__} {option}", value, getattr(part, option))
+            changed[name] = replace(part, **options)
+        return replace(self, **changed)
+
+    @property
+    def every(self) -> int:
+        """A step of the memory is taken after every so many tokens."""
+        return self.optimiser.every or self.window.chunk
+
+    @property
+    def live(self) -> bool:
+        """Whether errors are taken at what the last matrix answers now; the dot product's depend on no answer."""
+        return self.optimiser.sees and not self.bias.is_linear
+
+    @property
+    def accumulators(self) -> int:
+        """How many sums the optimiser keeps of each matrix."""
+        return self.optimiser.sums(self.live)
+
+    def by_key(self, i: int) -> bool:
+        """Whether matrix i multiplies phi*, which has a kernel only: then it has a column a key, after those of M_0."""
+        return self.features.endless and self.network.lifted[i]
+
+    def home(self, initial: Tensor, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What W and the accumulator A fade to, given M_0 (``initial``) and W (``like``); None for zero."""
+        return self.retention.home(widened(initial, like))
+
+    def shapes(self, dim: int) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of the memory's matrices for heads of ``dim``."""
+        return self.network.shapes(self.features.size(dim), dim)
+
+    def response(self, trace: Trace, v: Tensor, params: Params) -> Tensor:
+        """r_t of step.py, ``[..., time]``: how fast the error at the body grows with the body, at most."""
+        bends = self.network.norm and self.bias.is_quadratic
+        slope = self.bias.derivative(trace.prediction, v) if bends else None
+        bound = self.network.response(trace, self.bias.curvature(trace.prediction, v), slope, params.norm)
+        return bound.clamp_min(1e-6)  # a layer norm may learn a gain of zero
+
+    def sizes(self, weights: Sequence[Tensor], trace: Trace, response: Tensor, params: Params) -> tuple[Tensor, ...]:
+        """lambda_l,t / share_l of step.py, which bounds the steps: for every matrix, ``[..., time]`` each."""
+        network, found = self.network, []
+        gains = network.gains(weights, trace)
+        for lifted, u, gain, share in zip(network.lifted, trace.inputs, gains, network.shares, strict=True):
+            if self.retention.fixed_sums:
+                u, lifted = self.retention.tangent(self.features.expand(u, params.sqrt_a) if lifted else u), False
+            length = self.features.squared_norm(u, params.sqrt_a) if lifted else u.square().sum(-1)
+            found.append((response * (gain + FLOOR) + self.optimiser.erases) * (length + FLOOR) / share)
+        return tuple(found)
+
+    def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
+        """A fresh M_0, one ``[heads, rows, columns]`` a matrix; see initialisation.py."""
+        features, own = self.features, self.features.own(dim)
+        others = 0.0
+        if own.stop < features.size(dim):
+            with torch.device("cpu"):  # wherever the weights will lie
+                others = float(features.squared_norm(torch.full((dim,), dim**-0.5)))
+            # What is before x, and x, whose length is 1.
+            others -= (own.start * features.constant**2 + 1.0) if own.start < own.stop else 0.0
+        phi = Lift(features.size(dim), own, others, features.constant)
+        return tuple(map(self.retention.start, self.network.start(heads, dim, phi)))
+
+
+@dataclass(frozen=True)
+class Params:
+    """The outer parameters of the inner problem: ``initial``, the learned M_0, one ``[heads, rows, columns]`` a matrix;
+    ``sqrt_a``, the feature map's degree coefficients ``[degree + 1]`` or None for its default; ``norm``, gain and shift
+    ``[heads, dim]`` of the network's layer norm, or None for 1 and 0."""
+
+    initial: tuple[Tensor, ...]
+    sqrt_a: Tensor | None = None
+    norm: tuple[Tensor, Tensor] | None = None
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Params:
+        """The same with ``fn`` applied to every tensor."""
+        return Params(
+            tuple(map(fn, self.initial)),
+            None if self.sqrt_a is None else fn(self.sqrt_a),
+            None if self.norm is None else (fn(self.norm[0]), fn(self.norm[1])),
+        )
+
+
+ATLAS = Rule()
+LINEAR_KEYS = Rule(features=Identity(), network=Linear(), retention=Decay(), window=Window(size=1, chunk=32))
+MIRAS = Rule(features=Identity(), network=MLP(norm=True), optimiser=GradientDescent(), window=Window(size=1, chunk=16))
+
+RULES: dict[str, Rule] = {
+    # ATLAS Eqs. 32-33 and 57-58; Eq. 43; Eq. 10, which is also the row "w/o Muon" of Table 6
+    "atlas": ATLAS,
+    "atlas++": replace(ATLAS, network=GatedMLP()),
+    "omeganet": replace(ATLAS, optimiser=GradientDescent()),
+    # The other ablations of ATLAS Table 6, a line each
+    "atlas-linear": replace(ATLAS, network=Linear()),
+    "atlas-identity": replace(ATLAS, features=Identity()),
+    "atlas-c1": ATLAS.vary(window={"size": 1}),
+    # ATLAS Eqs. 19 and 20: Hebbian writes, deep and linear
+    "dla": replace(ATLAS, bias=DotProduct(), optimiser=GradientDescent(), window=Window(size=1, chunk=16)),
+    "swla": replace(
+        ATLAS,
+        features=Polynomial(constant=0.1),
+        bias=DotProduct(),
+        network=Linear(),
+        retention=Decay(),
+        optimiser=GradientDescent(bounded=False),
+    ),
+    # ATLAS Eqs. 25 and 27: the exponential kernel; SWDT with a state that is bounded by a horizon
+    "deeptransformer": replace(
+        ATLAS,
+        features=Exponential(),
+        bias=DotProduct(),
+        optimiser=GradientDescent(),
+        window=Window(size=1, chunk=16),
+    ),
+    "swdt": replace(ATLAS, features=Exponential(horizon=64), bias=DotProduct(), optimiser=GradientDescent()),
+    "dot": replace(ATLAS, features=Exponential(), optimiser=GradientDescent()),
+    # ATLAS Eqs. 12-13; Titans Eqs. 12-14
+    "titans": Rule(features=Identity(), optimiser=Momentum(), window=Window(size=1, chunk=16)),
+    # TNT (arXiv 2511.07343) Eq. 3, App. D: what each memory of its hierarchy does
+    "tnt": Rule(
+        features=Identity(),
+        network=MLP(norm=True),
+        retention=Keep(),
+        optimiser=GradientDescent(),
+        window=Window(size=1, chunk=16),
+    ),
+    # Miras Eqs. 24, 26 and 27
+    "moneta": replace(MIRAS, bias=Lp(3.0), retention=LqNorm(4.0, to_start=True)),
+    "yaad": replace(MIRAS, bias=Huber("mixture", corner=1.0)),
+    "memora": replace(MIRAS, retention=Softmax(scale=0.5, to_start=True)),
+    # Nested Learning Eqs. 88-89, the memory that answers the query; SelfModifyingMemory has the others
+    "hope": Rule(features=Identity(), optimiser=DeltaGradientDescent(), window=Window(1, 16, read="before")),
+    # The delta rule W_t = W_{t-1} (I - eta k k^T) + eta v k^T, to the letter at any chunk; and gated
+    "deltanet": replace(
+        LINEAR_KEYS, bias=DotProduct(), retention=Keep(), optimiser=DeltaGradientDescent(bounded=False)
+    ),
+    "gated-deltanet": replace(
+        LINEAR_KEYS, bias=DotProduct(), optimiser=DeltaGradientDescent(bounded=False, after_decay=True)
+    ),
+    # TTT (arXiv 2407.04620): x + LN(W x + b) and its two-layer form, mini-batches of 16
+    "ttt-linear": Rule(
+        features=Polynomial(degree=1),
+        network=Linear(residual=True, norm=True),
+        bias=L2(scale=0.5),
+        retention=Keep(),
+        optimiser=GradientDescent(),
+        window=Window(size=1, chunk=16),
+    ),
+    "ttt-mlp": Rule(
+        features=Polynomial(degree=1),
+        network=MLP(bias=True, norm=True),
+        bias=L2(scale=0.5),
+        retention=Keep(),
+        optimiser=GradientDescent(),
+        window=Window(size=1, chunk=16),
+    ),
+    # LaCT (arXiv 2505.23884): SwiGLU memory, one Muon step a large chunk, rows kept at their length
+    "lact": Rule(
+        features=Identity(),
+        network=GatedMLP(expansion=1, activation="silu", residual=False),
+        bias=DotProduct(),
+        retention=RowNorm(),
+        optimiser=Muon(every=None),
+        window=Window(size=1, chunk=64),
+    ),
+}
+
+
+def resolve_rule(rule: str | Rule, window: int | None = None, chunk_size: int | None = None) -> Rule:
+    """A rule by name or value, with its window c and chunk b replaced where given.
+
+    Raises:
+        ValueError: a name that is not in ``RULES``, or a size below 1.
+    """
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise ValueError(
+                f"unknown rule {rule!r}; {meant(rule, RULES)} Register one of your own first: "
+                f"RULES[{rule!r}] = Rule(...)"
+            )
+        rule = RULES[rule]
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule must be a name in RULES or a Rule, got {rule!r}")
+    sizes = {name: value for name, value in (("size", window), ("chunk", chunk_size)) if value is not None}
+    return rule.vary(window=sizes) if sizes else rule
