@@ -13,9 +13,8 @@ import torch
 from rich.console import Console
 
 from atlas_memory.data import Corpus, Document
-from atlas_memory.data.bpe import train_tokenizer
 from atlas_memory.data.sources import Source
-from atlas_memory.data.tokens import encode
+from atlas_memory.data.tokenization import encode, train_tokenizer
 from atlas_memory.eval import Score, bits_per_byte
 from atlas_memory.eval.perplexity import token_nats
 from atlas_memory.train import load_config, load_run, train

@@ -8,8 +8,7 @@ import pytest
 
 from atlas_memory.cli import main
 from atlas_memory.data import Corpus, Source, encode, load_tokenizer
-from atlas_memory.data.bpe import _without_long_words, train_tokenizer
-from atlas_memory.data.tokens import END, PAD, bytes_per_token
+from atlas_memory.data.tokenization import END, PAD, _cut_long_words, bytes_per_token, train_tokenizer
 from atlas_memory.train.trainer import train
 from tests.train.small import settings, write_corpus
 
@@ -47,7 +46,7 @@ def test_a_line_without_spaces_is_cut(tmp_path) -> None:
     """One word of so many letters took minutes."""
     line = "".join(random.Random(0).choices("abcdefghij", k=500_000))
     (tmp_path / "a.txt").write_text(line)
-    assert "".join(_without_long_words(f"{line} and {line}")) == f"{line} and {line}"
+    assert "".join(_cut_long_words(f"{line} and {line}")) == f"{line} and {line}"
     start = time.perf_counter()
     made = train_tokenizer(Source(tmp_path / "a.txt"), tmp_path / "out", 600)
     assert len(made) == 600 and time.perf_counter() - start < 20

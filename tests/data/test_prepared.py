@@ -1,22 +1,17 @@
 """Prepared text is the text that training would have read, and is not loaded."""
 
 import json
-import multiprocessing
 import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from atlas_memory.data import Source, Tokens, byte_tokenizer
-from atlas_memory.data.bpe import train_tokenizer
-from atlas_memory.data.files import PREPARED
-from atlas_memory.data.folders import new_folder
+from atlas_memory.data.atomic_folder import new_folder
 from atlas_memory.data.prepared import Prepared, prepare
-from atlas_memory.data.sources import Document
-from atlas_memory.data.tokens import encode
+from atlas_memory.data.sources import PREPARED, Document
+from atlas_memory.data.tokenization import encode, train_tokenizer
 from atlas_memory.train.examples import Text
 from atlas_memory.train.trainer import train
 from tests.train.small import settings, write_corpus
@@ -42,20 +37,25 @@ def test_tokens_are_those_of_the_documents(tmp_path) -> None:
     assert all(texts[d.name] == d.text for d in held)
 
 
-def test_another_tokenizer_in_several_processes(tmp_path) -> None:
+def test_another_tokenizer_in_batches(tmp_path, monkeypatch) -> None:
     write_corpus(tmp_path / "corpus")
-    byte_tokenizer().save_pretrained(tmp_path / "mine")
-    one = prepare(Source(str(tmp_path / "corpus")), tmp_path / "one").load()
-    two = prepare(Source(str(tmp_path / "corpus")), tmp_path / "two", str(tmp_path / "mine"), workers=2)
-    assert np.array_equal(one.ids, two.load().ids) and np.array_equal(one.starts, two.load().starts)
-    assert two.name_of_tokenizer == str(tmp_path / "mine")
+    train_tokenizer(Source(str(tmp_path / "corpus")), tmp_path / "mine", 270)
+    one = prepare(Source(str(tmp_path / "corpus")), tmp_path / "one", str(tmp_path / "mine"))
+    tokenizer, held = one.load_tokenizer(), {d.name for d in one.corpus().held_out}
+    wanted = Tokens.of(tokenizer, [d for d in Source(str(tmp_path / "corpus")).documents() if d.name not in held])
+    assert np.array_equal(one.load().ids, wanted.ids) and np.array_equal(one.load().starts, wanted.starts)
+    assert one.tokenizer_name == str(tmp_path / "mine")
+    monkeypatch.setattr("atlas_memory.data.prepared.os.cpu_count", lambda: 1)
+    monkeypatch.setattr("atlas_memory.data.prepared._CHUNK", 500)
+    two = prepare(Source(str(tmp_path / "corpus")), tmp_path / "two", str(tmp_path / "mine"))
+    assert np.array_equal(one.load().ids, two.load().ids)
 
 
 def test_one_long_document_in_parts(tmp_path, monkeypatch) -> None:
     """A document is one document, however many parts it was read in; its end is held out."""
     text = "".join(f"line {i}\n" for i in range(300))
     (tmp_path / "book.txt").write_text(text)
-    monkeypatch.setattr("atlas_memory.data.prepared._PART", 200)
+    monkeypatch.setattr("atlas_memory.data.prepared._CHUNK", 200)
     made = prepare(Source(str(tmp_path / "book.txt")), tmp_path / "out", held_out=1e-9)
     tokens, (held,) = made.load(), made.corpus().held_out
     whole = encode(byte_tokenizer(), text)
@@ -96,7 +96,7 @@ def test_what_is_left_of_a_long_held_out_document_is_said(tmp_path, monkeypatch,
     (tmp_path / "texts").mkdir()
     for i in range(10):
         (tmp_path / "texts" / f"{i}.txt").write_text("".join(f"{i}, line {n}\n" for n in range(100)))
-    monkeypatch.setattr("atlas_memory.data.prepared._PART", 100)
+    monkeypatch.setattr("atlas_memory.data.prepared._CHUNK", 100)
     monkeypatch.setattr("atlas_memory.data.prepared._HELD_OUT_AT_MOST", 500)
     prepare(Source(str(tmp_path / "texts")), tmp_path / "out", held_out=0.9)
     assert "characters are neither held out nor trained on" in caplog.text
@@ -143,20 +143,6 @@ def test_training_reads_it(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"data.held_out=0.5 was decided when .* was prepared: leave it out"):
         train(settings(plain, f"data.path={tmp_path / 'out'}", "data.held_out=0.5"))
     assert not (plain / "run").exists()
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "mine"])
-def test_the_end_is_decoded_in_pieces(tmp_path, monkeypatch, tokenizer: str) -> None:
-    """Also where a piece would end within a character: what is held out is the text, to its last one."""
-    text = "naïve 語 🙂, déjà vu\r\n  " * 200
-    (tmp_path / "book.txt").write_text(text, newline="")
-    if tokenizer == "mine":
-        tokenizer = str(tmp_path / "mine")
-        train_tokenizer(Source(str(tmp_path / "book.txt")), Path(tokenizer), 270)
-    monkeypatch.setattr("atlas_memory.data.prepared._DECODED_AT_ONCE", 5)
-    made = prepare(Source(str(tmp_path / "book.txt")), tmp_path / "out", tokenizer)
-    (held,) = made.corpus().held_out
-    assert text.endswith(held.text.lstrip("\ufffd")) and len(held.text) > 300
 
 
 def test_a_folder_that_was_left_half_written(tmp_path) -> None:
@@ -253,32 +239,3 @@ def test_refusals(tmp_path) -> None:
         prepare(Source(str(tmp_path / "nowhere.txt")), tmp_path / "new")
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob("*.partial"))
     assert Prepared.open(tmp_path / "empty") is None and Prepared.open(None) is None
-
-
-def test_a_process_that_is_killed_is_missed(tmp_path) -> None:
-    class Killing(Source):
-        def documents(self) -> Iterator[Document]:
-            for i in range(9):
-                yield Document(str(i), "text")
-                for child in multiprocessing.active_children():
-                    os.kill(child.pid, signal.SIGKILL)
-
-    byte_tokenizer().save_pretrained(tmp_path / "mine")
-    with pytest.raises(RuntimeError, match=r"^one of 2 processes that tokenise was killed.*--workers"):
-        prepare(Killing(str(tmp_path)), tmp_path / "out", str(tmp_path / "mine"), workers=2)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), ValueError("bad value(s) in fds_to_keep")])
-def test_a_process_that_cannot_start_is_one_line(tmp_path, monkeypatch, error: Exception) -> None:
-    """Memory is full, or the pool is just closing the pipes of a process that was killed."""
-
-    def start(self) -> None:
-        raise error
-
-    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", start)
-    byte_tokenizer().save_pretrained(tmp_path / "mine")
-    corpus = Source(str(write_corpus(tmp_path / "corpus")))
-    with pytest.raises(RuntimeError, match=r"^one of 2 processes that tokenise .* could not be started.*--workers"):
-        prepare(corpus, tmp_path / "out", str(tmp_path / "mine"), workers=2)
-    assert not (tmp_path / "out").exists()

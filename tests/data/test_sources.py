@@ -116,7 +116,7 @@ def test_files_of_several_that_are_empty_or_named_twice_are_left_out(tables, mon
 def test_large_files_in_parts(tmp_path) -> None:
     text = "".join(f"line {i}\n" for i in range(100)) + "x" * 100
     (tmp_path / "book.txt").write_text(text)
-    parts = list(Source(str(tmp_path / "book.txt"), largest=50).documents())
+    parts = list(Source(str(tmp_path / "book.txt"), chunk=50).documents())
     assert "".join(d.text for d in parts) == text and len(parts) > 10
     assert [d.continues for d in parts] == [False] + [True] * (len(parts) - 1)
     assert all(d.text.endswith("\n") for d in parts[:-3])
@@ -130,7 +130,7 @@ def test_long_files_that_begin_alike_are_no_copies(tmp_path) -> None:
         (tmp_path / name).write_text(text)
     (tmp_path / "copy").write_text(texts["a"])
     (tmp_path / "bad").write_bytes(b"bad " * 100 + b"\xff")
-    source, found = Source(str(tmp_path), largest=50), {}
+    source, found = Source(str(tmp_path), chunk=50), {}
     for document in source.documents():
         found[document.name] = found.get(document.name, "") + document.text
     assert found == texts and source.first_skipped == ["bad", "copy"]
@@ -222,7 +222,7 @@ def test_only_the_first(tables) -> None:
     found = Source([str(tables / "texts"), str(tables / "a.jsonl")], documents_at_most=5).documents()
     assert [d.text for d in found] == TEXTS[:5]
     (tables / "book.txt").write_text("a line\n" * 50)
-    parts = list(Source([str(tables / "book.txt"), str(tables / "texts")], documents_at_most=1, largest=64).documents())
+    parts = list(Source([str(tables / "book.txt"), str(tables / "texts")], documents_at_most=1, chunk=64).documents())
     assert len(parts) > 3 and "".join(d.text for d in parts) == "a line\n" * 50
     assert len(Corpus.load(str(tables / "texts"), documents_at_most=4).train) == 3
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from atlas_memory.data import Document, byte_tokenizer
-from atlas_memory.data.tokens import encode
+from atlas_memory.data.tokenization import encode
 from atlas_memory.eval import bits_per_byte, memory_writes, perplexity
 from atlas_memory.layers.neural_memory import NeuralMemory
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
-from tests.data.test_tokens import word_tokenizer
+from tests.data.test_tokenization import word_tokenizer
 
 BYTES = byte_tokenizer()
 DOCUMENTS = [Document("a", "abc déf " * 40), Document("b", "x" * 130), Document("c", "short")]

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerFast
 
 from atlas_memory.data import byte_tokenizer
-from atlas_memory.data.tokens import encode
+from atlas_memory.data.tokenization import encode
 from atlas_memory.eval.reading import Reading, pieces_of, read, repeats, twice
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.viz.report.reading import reading_page

@@ -11,10 +11,10 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from atlas_memory.cli.progress import telling
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from atlas_memory.cli.progress import telling
 from atlas_memory.train import load_run, train
 from atlas_memory.train.texts import text_of
 from atlas_memory.viz.report.comparison import write_comparison

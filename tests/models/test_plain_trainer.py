@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-from atlas_memory.data.tokens import byte_tokenizer
+from atlas_memory.data.tokenization import byte_tokenizer
 from atlas_memory.models import AtlasForCausalLM
 
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from atlas_memory.cli import main
-from atlas_memory.printing import LONGEST
+from atlas_memory.console import LONGEST_LINE
 from atlas_memory.train import sharded
 from atlas_memory.train.callbacks import JsonLog
 from atlas_memory.train.checkpoints import DIGESTS, _digests, _files, broken, newest_checkpoint
@@ -381,7 +381,7 @@ def test_values_that_nobody_can_mean(tmp_path: Path, said: Callable[[], str], ov
     assert main(["train", *overrides(tmp_path), override]) == 2
     line = said()
     assert override.partition("=")[0][:40] in line
-    assert len(line) < LONGEST + 100 and time.process_time() - begun < SECONDS
+    assert len(line) < LONGEST_LINE + 100 and time.process_time() - begun < SECONDS
     assert not (tmp_path / "run").exists()
 
 
@@ -514,7 +514,7 @@ def test_random_settings(tmp_path: Path, capsys, monkeypatch, seed: int) -> None
         code = main(["train", "--resume", "output_dir=nothing", *given])
         err = capsys.readouterr().err
         assert code == 2 and err.startswith("atlas: ") and err.count("\n") == 1, given
-        assert len(err) < LONGEST + 100 and not {"\x1b", "\u202e", "\udce9"} & {*err}, given
+        assert len(err) < LONGEST_LINE + 100 and not {"\x1b", "\u202e", "\udce9"} & {*err}, given
         assert time.process_time() - begun < SECONDS, given
         assert not list(tmp_path.iterdir()), given
 
@@ -586,6 +586,6 @@ def test_random_damage(six_steps: Path, seventh: bytes, tmp_path: Path, capsys, 
         assert code in (0, 1, 2) and "Traceback" not in err and time.process_time() - begun < SECONDS, what
         assert not (run / "checkpoint-6" / "code").exists(), what
         if code:
-            assert err.splitlines()[-1].startswith("atlas: ") and len(err.splitlines()[-1]) < LONGEST + 100, what
+            assert err.splitlines()[-1].startswith("atlas: ") and len(err.splitlines()[-1]) < LONGEST_LINE + 100, what
         elif not (was_signed and _silently_other(what)):
             assert (run / "model.safetensors").read_bytes() == seventh, what

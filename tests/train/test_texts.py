@@ -4,14 +4,14 @@ import pytest
 from rich.console import Console
 
 from atlas_memory.data import Corpus, Source
-from atlas_memory.data.bpe import train_tokenizer
 from atlas_memory.data.prepared import prepare
+from atlas_memory.data.tokenization import train_tokenizer
 from atlas_memory.train.config import ConfigError
 from atlas_memory.train.examples import Text
 from atlas_memory.train.runs import load_run
 from atlas_memory.train.texts import text_of
 from atlas_memory.train.trainer import train
-from tests.data.test_tokens import word_tokenizer
+from tests.data.test_tokenization import word_tokenizer
 from tests.train.small import overrides, settings
 
 

@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
-from ..printing import one_line
+from ..console import one_line, progress_lines
 from .loading import interrupted, loading, on_interrupt, say, take_any_text
 from .planning import plan
-from .progress import telling
 from .rules import rules
 from .text import data_app, tokenizer_app
 
@@ -165,7 +164,7 @@ def evaluate(
     trained = (loaded.config or RunConfig()).data
     length = reading_length(trained.longest) if length is None else length
     scores = {}
-    with telling("evaluate") as told:
+    with progress_lines("evaluate") as told:
         for name, enabled in (("memory_on", True), ("writes_off", False)):
             if writes is not (Writes.off if enabled else Writes.on):
                 said = partial(told, f"reading with {name.replace('_', ' ')}")
@@ -210,7 +209,7 @@ def report(
         from atlas_memory.viz.report.report import write_report
         from atlas_memory.viz.report.words import amount, far_fewer
 
-    with telling("report") as told:
+    with progress_lines("report") as told:
         page = write_comparison(runs, data, column=column, told=told) if len(runs) > 1 else None
         numbers = {} if page else write_report(runs[0], data, column=column, told=told)
     if page:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..printing import one_line
+from ..console import one_line
 
 
 @contextmanager

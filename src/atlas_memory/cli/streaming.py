@@ -6,8 +6,8 @@ from typing import cast
 from torch import Tensor
 from transformers import TextStreamer
 
-from atlas_memory.data.tokens import CONTEXT
-from atlas_memory.printing import printable
+from atlas_memory.console import printable
+from atlas_memory.data.tokenization import DECODING_CONTEXT
 
 AT_MOST = 64  # tokens that are decoded again and again
 
@@ -30,5 +30,5 @@ class CharacterStreamer(TextStreamer):
             self.on_finalized_text(text[self.print_len : whole])
             self.print_len = whole
         if whole == len(text) and len(self.token_cache) > AT_MOST:
-            self.token_cache = self.token_cache[-CONTEXT:]
+            self.token_cache = self.token_cache[-DECODING_CONTEXT:]
             self.print_len = len(cast(str, self.tokenizer.decode(self.token_cache, **self.decode_kwargs)))

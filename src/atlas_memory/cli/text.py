@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ..printing import one_line, tell
+from ..console import one_line, print_line, progress_bar
 from .loading import loading
 
 if TYPE_CHECKING:
@@ -37,12 +36,10 @@ HeldOut = Annotated[float, typer.Option(min=0.0, max=0.9, help="The share of doc
 @contextmanager
 def _counting(source: Source, unit: str) -> Iterator[Callable[[int, int], None]]:
     """Show how much of a source has been read while it is, and say how many documents, and of what else, it was."""
-    from atlas_memory.data.counting import counting
-
     console, began, said = Console(stderr=True), time.monotonic(), ""
     size = source.size()
     what = f"reading {source}" + (f", {size / 1e6:,.1f} MB" if size else "")
-    with counting(console, what, size) as show:
+    with progress_bar(console, what, size) as show:
 
         def told(documents: int, count: int) -> None:
             nonlocal said
@@ -51,7 +48,7 @@ def _counting(source: Source, unit: str) -> Iterator[Callable[[int, int], None]]
 
         yield told
     seconds = time.monotonic() - began
-    tell(console, f"read {said} in {seconds:.0f} s{source.remarks()}")
+    print_line(console, f"read {said} in {seconds:.0f} s{source.remarks()}")
 
 
 @contextmanager
@@ -65,11 +62,6 @@ def _of_options() -> Iterator[None]:
         raise ValueError(said) from error
 
 
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @data_app.command()
 def prepare(
     sources: Sources = None,
@@ -81,9 +73,6 @@ def prepare(
     streaming: Streaming = False,
     documents: Documents = None,
     held_out: HeldOut = 0.1,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that tokenise; default: one a core, at most 8.")
-    ] = None,
 ) -> None:
     """Tokenise text once, into a folder that training reads without loading it."""
     with loading():
@@ -92,7 +81,7 @@ def prepare(
 
     source = Source(sources or None, column, split, subset, streaming, documents)
     with _of_options(), _counting(source, "tokens") as show:
-        made = run(source, out, tokenizer, held_out, workers or min(8, _cores()), show)
+        made = run(source, out, tokenizer, held_out, show)
     print(one_line(made))
 
 
@@ -110,8 +99,8 @@ def train_(
 ) -> None:
     """Learn a byte-level BPE tokenizer from text."""
     with loading():
-        from atlas_memory.data.bpe import train_tokenizer
         from atlas_memory.data.sources import Source
+        from atlas_memory.data.tokenization import train_tokenizer
 
     source = Source(sources or None, column, split, subset, streaming, documents)
     with _of_options(), _counting(source, "characters") as show:

@@ -1,10 +1,9 @@
-"""Text in, token arrays out: the byte tokenizer, corpora with a held-out split, training crops."""
+"""Text in, token arrays out: documents of files and datasets, tokenizers, a held-out split, training examples."""
 
-from atlas_memory.data.crops import RandomCrops
+from atlas_memory.data.corpus import Corpus
+from atlas_memory.data.segments import RandomCrops, Segments, Tokens
 from atlas_memory.data.sources import Document, Source
-from atlas_memory.data.streams import Segments, Tokens
-from atlas_memory.data.text import Corpus
-from atlas_memory.data.tokens import byte_tokenizer, encode, load_tokenizer
+from atlas_memory.data.tokenization import byte_tokenizer, encode, load_tokenizer, train_tokenizer
 
 __all__ = [
     "Corpus",
@@ -16,4 +15,5 @@ __all__ = [
     "byte_tokenizer",
     "encode",
     "load_tokenizer",
+    "train_tokenizer",
 ]

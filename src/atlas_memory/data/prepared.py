@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,17 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from atlas_memory.data.files import PREPARED
-from atlas_memory.data.folders import check_new, new_folder
-from atlas_memory.data.sources import Document, Source
-from atlas_memory.data.streams import Tokens
-from atlas_memory.data.text import Corpus, rank
-from atlas_memory.data.tokens import CONTEXT, encode, load_tokenizer, warn_of_loss
-from atlas_memory.printing import printable
+from atlas_memory.console import printable
+from atlas_memory.data.atomic_folder import check_new, new_folder
+from atlas_memory.data.corpus import Corpus
+from atlas_memory.data.segments import Tokens
+from atlas_memory.data.sources import PREPARED, Document, Source
+from atlas_memory.data.tokenization import encode_batch, load_tokenizer, warn_of_lost_characters
 
-_PART = 2**22  # characters of a text file that are tokenised at once
+_CHUNK = 2**22  # characters of a text file that are tokenised at once
 _HELD_OUT_AT_MOST = 2**24  # characters
-_DECODED_AT_ONCE = 2**18  # tokens
+_END_AT_MOST = 2**22  # tokens, of the end of a text, which are decoded at once
 logger = logging.getLogger(__name__)
 
 
@@ -41,7 +36,7 @@ class Prepared:
         source: What was prepared.
         documents, tokens, skipped: How many.
         dtype: Of the ids.
-        name_of_tokenizer: As it was given; of a folder, its whole path.
+        tokenizer_name: As it was given; of a folder, its whole path.
     """
 
     folder: Path
@@ -50,7 +45,7 @@ class Prepared:
     tokens: int
     skipped: int
     dtype: str
-    name_of_tokenizer: str
+    tokenizer_name: str
 
     @classmethod
     def open(cls, path: Any) -> Prepared | None:
@@ -126,14 +121,13 @@ def prepare(
     folder: Path,
     tokenizer: str = "bytes",
     held_out: float = 0.1,
-    workers: int = 1,
     progress: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> Prepared:
-    """Tokenise all documents of `source` into `folder`, in bounded memory, with so many processes.
+    """Tokenise all documents of `source` into `folder`, in bounded memory.
 
     About the share `held_out` of the documents, by a hash of their names, is held out, but no more than 16 million
     characters. The first document is always trained on; where none is held out, the end of the text is. `progress` is
-    told how many documents and tokens have been written.
+    called with how many documents and tokens have been written.
 
     Raises:
         ValueError: The folder is not empty; there is no text to read; what `Source.documents` raises.
@@ -144,18 +138,18 @@ def prepare(
         tokenizer = str(home.resolve())  # so that a run anywhere knows it again
     dtype = np.dtype("<u2" if len(known) <= 2**16 else "<u4")
     end = np.asarray([known.eos_token_id], dtype)
-    source.largest = _PART
+    source.chunk = _CHUNK
     starts: list[int] = []
     written = kept = left = trained = 0
     with new_folder(folder) as partial:
         with (partial / "tokens.bin").open("wb") as file, (partial / "held_out.jsonl").open("w") as held:
             holding = False
-            for document, ids in _tokenised(source, tokenizer, dtype.str, workers):
+            for document, ids in _tokenised(source, known):
                 if not document.continues:
                     if not starts:
-                        warn_of_loss(known, [document.text])
+                        warn_of_lost_characters(known, [document.text])
                     room = kept + len(document.text) <= _HELD_OUT_AT_MOST
-                    holding = bool(starts) and room and rank(document) < held_out
+                    holding = bool(starts) and room and document.rank() < held_out
                     if not holding:
                         starts.append(written)
                         file.write(end.tobytes())
@@ -167,28 +161,22 @@ def prepare(
                         left += len(document.text)
                     kept += len(document.text)
                     continue
-                file.write(ids.tobytes())
+                file.write(ids.astype(dtype).tobytes())
                 written += len(ids)
                 trained += len(document.text)
                 progress(len(starts), written)
             if not starts:
                 raise ValueError(source.without_text())
             file.write(end.tobytes())
-        if left:
-            logger.warning(
-                "%s: the last document held out is longer than is held out in all; its last %s characters are neither "
-                "held out nor trained on. Cut it into several files to train on most of it",
-                printable(str(source)),
-                f"{left:,}",
+        if left or kept > trained:
+            long = (
+                f"the last document held out is longer than is held out in all; its last {left:,} characters are "
+                "neither held out nor trained on. Cut it into several files to train on most of it"
+                if left
+                else f"{kept:,} characters are held out, more than the {trained:,} to train on, since a long document "
+                "is among them: rename it, or cut it into several files"
             )
-        elif kept > trained:
-            logger.warning(
-                "%s: %s characters are held out, more than the %s to train on, since a long document is among them: "
-                "rename it, or cut it into several files",
-                printable(str(source)),
-                f"{kept:,}",
-                f"{trained:,}",
-            )
+            logger.warning("%s: %s", printable(str(source)), long)
         if not kept:
             written = _hold_out_the_end(partial, known, starts, written, held_out, dtype)
         np.save(partial / "starts.npy", np.asarray(starts, np.int64))
@@ -199,7 +187,7 @@ def prepare(
             "tokens": written + 1,
             "skipped": source.skipped,
             "dtype": dtype.str,
-            "name_of_tokenizer": tokenizer,
+            "tokenizer_name": tokenizer,
         }
         (partial / PREPARED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     return Prepared(folder, **about)
@@ -210,8 +198,8 @@ def _hold_out_the_end(
 ) -> int:
     """Where no document was held out, hold out the end of the text: how many tokens are left."""
     ids = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r+")
-    size = min(max(16, int(written * share)), _HELD_OUT_AT_MOST)
-    while size < written and not any(map(str.strip, _decoded(tokenizer, ids[written - size : written]))):
+    size = min(max(16, int(written * share)), _END_AT_MOST)
+    while size < written and not _decode(tokenizer, ids[written - size : written]).strip():
         size *= 2  # the end is blank
     cut = written - size
     if cut < 2:
@@ -219,8 +207,7 @@ def _hold_out_the_end(
     edges = [cut, *(s for s in starts if s > cut), written]
     with (folder / "held_out.jsonl").open("w", encoding="utf-8") as held:
         for n, (first, last) in enumerate(pairwise(edges)):
-            text = "".join(_decoded(tokenizer, ids[first:last]))
-            if text.strip():
+            if (text := _decode(tokenizer, ids[first:last])).strip():
                 held.write(json.dumps({"name": f"the end, {n}", "text": text}) + "\n")
     starts[:] = [s for s in starts if s < cut]
     ids[cut] = tokenizer.eos_token_id
@@ -230,66 +217,19 @@ def _hold_out_the_end(
     return cut
 
 
-def _decoded(tokenizer: Any, ids: np.ndarray) -> Iterator[str]:
-    """The text of the ids in pieces, which add up to what it is at once; a list of all would take a hundred bytes each.
-
-    Each is decoded behind a few tokens before it, as what a tokenizer makes of the first of them is not what it makes
-    of others, and ends where no character does not."""
-    first = 0
-    while first < len(ids):
-        last = min(first + _DECODED_AT_ONCE, len(ids))
-        behind = ids[max(0, first - CONTEXT) : first].tolist()
-        before = tokenizer.decode(behind, skip_special_tokens=True)
-        for _ in range(CONTEXT):  # of which the last one ends a character
-            piece = tokenizer.decode(behind + ids[first:last].tolist(), skip_special_tokens=True)
-            if not piece.endswith("\ufffd") or last == len(ids):
-                break
-            last += 1
-        yield piece[len(before) :]
-        first = last
+def _decode(tokenizer: Any, ids: np.ndarray) -> str:
+    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
 
-_worker: Any = None
-
-
-def _start(tokenizer: str) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = load_tokenizer(tokenizer)
-
-
-def _encode(work: tuple[Document, str]) -> tuple[Document, np.ndarray]:
-    document, dtype = work
-    return document, encode(_worker, document.text).astype(dtype)
-
-
-def _tokenised(source: Source, tokenizer: str, dtype: str, workers: int) -> Iterator[tuple[Document, np.ndarray]]:
-    """Every document with its ids, in order; never more than a few documents a worker are under way."""
-    work = ((document, dtype) for document in source.documents())
-    if workers == 1 or tokenizer == "bytes":  # bytes are encoded faster than they are sent to another process
-        _start(tokenizer)
-        yield from map(_encode, work)
-        return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (tokenizer,))
-    try:
-        pending: deque[Future[tuple[Document, np.ndarray]]] = deque()
-        for item in work:
-            pending.append(_submitted(pool, item))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise RuntimeError(
-            f"one of {workers} processes that tokenise was killed or could not be started, perhaps for want of memory: "
-            "take fewer (--workers)"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _submitted(pool: ProcessPoolExecutor, item: tuple[Document, str]) -> Future[tuple[Document, np.ndarray]]:
-    try:
-        return pool.submit(_encode, item)  # which may start a process
-    except (OSError, ValueError) as error:  # ValueError: the pool closes the pipes of one that was killed meanwhile
-        raise BrokenProcessPool(str(error)) from error
+def _tokenised(source: Source, tokenizer: Any) -> Iterator[tuple[Document, np.ndarray]]:
+    """Every document with its ids, in order. A batch is tokenised by as many threads as there are cores, and holds a
+    chunk for each of them, so that memory is bounded."""
+    batch: list[Document] = []
+    room = most = _CHUNK * min(8, os.cpu_count() or 1)
+    for document in source.documents():
+        batch.append(document)
+        room -= len(document.text)
+        if room <= 0:
+            yield from zip(batch, encode_batch(tokenizer, [d.text for d in batch]), strict=True)
+            batch, room = [], most
+    yield from zip(batch, encode_batch(tokenizer, [d.text for d in batch]), strict=True)

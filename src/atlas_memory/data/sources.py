@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import logging
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atlas_memory.data.files import PREPARED, files_under, library_files, shown
-from atlas_memory.data.folders import first_line
-from atlas_memory.data.parts import digest_of, how_to_convert, parts_of
-from atlas_memory.data.saved import SPLITS, is_saved_dataset, rows_of_dataset
-from atlas_memory.data.tables import READERS, NoTable, column_of
-from atlas_memory.printing import printable
+from atlas_memory.console import first_line, printable, valid_utf8
+from atlas_memory.data.readers import (
+    SPLITS,
+    TABLES,
+    NotATable,
+    how_to_convert,
+    is_saved_dataset,
+    read_column,
+    read_dataset,
+    read_text,
+)
 
+PREPARED = "prepared.json"  # in a folder of `atlas data prepare`, written last: without it the folder is not finished
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _NAMED = 3  # of the files that were skipped
+# Folders of the standard library that hold tests, other people's code or generated tables.
+_NOT_LIBRARY = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip", "pydoc_data", "encodings"}
+)
 logger = logging.getLogger(__name__)
 
 
 def is_dataset_name(place: str) -> bool:
     """Whether it can only be the name of a dataset on a hub: nothing here has it, and it looks like one."""
-    ending = Path(place).suffix.lower() in {*READERS, ".txt", ".md", ".py", ".gz", ".zip"}
+    ending = Path(place).suffix.lower() in {*TABLES, ".txt", ".md", ".py", ".gz", ".zip"}
     return bool(_HUB.fullmatch(place)) and not ending and not Path(place).parent.exists()
 
 
@@ -39,6 +50,11 @@ class Document:
     text: str
     continues: bool = False
     """Whether it goes on with the document before it, of which it is a part."""
+
+    def rank(self) -> float:
+        """A number in [0, 1) that depends on the name alone: a share s of documents has a rank below s."""
+        number = int.from_bytes(hashlib.sha256(self.name.encode("utf-8", "surrogateescape")).digest()[:8], "big")
+        return (number % 10 + number // 10 % 10_000 / 10_000) / 10
 
 
 @dataclass
@@ -54,7 +70,7 @@ class Source:
         subset: Of a dataset on a hub that has several, its "configuration".
         streaming: Read a dataset on a hub row by row as it comes, instead of downloading it whole first.
         documents_at_most: Of all places together; None: all.
-        largest: Cut text files into parts of about so many characters, at the ends of lines; None: never.
+        chunk: Cut text files into parts of about so many characters, at the ends of lines; None: never.
 
     Attributes:
         skipped: Of the files of folders and the rows of tables, how many were not text, empty, unreadable or exact
@@ -69,32 +85,33 @@ class Source:
     subset: str | None = None
     streaming: bool = False
     documents_at_most: int | None = None
-    largest: int | None = None
+    chunk: int | None = None
     skipped: int = 0
     first_skipped: list[str] = field(default_factory=list)
     read: int = 0
-    _seen: set[bytes] = field(default_factory=set)
-    _asked: set[str] = field(default_factory=set)  # options that had an effect
-    _told: set[str] = field(default_factory=set)  # what people were told once
+    _digests: set[bytes] = field(default_factory=set)
+    _used: set[str] = field(default_factory=set)  # options that had an effect
+    _warned: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
-        if self.path is None:
-            return "the Python standard library's source"
-        return str(self.path) if isinstance(self.path, str | Path) else ", ".join(self.path)
+        return "the Python standard library's source" if self.path is None else ", ".join(self._places())
+
+    def _places(self) -> list[str]:
+        return [str(self.path)] if isinstance(self.path, str | Path) else list(self.path or [])
 
     def remarks(self) -> str:
-        """How many were skipped, the names of the first of them, and which options nothing that was read asked for, as
-        the end of a sentence; empty if there is nothing to say."""
+        """How many were skipped, the names of the first of them, and which options had no effect, as the end of a
+        sentence; empty if there is nothing to say."""
         names = ", ".join(self.first_skipped)
         more = f" and {self.skipped - _NAMED} more" if self.skipped > _NAMED else ""
         said = f"; {self.skipped} skipped (not text, empty or copies): {names}{more}" if self.skipped else ""
         for name in ("column", "split", "subset", "streaming"):
-            if name not in self._asked and getattr(self, name) != getattr(Source, name):
+            if name not in self._used and getattr(self, name) != getattr(Source, name):
                 said += f"; data.{name}={getattr(self, name)!r} has no effect on such text"
         return said
 
     def without_text(self) -> str:
-        """What to say where nothing that was read is a document."""
+        """The message where nothing that was read is a document."""
         return f"no text in {str(self)!r}: it has no non-empty UTF-8 text{self.remarks()}"
 
     def size(self) -> int | None:
@@ -103,17 +120,17 @@ class Source:
             return None
         if self.path is None:
             root = Path(sysconfig.get_path("stdlib"))
-            return sum(_size(root / name) for name in library_files(root))
+            return sum(_size(root / name) for name in _library_files(root))
         files: list[Path] = []
-        for place in map(str, [self.path] if isinstance(self.path, str | Path) else self.path):
-            root = _root(place)
-            found = [root] if root.exists() else [path for path, _ in _fitting(root)]
+        for place in self._places():
+            root = _checked_path(place)
+            found = [root] if root.exists() else [path for path, _ in _matching(root)]
             if any(map(is_saved_dataset, found)) or (not found and is_dataset_name(place)):
                 return None
-            for root in found:
-                files += [root / name for name in files_under(root, self._leave_out)] if root.is_dir() else [root]
-        packed = any(path.suffix.lower() == ".parquet" for path in files)  # of which more is read than there is
-        return None if packed else sum(map(_size, files))
+            for path in found:
+                files += [path / name for name in _files_under(path, self._leave_out)] if path.is_dir() else [path]
+        compressed = any(path.suffix.lower() == ".parquet" for path in files)  # of which more is read than there is
+        return None if compressed else sum(map(_size, files))
 
     def documents(self) -> Iterator[Document]:
         """Every document, or the first so many.
@@ -130,60 +147,56 @@ class Source:
             yield document
 
     def _documents(self) -> Iterator[Document]:
-        self.skipped, self.first_skipped, self.read, self._seen = 0, [], 0, set()
+        self.skipped, self.first_skipped, self.read, self._digests = 0, [], 0, set()
         if self.path is None:
             root = Path(sysconfig.get_path("stdlib"))
-            yield from self._files(root, library_files(root))
+            yield from self._folder(root, [*_library_files(root)])
             return
-        places = [self.path] if isinstance(self.path, str | Path) else list(self.path)
+        places = self._places()
         if not places:
             raise ValueError("data.path is an empty list: name a file, a folder or a dataset")
         for n, place in enumerate(places):
             # Not the place's own name: documents are held out by their names, wherever the folder stands.
-            yield from self._place(str(place), "" if len(places) == 1 else f"{n}/")
+            yield from self._place(place, "" if len(places) == 1 else f"{n}/")
 
     def _place(self, place: str, prefix: str) -> Iterator[Document]:
-        root = _root(place)
+        root = _checked_path(place)
         if os.path.isfile(root / PREPARED):
             raise ValueError(f"data.path: {place!r} is a prepared folder, which is no part of a text: name it alone")
         if os.path.isfile(root / "tokens.bin") and os.path.isfile(root / "starts.npy"):
             raise ValueError(f"data.path={place!r} is a prepared folder without its {PREPARED}: prepare it again")
         if root.is_dir() and not is_saved_dataset(root):
-            found = self._files(root, files_under(root, self._leave_out))
+            found = self._folder(root, [*_files_under(root, self._leave_out)])
         elif root.is_dir():
-            self._asked |= {"split"} if (root / SPLITS).is_file() else set()
-            found = self._rows(place, rows_of_dataset(root, self.column, self.split), root.name)
+            self._used |= {"split"} if (root / SPLITS).is_file() else set()
+            found = self._rows(place, read_dataset(root, self.column, self.split), root.name)
         elif root.is_file():
             found = self._file(root, root.name, alone=True)
         elif root.exists():
             raise ValueError(f"data.path={place!r} is neither a file nor a folder: name one that holds the text")
         elif root.is_symlink():
             raise ValueError(f"data.path={place!r} is a link to {os.readlink(root)!r}, and nothing is there")
-        elif fitting := _fitting(root):
-            found = (d for path, prefix in fitting for d in self._place(str(path), prefix))
+        elif matching := _matching(root):
+            found = (document for path, inside in matching for document in self._place(str(path), inside))
         elif any(c in place for c in "*?["):
             raise ValueError(f"data.path={place!r}: no file fits this pattern")
         elif is_dataset_name(place):
-            self._asked |= {"split", "subset", "streaming"}
-            rows = rows_of_dataset(place, self.column, self.split, self.subset, self.streaming)
+            self._used |= {"split", "subset", "streaming"}
+            rows = read_dataset(place, self.column, self.split, self.subset, self.streaming)
             found = self._rows(place, rows, place)
         else:
-            raise ValueError(f"data.path={place!r} does not exist{_how_to_make(root)}")
+            remedy = "" if root.suffix else f"; prepared text is made by: atlas data prepare TEXT --out {root}"
+            raise ValueError(f"data.path={place!r} does not exist{remedy}")
         for document in found:
-            yield Document(shown(prefix + document.name), document.text, document.continues)
+            yield Document(valid_utf8(prefix + document.name), document.text, document.continues)
 
-    def _files(self, root: Path, names: list[str]) -> Iterator[Document]:
+    def _folder(self, root: Path, names: Iterable[str]) -> Iterator[Document]:
         for name in names:
             yield from self._file(root / name, name, alone=False)
 
     def _file(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
-        before = self.read
-        yield from self._documents_of(path, name, alone)
-        self.read = before + _size(path)
-
-    def _documents_of(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
-        """`alone`: the user named it, so that what is wrong with it is said and not skipped."""
-        is_table = path.suffix.lower() in READERS and _size(path)
+        """`alone`: the user named it, so that what is wrong with it is an error; others are skipped."""
+        before, is_table = self.read, path.suffix.lower() in TABLES and _size(path)
         try:
             yield from self._table(path, name, alone) if is_table else self._text(path, name, alone)
         except OSError as error:
@@ -191,18 +204,19 @@ class Source:
                 raise ValueError(f"data.path={str(path)!r} cannot be read: {error.strerror}") from error
             self._skip(name)
             self._leave_out(error)
+        self.read = before + _size(path)
 
     def _table(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
         path.open("rb").close()  # an OSError where it cannot be read; later ones are of damaged rows
         try:
-            rows = READERS[path.suffix.lower()](path, self.column)
+            rows = TABLES[path.suffix.lower()](path, self.column)
             yield from self._rows(str(path), rows, name, self.read + _size(path))
         except ValueError as error:
             if alone:
                 raise
-            if isinstance(error, NoTable) and path.suffix.lower() == ".json" and self.column == "text":
+            if isinstance(error, NotATable) and path.suffix.lower() == ".json" and self.column == "text":
                 self._skip(name)  # what ends in .json may be anything, such as a list of options
-                self._tell(".json", f"{error}: it is left out, and so are others like it")
+                self._warn_once(".json", f"{error}: it is left out, and so are others like it")
                 return
             raise ValueError(
                 f"{error}; or leave the file out: name the others, or a pattern such as "
@@ -210,18 +224,17 @@ class Source:
             ) from error
 
     def _text(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
-        """A text in its parts."""
         try:
-            parts: Iterable[str] = parts_of(path, self.largest)
-            whole: Iterable[str] = parts_of(path, self.largest)
-            if self.largest is None or _size(path) < self.largest:  # a single part, which is read once
+            parts: Iterable[str] = read_text(path, self.chunk)
+            whole: Iterable[str] = read_text(path, self.chunk)
+            if self.chunk is None or _size(path) < self.chunk:  # a single part, which is read once
                 parts = whole = [*parts]
-            digest = digest_of(whole)  # of all parts, before any of them is read from
+            digest = _digest(whole)  # of all parts, before any of them is given
             for i, text in enumerate(parts):
                 self.read += len(text)
                 if path.suffix.lower() in (".html", ".htm"):
                     words = "is read as it is, with its tags, and so are others like it"
-                    self._tell("tags", f"{path} {words}: take their text out before if that is not wanted")
+                    self._warn_once("tags", f"{path} {words}: take their text out before if that is not wanted")
                 if i == 0 and not self._is_new(digest, name):  # a copy of another file, or of nothing
                     if isinstance(self.path, str | Path) and path == Path(self.path).expanduser():
                         raise ValueError(f"data.path={str(path)!r} is empty")
@@ -234,33 +247,32 @@ class Source:
                 raise ValueError(f"data.path={str(path)!r} is not UTF-8 text: {how_to_convert(path)}") from error
             self._skip(name)
 
-    def _rows(self, place: str, rows: Iterable[Any], name: str, size: int = 0) -> Iterator[Document]:
-        """A document for each row that has text. `size`: the bytes read when all of them have been."""
-        self._asked.add("column")
-        for i, text in enumerate(column_of(place, rows, self.column)):
+    def _rows(self, place: str, rows: Iterable[Any], name: str, end: int = 0) -> Iterator[Document]:
+        """A document for each row that has text. `end`: the bytes read when all of them have been."""
+        self._used.add("column")
+        for i, text in enumerate(read_column(place, rows, self.column)):
             row = f"{name}:{i + 1}"  # people count from one
             if not isinstance(text, str):
                 self._skip(row)
                 continue
-            self.read = min(size, self.read + len(text))
+            self.read = min(end, self.read + len(text))
             try:
-                new = self._is_new(digest_of([text]), row)
+                new = self._is_new(_digest([text]), row)
             except UnicodeEncodeError:
                 self._skip(row)
                 words = "is left out, and so are others like it: it has half a character, or bytes that are not UTF-8"
-                self._tell("half", f"{row} {words} (convert what has another encoding first)")
+                self._warn_once("half", f"{row} {words} (convert what has another encoding first)")
                 continue
             if new:
                 yield Document(f"{name}:{i}", text)  # the name decides what is held out
 
-    def _tell(self, what: str, words: str) -> None:
-        """Warn of something once."""
-        if what not in self._told:
-            self._told.add(what)
-            logger.warning("%s", printable(words))
+    def _warn_once(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            logger.warning("%s", printable(message))
 
     def _leave_out(self, error: OSError) -> None:
-        self._tell(str(error.filename), f"{error.filename} cannot be read ({error.strerror}): it is left out")
+        self._warn_once(str(error.filename), f"{error.filename} cannot be read ({error.strerror}): it is left out")
 
     def _skip(self, name: str) -> None:
         self.skipped += 1
@@ -268,14 +280,23 @@ class Source:
             self.first_skipped.append(name)
 
     def _is_new(self, digest: bytes | None, name: str) -> bool:
-        if digest is None or digest in self._seen:
+        if digest is None or digest in self._digests:
             self._skip(name)
             return False
-        self._seen.add(digest)
+        self._digests.add(digest)
         return True
 
 
-def _root(place: str) -> Path:
+def _digest(parts: Iterable[str]) -> bytes | None:
+    """A hash of a text in parts; None if it is blank. UnicodeEncodeError for surrogates."""
+    found, blank = hashlib.sha256(), True
+    for text in parts:
+        found.update(text.encode("utf-8"))
+        blank = blank and not text.strip()
+    return None if blank else found.digest()[:16]
+
+
+def _checked_path(place: str) -> Path:
     """Its path, whether there is anything or not; ValueError where that cannot be asked."""
     root = Path(place).expanduser()
     try:
@@ -287,22 +308,48 @@ def _root(place: str) -> Path:
     return root
 
 
-def _fitting(pattern: Path) -> list[tuple[Path, str]]:
+def _matching(pattern: Path) -> list[tuple[Path, str]]:
     """The paths that fit a pattern, and what the names of their documents begin with. Folders that are there as they
     are written are no patterns."""
     fixed = next(folder for folder in pattern.parents if folder.exists())
-    found = sorted(glob.glob(str(pattern.relative_to(fixed)), root_dir=fixed, recursive=True))
-    return [(fixed / name, _folder(fixed / name, fixed)) for name in found]
+    names = sorted(glob.glob(str(pattern.relative_to(fixed)), root_dir=fixed, recursive=True))
+    folders = ((fixed / name, Path(name) if (fixed / name).is_dir() else Path(name).parent) for name in names)
+    return [(path, "" if folder == Path() else f"{folder.as_posix()}/") for path, folder in folders]
 
 
-def _folder(path: Path, fixed: Path) -> str:
-    inside = (path if path.is_dir() else path.parent).relative_to(fixed).as_posix()
-    return "" if inside == "." else f"{inside}/"
+def _files_under(
+    root: Path, unreadable: Callable[[OSError], None] | None = None, without: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """Relative paths of the files under `root`, sorted within each folder; without hidden ones, prepared folders, runs
+    and folders named in `without`. Links to folders are followed, and each folder is entered once. `unreadable` is
+    called with the error of each folder that cannot be read, which is left out."""
+    entered = {os.path.realpath(root)}
+
+    def enters(path: Path) -> bool:
+        if path.name.startswith((".", "__pycache__")) or path.name in without or _is_prepared_or_run(path):
+            return False
+        real = os.path.realpath(path)
+        new = real not in entered
+        entered.add(real)
+        return new
+
+    for folder, subfolders, files in os.walk(root, onerror=unreadable, followlinks=True):
+        subfolders[:] = [name for name in sorted(subfolders) if enters(Path(folder) / name)]
+        for path in (Path(folder) / name for name in sorted(files) if not name.startswith(".")):
+            if os.path.isfile(path) or not os.path.exists(path):  # no pipe and no device, which may never end
+                yield path.relative_to(root).as_posix()
 
 
-def _how_to_make(root: Path) -> str:
-    """The command that would have made a folder that is not there; nothing of a file."""
-    return "" if root.suffix else f"; prepared text is made by: atlas data prepare TEXT --out {root}"
+def _is_prepared_or_run(folder: Path) -> bool:
+    """Of a run the logs would be read as tables of text."""
+    has = {name for name in (PREPARED, "run.yaml", "data.json") if os.path.isfile(folder / name)}
+    return PREPARED in has or len(has) == 2
+
+
+def _library_files(root: Path) -> Iterator[str]:
+    """Relative paths of the Python standard library's own source, where `root` is its folder."""
+    names = _files_under(root, without=_NOT_LIBRARY)
+    return (n for n in names if n.endswith(".py") and not n.rpartition("/")[2].startswith("_sysconfigdata"))
 
 
 def _size(path: Path) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from atlas_memory.data.sources import Document
-from atlas_memory.data.tokens import bytes_per_token, encode
+from atlas_memory.data.tokenization import bytes_per_token, encode
 from atlas_memory.monitor.watching import evaluating
 from atlas_memory.monitor.writes import memory_writes
 

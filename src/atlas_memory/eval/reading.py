@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from atlas_memory.data.tokens import CONTEXT
+from atlas_memory.data.tokenization import DECODING_CONTEXT
 from atlas_memory.eval.perplexity import Told, check_read, recent_nats, token_nats
 from atlas_memory.monitor.watching import evaluating, memories
 from atlas_memory.monitor.writes import memory_writes
@@ -108,9 +108,9 @@ def pieces_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     for token in ids:
         held.append(int(token))
         text = tokenizer.decode(behind + held, clean_up_tokenization_spaces=False)[len(before) :]
-        whole = not text.endswith("\ufffd") or len(held) > CONTEXT
+        whole = not text.endswith("\ufffd") or len(held) > DECODING_CONTEXT
         found.append(text if whole else "")
         if whole:
-            behind, held = (behind + held)[-CONTEXT:], []
+            behind, held = (behind + held)[-DECODING_CONTEXT:], []
             before = tokenizer.decode(behind, clean_up_tokenization_spaces=False)
     return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from atlas_memory.data.tokens import encode
+from atlas_memory.data.tokenization import encode
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer

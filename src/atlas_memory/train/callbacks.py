@@ -15,12 +15,12 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from atlas_memory.console import print_line
 from atlas_memory.data import Document
-from atlas_memory.data.tokens import encode
+from atlas_memory.data.tokenization import encode
 from atlas_memory.eval.perplexity import bits_per_byte
 from atlas_memory.eval.sampling import sample
 from atlas_memory.monitor.watching import evaluating
-from atlas_memory.printing import tell
 from atlas_memory.train.checkpoints import writing
 from atlas_memory.train.finite import not_finite
 from atlas_memory.train.logs import line
@@ -205,7 +205,7 @@ class Samples(AtStepEnd):
             file.write(line({"step": state.global_step, "prompt": self.prompt, "text": written}))
         shown = " ".join(written.split())
         shown = shown if len(shown) <= 100 else f"{shown[:100]} ..."
-        tell(self.console, f"sample after step {state.global_step:,}: {shown}")
+        print_line(self.console, f"sample after step {state.global_step:,}: {shown}")
 
 
 class JsonLog(TrainerCallback):
@@ -284,7 +284,7 @@ class ProgressBar(TrainerCallback):
             self._tenth, self._printed = int(10 * share), now
             step, loss, speed, left, held_out, passed, rate = parts
             text = "  ".join(filter(None, (step, f"{loss} nats/token", held_out, speed, rate, f"{passed}, {left}")))
-            tell(self.console, f"training {share:4.0%}  {text}")
+            print_line(self.console, f"training {share:4.0%}  {text}")
 
     def _fitting(self, parts: tuple[str, ...]) -> str:
         """The first of the parts, the most important ones, as many as the terminal has room for behind the bar."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from atlas_memory.data.folders import first_line
+from atlas_memory.console import first_line
 from atlas_memory.train import sharded
 from atlas_memory.train.config import ConfigError
 from atlas_memory.train.loaded import OPTIMIZER, STATE, number

@@ -16,9 +16,9 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from transformers.integrations import get_reporting_integration_callbacks
 
+from atlas_memory.console import print_line
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import PRESETS, AtlasConfig
-from atlas_memory.printing import tell
 from atlas_memory.train import sharded
 from atlas_memory.train.checkpoints import SAVING, newest_checkpoint, number
 from atlas_memory.train.config import ConfigError, DataSection, ModelSection, RunConfig, load_saved
@@ -92,10 +92,10 @@ def check_needs(config: RunConfig, architecture: AtlasConfig, console: Console) 
         )
     for name in ("lanes", "carry", "pass_states") if config.data.order == "crops" else ():
         if (value := getattr(config.data, name)) != DataSection.model_fields[name].default:
-            tell(console, f"warning: data.{name}={value} has no effect with data.order=crops")
+            print_line(console, f"warning: data.{name}={value} has no effect with data.order=crops")
     chunk = architecture.memory_rule().window.chunk if BLOCKS[architecture.block].memory else 0
     if config.data.order != "crops" and architecture.hierarchy is None and chunk > 2 * config.data.longest:
-        tell(
+        print_line(
             console,
             f"warning: memories read chunks of {chunk} tokens, and compute whole ones for each segment of "
             f"{config.data.longest}, since rows stand at different places: model.chunk_size={config.data.longest} "
@@ -105,7 +105,7 @@ def check_needs(config: RunConfig, architecture: AtlasConfig, console: Console) 
         return
     needed = of_model(config, architecture, processes()).memory
     if needed > there:
-        tell(
+        print_line(
             console,
             f"warning: about {needed / 1e9:.0f} GB are needed and there are {there / 1e9:.0f}: lower train.batch_size, "
             "data.seq_len or data.lanes, or take train.gradient_checkpointing=true; `atlas plan` tells what each costs",

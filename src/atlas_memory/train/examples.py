@@ -13,10 +13,10 @@ import numpy as np
 from rich.console import Console
 from transformers import default_data_collator
 
+from atlas_memory.console import progress_bar
 from atlas_memory.data import Corpus, Document, RandomCrops, Segments, Source, Tokens, load_tokenizer
-from atlas_memory.data.counting import counting
 from atlas_memory.data.prepared import Prepared
-from atlas_memory.data.tokens import is_byte_tokenizer, is_one_tokenizer, warn_of_loss
+from atlas_memory.data.tokenization import is_byte_tokenizer, same_tokenizer, warn_of_lost_characters
 from atlas_memory.train.config import ConfigError, DataSection, RunConfig
 from atlas_memory.train.processes import process, processes
 from atlas_memory.train.settings import ABOUT, BYTES
@@ -54,11 +54,11 @@ class Text:
             check_tokenizer(config, tokenizer, f"data.tokenizer={data.tokens!r}")
             console = console or Console(stderr=True, quiet=process() > 0)
             return cls(*_read_and_tokenise(data, tokenizer, console)).warned()
-        names, given = (prepared.name_of_tokenizer, prepared.tokenizer), data.tokenizer
-        if given is not None and not any(is_one_tokenizer(given, name) for name in names):
+        names, given = (prepared.tokenizer_name, prepared.tokenizer), data.tokenizer
+        if given is not None and not any(same_tokenizer(given, name) for name in names):
             raise ConfigError(
                 f"data.tokenizer={given!r}, but {str(prepared.folder)!r} was prepared with "
-                f"{prepared.name_of_tokenizer!r}: leave data.tokenizer out, or prepare the text again"
+                f"{prepared.tokenizer_name!r}: leave data.tokenizer out, or prepare the text again"
             )
         usual = DataSection()
         for name in ("held_out", "column", "split", "subset", "streaming", "documents"):
@@ -74,7 +74,7 @@ class Text:
     def warned(self) -> Text:
         """Itself, after a warning where the tokenizer loses text."""
         if process() == 0:
-            warn_of_loss(self.tokenizer, (document.text for document in self.held_out))
+            warn_of_lost_characters(self.tokenizer, (document.text for document in self.held_out))
         return self
 
     def examples(self, config: RunConfig) -> Examples:
@@ -167,7 +167,7 @@ def _read_and_tokenise(
     source, share = Source(**{n: v for n, v in options.items() if n != "held_out"}), options["held_out"]
     size = source.size()
     if console.is_terminal or size is None or size > 16 * LONG:
-        with counting(console, f"reading {source}", size) as show:
+        with progress_bar(console, f"reading {source}", size) as show:
             corpus = Corpus.of(source, share, lambda documents: show(source.read, f"{documents:,} documents read"))
     else:
         corpus = Corpus.of(source, share)
@@ -175,7 +175,7 @@ def _read_and_tokenise(
     if is_byte_tokenizer(tokenizer) or characters < LONG:
         return str(corpus), tokenizer, Tokens.of(tokenizer, corpus.train), corpus.held_out
     what = f"tokenising {characters / 1e6:.1f}M characters of {source}; `atlas data prepare` does it once for all runs"
-    with counting(console, what, characters if len(corpus.train) > 1 else None) as show:
+    with progress_bar(console, what, characters if len(corpus.train) > 1 else None) as show:
         tokens = Tokens.of(tokenizer, corpus.train, lambda done: show(done, ""))
     return str(corpus), tokenizer, tokens, corpus.held_out
 

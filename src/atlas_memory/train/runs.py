@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from atlas_memory.data.tokens import read_tokenizer
+from atlas_memory.data.tokenization import read_tokenizer
 from atlas_memory.layers.gate_projection import GateProjection
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.rules.names import meant

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from atlas_memory.data.files import shown
+from atlas_memory.console import valid_utf8
 from atlas_memory.data.prepared import Prepared, load_corpus
 from atlas_memory.data.sources import Document, Source, is_dataset_name
-from atlas_memory.data.tokens import warn_of_loss
+from atlas_memory.data.tokenization import warn_of_lost_characters
 from atlas_memory.train.config import RunConfig
 from atlas_memory.train.examples import digest_of_held_out
 from atlas_memory.train.runs import Run
@@ -34,7 +34,7 @@ def text_of(run: Run, data: str | Path | None = None, column: str | None = None)
         except ValueError as error:
             raise ValueError(f"the text of {run.folder} cannot be read ({error}): give another by --data") from error
         _warn_of_change(run, held_out)
-        warn_of_loss(run.tokenizer, (document.text for document in held_out))
+        warn_of_lost_characters(run.tokenizer, (document.text for document in held_out))
         return f"the held-out part of {source}", held_out
     try:
         if Prepared.open(data) is not None:
@@ -42,8 +42,8 @@ def text_of(run: Run, data: str | Path | None = None, column: str | None = None)
                 f"data.path={str(data)!r} is a prepared folder, which keeps held-out text only: give the text"
             )
         documents = _documents(data, run.config or RunConfig(), column)
-        warn_of_loss(run.tokenizer, (document.text for document in documents))
-        return shown(str(data)), documents
+        warn_of_lost_characters(run.tokenizer, (document.text for document in documents))
+        return valid_utf8(str(data)), documents
     except ValueError as error:  # the readers name the key of a run
         raise ValueError(str(error).replace("data.path", "--data").replace("data.column", "--column")) from error
 

@@ -18,10 +18,10 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from atlas_memory.console import print_line
 from atlas_memory.data import Segments
 from atlas_memory.layers.omega_memory import set_execution
 from atlas_memory.models import PRESETS, AtlasForCausalLM
-from atlas_memory.printing import tell
 from atlas_memory.train import sharded
 from atlas_memory.train.arguments import arguments_of
 from atlas_memory.train.callbacks import Clock, HeldOut, JsonLog, ProgressBar, Samples, StopOnInterrupt
@@ -113,13 +113,13 @@ def _locked(
     _set_execution(config, model)
     check_growth(config, model)
     check_gates(config, model)
-    tell(console, text.about)
+    print_line(console, text.about)
     begun, preset = config.model.init_from, config.model.preset
     what = preset if begun is None else f"{begun} (of preset {preset} no more than the learning rate)"
-    tell(console, f"model: {what}, {model.num_parameters():,} parameters")
+    print_line(console, f"model: {what}, {model.num_parameters():,} parameters")
     if config.train.compiled:
         takes = "minutes, and steps are no faster: these keys are lifted" if architecture.lifts_keys() else "a minute"
-        tell(console, f"the first step compiles the memories, which takes {takes}")
+        print_line(console, f"the first step compiles the memories, which takes {takes}")
 
     if not resume:
         with usable(folder):
@@ -160,18 +160,19 @@ def _run(
     done = 0 if checkpoint is None else number(checkpoint)
     last, elapsed = so_far(folder, done)
     if done and not last and config.train.max_minutes is not None:
-        tell(console, f"{folder / LOG} lacks step {done}: {elapsed / 60:.2f} minutes count as used")
+        print_line(console, f"{folder / LOG} lacks step {done}: {elapsed / 60:.2f} minutes count as used")
     clock = Clock(config.train.last_step, config.train.max_minutes, elapsed, config.train.save_minutes)
     if checkpoint is not None and clock.share(done) >= 1:
         saved = save_again(folder, checkpoint, text, last.get("held_out_bits_per_byte"))
         what = f"the model has been saved from {checkpoint.name}" if saved else "nothing to do"
-        tell(console, f"{what}: {folder} is finished (step {done}); raise train.steps or train.max_minutes to go on")
+        remedy = "raise train.steps or train.max_minutes to go on"
+        print_line(console, f"{what}: {folder} is finished (step {done}); {remedy}")
         return Outcome(folder, done, last.get("loss", math.nan), elapsed, False)
     if checkpoint is not None:
         check_fit(checkpoint, model.config, config.model.preset)
         read_state(checkpoint)
     if resume:
-        tell(console, f"resuming at step {done}")
+        print_line(console, f"resuming at step {done}")
         if process() == 0:
             with writing(folder / LOG):
                 cut_logs(folder, done)

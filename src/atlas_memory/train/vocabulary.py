@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from atlas_memory.data.tokens import load_tokenizer
+from atlas_memory.data.tokenization import load_tokenizer
 from atlas_memory.train.config import ConfigError, RunConfig
 from atlas_memory.train.processes import process
 from atlas_memory.train.yaml_files import read_json

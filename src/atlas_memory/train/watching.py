@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from atlas_memory.console import print_line
 from atlas_memory.data import Document
-from atlas_memory.data.tokens import encode
+from atlas_memory.data.tokenization import encode
 from atlas_memory.models import AtlasForCausalLM
 from atlas_memory.monitor import Alarm, alarms, effective_remembrance, summarise, trace
 from atlas_memory.monitor.watching import memories
-from atlas_memory.printing import tell
 from atlas_memory.train import sharded
 from atlas_memory.train.callbacks import AtStepEnd, StopOnInterrupt
 from atlas_memory.train.checkpoints import writing
@@ -121,7 +121,7 @@ class MemoryWatch(AtStepEnd):
 
     def _raise(self, step: int, alarm: dict[str, str]) -> None:
         text = f"memory alarm after step {step:,}: {alarm['text']}"
-        tell(self.console, text, style="bold red")
+        print_line(self.console, text, style="bold red")
         self._tell(step, alarm)
         if self.on_alarm is not None:
             self.on_alarm(step, Alarm(alarm["kind"], alarm["memory"], alarm["text"]))
@@ -137,7 +137,7 @@ class MemoryWatch(AtStepEnd):
         except (OSError, HTTPException, ValueError) as error:  # training does not end for want of a listener
             self._untold.add(_key(alarm))
             text = f"train.alarm_webhook={self.webhook!r} could not be told: {error}; it is told after the next look"
-            tell(self.console, text)
+            print_line(self.console, text)
 
 
 def _whole(config: Any, weights: dict[str, Any]) -> AtlasForCausalLM:

@@ -61,7 +61,7 @@ def texts_page() -> None:
 
 
 def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, Reading] | None:
-    from atlas_memory.data.tokens import encode
+    from atlas_memory.data.tokenization import encode
     from atlas_memory.eval.reading import read
     from atlas_memory.train.texts import text_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from atlas_memory.data.files import shown
+from atlas_memory.console import valid_utf8
 from atlas_memory.viz.report.names import short
 from atlas_memory.viz.report.words import amount, count, duration, far_fewer, headline, size
 
@@ -55,7 +55,7 @@ def page(numbers: dict[str, Any], has_log: bool, has_looks: bool) -> str:
 
 def document(title: str, body: str, style: str = STYLE) -> str:
     """A whole page of HTML, of characters that can be written."""
-    return shown(
+    return valid_utf8(
         '<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{html.escape(title)}</title>\n<style>{style}</style>\n{body}\n</html>\n"
     )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from atlas_memory.data.sources import Document
-from atlas_memory.data.tokens import encode, is_byte_tokenizer
+from atlas_memory.data.tokenization import encode, is_byte_tokenizer
 from atlas_memory.eval.perplexity import SEGMENT, Score, bits_per_byte, reading_length
 from atlas_memory.eval.reading import read
 from atlas_memory.eval.sampling import sample

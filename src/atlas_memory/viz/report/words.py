@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from atlas_memory.printing import printable
+from atlas_memory.console import printable
 
 FAULTS = {  # of an alarm's kind, the gravest first
     "broken": "is broken",

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from atlas_memory.data import tokens
-from atlas_memory.data.tokens import (
+from atlas_memory.data import tokenization
+from atlas_memory.data.tokenization import (
     byte_tokenizer,
     bytes_per_token,
     encode,
     is_byte_tokenizer,
     load_tokenizer,
-    share_lost,
-    warn_of_loss,
+    share_of_characters_lost,
+    warn_of_lost_characters,
 )
 
 BYTES = byte_tokenizer()
@@ -94,11 +94,15 @@ def test_load_tokenizer(tmp_path) -> None:
 
 def test_what_a_tokenizer_loses(caplog) -> None:
     tokenizer = word_tokenizer(eos_token="<e>")
-    assert share_lost(BYTES, ["one zwei"]) == share_lost(tokenizer, ["one deux", "\n\none"]) == 0
-    assert share_lost(tokenizer, ["one zwei", " drei"]) == pytest.approx(8 / 11)
-    warn_of_loss(tokenizer, ["one " * 2000 + "zwei"])
+    assert (
+        share_of_characters_lost(BYTES, ["one zwei"])
+        == share_of_characters_lost(tokenizer, ["one deux", "\n\none"])
+        == 0
+    )
+    assert share_of_characters_lost(tokenizer, ["one zwei", " drei"]) == pytest.approx(8 / 11)
+    warn_of_lost_characters(tokenizer, ["one " * 2000 + "zwei"])
     assert not caplog.text
-    warn_of_loss(tokenizer, ["one zwei"])
+    warn_of_lost_characters(tokenizer, ["one zwei"])
     assert "the tokenizer loses 57.1 % of the text's characters" in caplog.text
 
 
@@ -106,7 +110,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch, caplog) -> No
     def no_network() -> None:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(tokens, "get_session", no_network)
+    monkeypatch.setattr(tokenization, "get_session", no_network)
     begun = time.monotonic()
     with pytest.raises(ValueError, match="tokenizer='gpt3' is no folder here and could not be loaded"):
         load_tokenizer("gpt3")

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from atlas_memory.data import Source, tables
+from atlas_memory.data import Source, readers
 from atlas_memory.data.prepared import prepare
 
 
@@ -224,7 +224,7 @@ def test_saved_datasets(tmp_path) -> None:
 
 
 def test_the_column_may_come_late_but_not_too_late(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(tables, "_AHEAD", 5)
+    monkeypatch.setattr(readers, "LOOK_AHEAD", 5)
     for early in range(1, 8):
         rows = [{"x": i} for i in range(early)] + [{"text": "a"}]
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

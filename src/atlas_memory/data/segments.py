@@ -1,4 +1,4 @@
-"""Training examples in order: documents one behind the other, dealt to rows, each row cut into segments."""
+"""Training examples: segments of the documents in order, which rows read one after the other, or random crops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from atlas_memory.data.sources import Document
-from atlas_memory.data.tokens import encode
+from atlas_memory.data.tokenization import encode
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Tokens:
     def of(
         cls, tokenizer: Any, documents: Sequence[Document], progress: Callable[[int], None] = lambda characters: None
     ) -> Tokens:
-        """Tokenise documents, int32 ids; `progress` is told how many characters have been."""
+        """Tokenise documents, int32 ids; `progress` is called with how many characters have been."""
         end = np.asarray([tokenizer.eos_token_id], dtype=np.int32)
         parts, starts, length, characters = [], [], 0, 0
         for document in documents:
@@ -196,3 +196,32 @@ class _Order:
             filled, n = filled + count, n + 1
         nearest = np.searchsorted(self.empty, places).clip(max=max(len(self.empty) - 1, 0))
         return places, self.empty[nearest] == places if len(self.empty) else np.zeros(length, bool)
+
+
+class RandomCrops(Dataset[dict[str, torch.Tensor]]):
+    """`count` crops of `seq_len` tokens; crop i depends on `(seed, i)` alone, so a resumed run sees the same
+    ones.
+
+    Items are `{"input_ids", "labels"}`, both int64 `[seq_len]` and equal but for the first label, which nothing
+    predicts: it is -100, so that whoever counts labels counts what is predicted. The model shifts its labels itself.
+    ValueError if `tokens` is shorter than one crop.
+    """
+
+    def __init__(self, tokens: np.ndarray, seq_len: int, count: int, seed: int) -> None:
+        if len(tokens) < seq_len:
+            raise ValueError(
+                f"data.seq_len={seq_len} is longer than the whole training text ({len(tokens)} tokens): "
+                "lower data.seq_len or give more text"
+            )
+        self.tokens, self.seq_len, self.count, self.seed = tokens, seq_len, count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        last = len(self.tokens) - self.seq_len
+        start = int(np.random.default_rng((self.seed, index)).integers(last + 1))
+        ids = torch.from_numpy(self.tokens[start : start + self.seq_len].astype(np.int64))
+        labels = ids.clone()
+        labels[:1] = -100
+        return {"input_ids": ids, "labels": labels}

@@ -1,29 +1,42 @@
-"""Tokenizers: raw bytes by default, or any tokenizer that transformers can load."""
+"""Tokenizers: raw bytes by default, any tokenizer that transformers can load, or one learned from text."""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from huggingface_hub import constants, get_session
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from atlas_memory.data.folders import first_line
+from atlas_memory.console import first_line
+from atlas_memory.data.atomic_folder import check_new, new_folder
+from atlas_memory.data.sources import Source
 
 logger = logging.getLogger(__name__)
 END = "<|endoftext|>"
 PAD = "<|pad|>"
-WAIT = 5.0
+TIMEOUT = 5.0
 """Seconds in which the hub must answer."""
-CONTEXT = 8
+DECODING_CONTEXT = 8
 """Tokens behind which others are decoded: what a tokenizer makes of the first token of all it does not make of later
 ones, and a character may be of several tokens."""
+SMALLEST_VOCABULARY = 258  # every byte, the end of text and padding
+_LONG_WORD = re.compile(r"\S{1000}")
+# A text that has the name of a special token in it, such as <|endoftext|>, has no end there.
+_AS_PLAIN_TEXT: dict[str, Any] = {
+    "add_special_tokens": False,
+    "split_special_tokens": True,
+    "return_attention_mask": False,
+    "verbose": False,
+}
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -36,16 +49,23 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose ids 0..255 are the bytes of UTF-8; 256 is `<|endoftext|>` (bos and eos), 257
-    `<|pad|>`.
+    """A tokenizer whose ids 0..255 are the bytes of UTF-8; 256 is `<|endoftext|>` (bos and eos), 257 `<|pad|>`.
 
     `decode(encode(text)) == text` for every text that UTF-8 can hold. The names of the special tokens inside a text are
     those tokens, as a chat template needs them; `encode`, which reads texts for training, takes them as plain bytes. It
     is an ordinary fast tokenizer (byte-level BPE without merges), so it saves beside a model.
     """
-    backend = Tokenizer(models.BPE(vocab=_byte_alphabet(), merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return _fast_tokenizer(_byte_level(models.BPE(vocab=_byte_alphabet(), merges=[]), use_regex=False))
+
+
+def _byte_level(model: models.BPE, use_regex: bool = True) -> Tokenizer:
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _fast_tokenizer(backend: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=END,
@@ -56,18 +76,18 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def is_one_tokenizer(name: str, other: str) -> bool:
+def same_tokenizer(name: str, other: str) -> bool:
     """Whether two names, as `load_tokenizer` takes them, are of the same tokenizer: equal, or of the same folder."""
     folders = [Path(one).expanduser() for one in (name, other)]
     return name == other or (all(folder.is_dir() for folder in folders) and folders[0].samefile(folders[1]))
 
 
-def hub_answers(what: str) -> bool:
+def _hub_answers(what: str) -> bool:
     """Whether the hub can be reached, after a word that `what` is looked for there. Its own library asks for a minute
     before it says that there is no network."""
     logger.warning("looking for %s on the hub", what)
     try:
-        get_session().head(constants.ENDPOINT, timeout=WAIT)
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
     except Exception as error:  # as many types as there are ways to be without a network
         logger.warning("the hub does not answer (%s): what has been downloaded before is taken", first_line(error))
         return False
@@ -75,8 +95,7 @@ def hub_answers(what: str) -> bool:
 
 
 def load_tokenizer(name: str) -> Any:
-    """`"bytes"`, or the name or folder of a fast tokenizer with an end-of-text token; ValueError
-    otherwise."""
+    """`"bytes"`, or the name or folder of a fast tokenizer with an end-of-text token; ValueError otherwise."""
     if name == "bytes":
         return byte_tokenizer()
     name = str(Path(name).expanduser()) if name.startswith("~") else name
@@ -96,7 +115,7 @@ def read_tokenizer(name: str | Path) -> Any:
     """A fast tokenizer with an end-of-text token, of a folder or by its name. Code that comes with one is never run.
     ValueError that says why there is none."""
     try:
-        local = Path(name).is_dir() or not hub_answers(f"the tokenizer {str(name)!r}")
+        local = Path(name).is_dir() or not _hub_answers(f"the tokenizer {str(name)!r}")
         found = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=local)
     except Exception as error:  # the loader raises a dozen different types
         own_code = "trust_remote_code" in str(error)
@@ -117,21 +136,25 @@ def is_byte_tokenizer(tokenizer: Any) -> bool:
     return len(tokenizer) == 258 and tokenizer.get_vocab() == {**_byte_alphabet(), END: 256, PAD: 257}
 
 
-# A text that has the name of a special token in it, such as <|endoftext|>, has no end there.
-_AS_IT_STANDS: dict[str, Any] = {
-    "add_special_tokens": False,
-    "split_special_tokens": True,
-    "return_attention_mask": False,
-    "verbose": False,
-}
-
-
 def encode(tokenizer: Any, text: str) -> np.ndarray:
     """The ids of `text`, int32 `[tokens]`, without special tokens."""
     if is_byte_tokenizer(tokenizer):  # what the tokenizer returns too, a hundred times faster
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
-    ids = tokenizer(text, **_AS_IT_STANDS).input_ids
-    return np.asarray(ids, dtype=np.int32)
+    return np.asarray(tokenizer(text, **_AS_PLAIN_TEXT).input_ids, dtype=np.int32)
+
+
+def encode_batch(tokenizer: Any, texts: list[str]) -> Iterator[np.ndarray]:
+    """`encode` of each text, by as many threads as there are cores."""
+    if is_byte_tokenizer(tokenizer) or not texts:
+        yield from (encode(tokenizer, text) for text in texts)
+        return
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        found = tokenizer(texts, **_AS_PLAIN_TEXT).input_ids
+    finally:
+        os.environ.pop("TOKENIZERS_PARALLELISM") if before is None else os.environ.update(TOKENIZERS_PARALLELISM=before)
+    yield from (np.asarray(ids, dtype=np.int32) for ids in found)
 
 
 def bytes_per_token(tokenizer: Any, text: str) -> np.ndarray:
@@ -142,7 +165,7 @@ def bytes_per_token(tokenizer: Any, text: str) -> np.ndarray:
     """
     if is_byte_tokenizer(tokenizer):
         return np.ones(len(text.encode("utf-8")), dtype=np.int64)
-    offsets = tokenizer(text, return_offsets_mapping=True, **_AS_IT_STANDS).offset_mapping
+    offsets = tokenizer(text, return_offsets_mapping=True, **_AS_PLAIN_TEXT).offset_mapping
     if not offsets:
         return np.zeros(0, dtype=np.int64)
     width = np.fromiter((len(char.encode("utf-8")) for char in text), dtype=np.int64, count=len(text))
@@ -152,7 +175,7 @@ def bytes_per_token(tokenizer: Any, text: str) -> np.ndarray:
     return np.diff(before[ends], prepend=0)
 
 
-def share_lost(tokenizer: Any, texts: Iterable[str]) -> float:
+def share_of_characters_lost(tokenizer: Any, texts: Iterable[str]) -> float:
     """Of the first 65,536 characters of texts, white space aside, the share that does not come back when what they are
     encoded to is decoded: characters that the tokenizer does not know, or makes others of."""
     if is_byte_tokenizer(tokenizer):
@@ -163,11 +186,78 @@ def share_lost(tokenizer: Any, texts: Iterable[str]) -> float:
     return lost.total() / max(1, had.total())
 
 
-def warn_of_loss(tokenizer: Any, texts: Iterable[str]) -> None:
+def warn_of_lost_characters(tokenizer: Any, texts: Iterable[str]) -> None:
     """A warning if the tokenizer loses more than a thousandth of the characters, which no prediction then pays for."""
-    if (share := share_lost(tokenizer, texts)) > 1e-3:
+    if (share := share_of_characters_lost(tokenizer, texts)) > 1e-3:
         logger.warning(
             "warning: the tokenizer loses %.1f %% of the text's characters, which do not come back when it decodes "
             "what it encoded: bits per byte are too low by what they would cost. A byte-level tokenizer loses none",
             100 * share,
         )
+
+
+def train_tokenizer(
+    source: Source,
+    folder: Path,
+    vocab_size: int,
+    held_out: float = 0.1,
+    progress: Callable[[int, int], None] = lambda documents, characters: None,
+) -> PreTrainedTokenizerFast:
+    """Learn byte-level BPE from the documents of `source` that are trained on, and write it to `folder`.
+
+    Text is read once, in parts of bounded size; what is kept is the count of every distinct word. The same text makes
+    the same tokenizer. Every byte is a token, so that any text can be written; `<|endoftext|>` begins and ends
+    documents. `progress` is called with how many documents and characters have been read.
+
+    Args:
+        vocab_size: Tokens, at least 258. Fewer are learned if the text has too few different pairs.
+        held_out: The share of documents that is left out, those that `atlas train` and `atlas data prepare` hold out of
+            the same text at the same share. The first document is read in any case; and where no name's hash is low
+            enough, as in a text of a few documents, so is what is held out instead, one of them or the end of one.
+
+    Raises:
+        ValueError: The folder is not empty; too small a vocabulary; there is no text; what `Source.documents` raises.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ValueError(f"vocab_size={vocab_size} must be at least {SMALLEST_VOCABULARY}: every byte, {END} and {PAD}")
+    folder = check_new(folder)
+    source.chunk = 2**20
+    documents = characters = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal documents, characters
+        holding = False
+        for document in source.documents():
+            if not document.continues:
+                holding = documents > 0 and document.rank() < held_out
+                documents += not holding
+            if not holding:
+                characters += len(document.text)
+                progress(documents, characters)
+                yield from _cut_long_words(document.text)
+
+    backend = _byte_level(models.BPE())
+    backend.train_from_iterator(
+        texts(),
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END, PAD],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    if not characters:
+        raise ValueError(source.without_text())
+    tokenizer = _fast_tokenizer(backend)
+    with new_folder(folder) as partial:
+        tokenizer.save_pretrained(partial)
+    return tokenizer
+
+
+def _cut_long_words(text: str) -> Iterator[str]:
+    """The text, cut within words of more than 1,000 characters: the time of a word grows with its length squared."""
+    start = 0
+    for found in _LONG_WORD.finditer(text):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ class Corpus:
 
     @classmethod
     def of(cls, source: Source, held_out: float, progress: Callable[[int], None] = lambda documents: None) -> Corpus:
-        """Read a source, and hold out about the share `held_out` of it; `progress` is told how many documents it was.
+        """Read a source, and hold out about the share `held_out` of it; `progress` is called with the documents so far.
 
         Documents are held out by a hash of their names, so that the split is the same on every machine and does not
         change for the others when one is added. Of a document that is more than half of the text its end is held out,
@@ -54,17 +53,11 @@ class Corpus:
         )
 
 
-def rank(document: Document) -> float:
-    """A number in [0, 1) that depends on the document's name alone; those of a tenth of all are below 0.1."""
-    number = int.from_bytes(hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()[:8], "big")
-    return (number % 10 + number // 10 % 10_000 / 10_000) / 10
-
-
 def _split(documents: list[Document], share: float) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
     half = sum(len(d.text) for d in documents) / 2
     large = next((d for d in documents if len(d.text) > half), None)
-    held = {d.name for d in documents if d is not large and rank(d) < share}
-    by_rank = sorted(documents, key=rank)
+    held = {d.name for d in documents if d is not large and d.rank() < share}
+    by_rank = sorted(documents, key=Document.rank)
     if not held and large is None:
         held = {by_rank[0].name}
     elif len(held) == len(documents):
@@ -72,16 +65,11 @@ def _split(documents: list[Document], share: float) -> tuple[tuple[Document, ...
     train, held_out = [], []
     for document in documents:
         if document is large:
-            first, last = _cut(document, share)
-            train.append(first)
-            held_out.append(last)
+            cut = len(document.text) - max(1, int(len(document.text) * share))
+            if cut == 0:
+                raise ValueError(f"the text is one character, {document.text!r}: too short to hold a part of it out")
+            train.append(Document(document.name, document.text[:cut]))
+            held_out.append(Document(document.name, document.text[cut:]))
         else:
             (held_out if document.name in held else train).append(document)
     return tuple(train), tuple(held_out)
-
-
-def _cut(document: Document, share: float) -> tuple[Document, Document]:
-    cut = len(document.text) - max(1, int(len(document.text) * share))
-    if cut == 0:
-        raise ValueError(f"the text is one character, {document.text!r}: too short to train on and to hold out from")
-    return Document(document.name, document.text[:cut]), Document(document.name, document.text[cut:])

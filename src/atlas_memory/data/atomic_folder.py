@@ -10,10 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-
-def first_line(error: Exception) -> str:
-    """What an error says first, or where it says nothing, of which kind it is."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+from atlas_memory.console import first_line
 
 
 def check_new(folder: Path) -> Path:
@@ -29,11 +26,8 @@ def check_new(folder: Path) -> Path:
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A hidden folder beside `folder`, which takes its name when all is written, and is deleted on an error; what one
-    that was killed has left is deleted first.
-
-    Raises:
-        OSError: It could not be written, of one line; ValueError: another process writes it.
-    """
+    that was killed has left is deleted first. OSError, of one line, where it cannot be written; ValueError where
+    another process writes it."""
     partial = folder.with_name(f".{folder.name}.atlas-partial")  # hidden: not a part of the text
     lock = FileLock(partial / ".lock", timeout=0)
     try:
