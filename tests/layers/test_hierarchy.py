@@ -69,7 +69,7 @@ def written_out(module: HierarchicalMemory, q, k, v):
     return torch.cat(outputs, 2), held, keys
 
 
-@pytest.mark.parametrize("rule", ["tnt", "titans", "omeganet", "atlas", "hope"])
+@pytest.mark.parametrize("rule", ["tnt", "titans", "omeganet", "atlas", "hope", "memora"])
 @pytest.mark.parametrize("hierarchy", SHAPES, ids=str)
 def test_equals_the_token_loop(rule, hierarchy):
     """Outputs, state and gradients; 17 tokens end within a shard of every shape."""
@@ -227,8 +227,6 @@ def test_wrong_arguments_are_named():
         Hierarchy.of({"global_chunk": 8})
     with pytest.raises(ValueError, match="those of Exponential features"):
         HierarchicalMemory(4, 2, "deeptransformer", h)
-    with pytest.raises(ValueError, match="Softmax is read after its writes; take Decay or Keep"):
-        HierarchicalMemory(4, 2, "memora", h)
     with pytest.raises(ValueError, match="chunk_size=4 has no use beside a hierarchy"):
         NeuralMemory(8, 2, chunk_size=4, hierarchy=h)
     q, k, v = inputs(1, 3)

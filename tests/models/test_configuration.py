@@ -61,7 +61,7 @@ HIERARCHY = {"global_chunk": 8, "local_chunks": [4], "shard": 8}
         ({"rule": "atlantis"}, "rule='atlantis' is unknown; did you mean atlas"),
         ({"rule": ["atlas"]}, "rule=\\['atlas'\\] is unknown"),
         ({"hierarchy": {"shard": 8}}, "hierarchy must map global_chunk, local_chunks, shard"),
-        ({"hierarchy": HIERARCHY, "rule": "memora"}, "Softmax is read after its writes"),
+        ({"hierarchy": HIERARCHY, "rule": "dot"}, "those of Exponential features"),
         ({"hierarchy": HIERARCHY, "chunk_size": 4}, "chunk_size=4 has no use beside a hierarchy"),
         ({"hierarchy": HIERARCHY, "block": "mac"}, "block='mac' with rule='[a-z-]*': hierarchy has no use in mac"),
         ({"hierarchy": HIERARCHY, "block": "swa"}, "has no use in block='swa'"),

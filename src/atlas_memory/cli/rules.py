@@ -27,6 +27,21 @@ PARAMETERS = {
     "1.3b": (1_311_869_728, 1_378_225_072, 6_231_150_550, 6_231_445_606),
 }
 """Of the presets with each of these rules; to count them anew would be to make 36 models."""
+REFERENCE = {
+    rule: page
+    for page, of in {
+        "atlas": "atlas atlas++ omeganet atlas-linear atlas-identity atlas-c1 dla swla deeptransformer swdt dot",
+        "titans": "titans",
+        "tnt": "tnt",
+        "miras": "moneta yaad memora",
+        "nested_learning": "hope",
+        "deltanet": "deltanet gated-deltanet",
+        "ttt": "ttt-linear ttt-mlp",
+        "lact": "lact",
+    }.items()
+    for rule in of.split()
+}
+"""The page of each rule's paper, by its name in atlas_memory.reference."""
 PARTS = ("features", "network", "bias", "retention", "optimiser", "window")
 
 
@@ -63,6 +78,8 @@ def rules(
     console.print(one)
     state, work = _costs(numbers)
     print(f"{measured}: state {state}{' bytes' if numbers['state_bytes'] else ''}, multiply-adds a token: {work}")
+    if name in REFERENCE:
+        print(f"as its paper prints it: atlas_memory/reference/{REFERENCE[name]}.py")
 
 
 def _described(rule: Any, size: int, heads: int) -> dict[str, Any]:

@@ -114,11 +114,6 @@ class Hierarchy:
                 "a hierarchy resets its local memories, and those of Exponential features have columns for tokens of "
                 "the shards before; take Polynomial or Identity features"
             )
-        if rule.retention.settles:
-            raise ValueError(
-                "a hierarchy's global memory is read as it was before its chunk, and "
-                f"{type(rule.retention).__name__} is read after its writes; take Decay or Keep as retention"
-            )
         local = (rule.vary(window={"chunk": chunk, "read": "after"}) for chunk in self.local_chunks)
         return (rule.vary(window={"chunk": self.global_chunk, "read": "frozen"}), *local)
 

@@ -163,7 +163,8 @@ def _read_matrix(part: Part, queries: Seen, tokens: Tokens) -> tuple[Tensor, Hel
     out = _answers(part, steps, queries)
     sums = of_optimiser.sums(part, tokens)
     if rule.retention.settles:
-        out, weights, settled, dual = settle(part, steps, queries, out)
+        answers, weights, settled, dual = settle(part, steps, queries, out)
+        out = out if rule.window.read == "frozen" else answers
         held = Held(weights, settled, sums, dual)
     else:
         weights = linear(part, steps, -1)

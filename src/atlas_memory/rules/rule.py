@@ -34,6 +34,14 @@ from .step import FLOOR
 from .validation import check_like
 from .window import Window
 
+PRINTED: dict[str, dict[str, Any]] = {
+    "features": {"constant": 1.0, "horizon": None},
+    "bias": {"scale": 1.0, "corner": 0.0},
+    "retention": {"to_start": False, "scale": 1.0},
+    "optimiser": {"bounded": False, "live": False, "shows": False},
+}
+"""What fields of a rule's parts are in ``Rule.printed``, where a part has them."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -72,8 +80,8 @@ class Rule:
                 f"a lag token is for gradient descent and momentum: with {type(optimiser).__name__} take "
                 f"{type(retention).__name__}(lag=False)"
             )
-        if self.window.read != "after" and settles:
-            raise ValueError(f"{type(retention).__name__} is read after its writes, got read={self.window.read!r}")
+        if self.window.read == "before" and settles:
+            raise ValueError(f"{type(retention).__name__} is not for read='before': take 'after', or 'frozen'")
 
     def _check_endless(self) -> None:
         """Refuse a part that reads the entries of a matrix, where only its products with keys are known."""
@@ -137,6 +145,28 @@ class Rule:
                 check_like(f"{name} {type(part).__name__} {option}", value, getattr(part, option))
             changed[name] = replace(part, **options)
         return replace(self, **changed)
+
+    def printed(self) -> Rule:
+        """The rule as its paper prints it; reference/ has the papers as pages. Fields by which the library leaves what
+        a paper prints are set back, and all else stays: window, chunk, and features, bias and retention of your own.
+
+        * Steps are eta, and gradients those at the memory before the chunk (ATLAS Eqs. 15-16, Titans Eqs. 16-18, Miras
+          Eq. 28, TTT sec. 2.4, TNT Eq. 3, Nested Learning Eq. 90); with a chunk of one token, before the token. Muon
+          takes eta_t NS(S_t), with Muon's coefficients (ATLAS Eqs. 32-33).
+        * What alpha takes away goes to zero (ATLAS Eq. 32, Titans Eq. 13, Miras Eqs. 24-27, Nested Learning Eq. 88).
+        * L2 is |M(k) - v|^2 without a factor (ATLAS Eq. 9, Titans Eq. 12, TTT Eq. 4), absolute values in Huber's loss
+          have corners (Miras Eq. 26), and a softmax is scaled by the number of columns alone (Miras Eq. 21).
+        * sqrt(a_0) of polynomial features starts at 1 (ATLAS Eq. 5), and phi* forgets no key (ATLAS Eqs. 22-27).
+        * With one step a chunk, ``every=None``, a chunk is read before it is written (LaCT).
+
+        A deep memory diverges so at the usual eta: the printed rule is there to compare with.
+        """
+        changed: dict[str, dict[str, Any]] = {"window": {"read": "frozen"} if self.optimiser.every is None else {}}
+        for axis, options in PRINTED.items():
+            if type(part := getattr(self, axis)) in OURS[axis] or axis == "optimiser":
+                known = {f.name for f in fields(part)}
+                changed[axis] = {name: value for name, value in options.items() if name in known}
+        return self.vary(**changed)
 
     @property
     def every(self) -> int:
