@@ -1,17 +1,41 @@
-"""The papers' recurrences written once more, token by token for one sequence and head, without the library's parts.
+"""The inner problem once more, token by token for one sequence and one head, with what is the library's own: normalised
+steps, online gradients, decay to M_0, retentions at their exact tokens, and Muon with a floor.
 
-A rule is a row of small functions (``Hand``); one loop runs them all. Matrices are kept in another basis than the
-library's where it has one: polynomial features as the tensor square, phi* as products of one-dimensional Taylor series,
-biases as vectors of their own. ``Hand.basis`` takes the library's matrices there.
+The papers' equations are the pages of atlas_memory/reference, and other tests hold the definition to those. Here a rule
+is read off its parts, and everything that a part does is written anew.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
+from torch.func import grad
 
-EPS, NORM_EPS = 1e-6, 1e-6  # of Miras's smooth |x|, and of layer norms
+from atlas_memory.memory import (
+    L2,
+    MLP,
+    Decay,
+    DeltaGradientDescent,
+    DotProduct,
+    ElasticNet,
+    Exponential,
+    FDivergence,
+    GatedMLP,
+    Huber,
+    Keep,
+    Linear,
+    Lp,
+    LqNorm,
+    Momentum,
+    Muon,
+    Polynomial,
+    RowNorm,
+    Sigmoid,
+    Softmax,
+)
+from atlas_memory.reference.atlas import exponential, polynomial
+
+EPS, FLOOR = 1e-6, 0.05  # of smooth absolute values and layer norms; of squared lengths in a step's normaliser
 
 
 def gelu(x):
@@ -22,17 +46,8 @@ def silu(x):
     return x / (1 + torch.exp(-x))
 
 
-def layer_norm(x, gain, shift):
-    centred = x - x.mean()
-    return gain * centred / ((centred**2).mean() + NORM_EPS).sqrt() + shift
-
-
-def orthogonalise(s):
-    """Newton-Schulz, five steps."""
-    x = s / s.norm()
-    for _ in range(5):
-        x = 3.4445 * x - 4.7750 * x @ x.mT @ x + 2.0315 * x @ x.mT @ x @ x.mT @ x
-    return x
+def smooth(x):
+    return (x**2 + EPS).sqrt()
 
 
 def saturate(s):
@@ -44,386 +59,240 @@ def saturate(s):
     return most * x[:, : s.shape[1]]
 
 
-# Features: (phi, the library's first matrix in this basis)
-
-
-def plain(x, a):
-    return x
-
-
-def square(x, a):
-    """Degree 2 as (1, x, x (x) x): the same kernel as that of distinct monomials."""
-    return torch.cat([a[0] * torch.ones(1).double(), a[1] * x, a[2] * torch.outer(x, x).flatten()])
-
-
-def square_basis(matrix, keys):
-    d = next(d for d in range(1, 99) if (d + 1) * (d + 2) // 2 == matrix.shape[1])
-    full, column = torch.zeros(matrix.shape[0], d, d, dtype=matrix.dtype), 1 + d
-    for i in range(d):
-        for j in range(i, d):
-            full[:, i, j] = full[:, j, i] = matrix[:, column] / (1 if i == j else math.sqrt(2))
-            column += 1
-    return [torch.cat([matrix[:, : 1 + d], full.flatten(1)], 1)]
-
-
-def star(x, a=None, degree=16):
-    """phi* (ATLAS Eq. 22) for vectors of length at most 1, to 1e-12: exp(x.y) = prod_d sum_n x_d^n y_d^n / n!."""
-    out = torch.ones(1).double()
-    for entry in x:
-        series = torch.stack([entry**n / math.sqrt(math.factorial(n)) for n in range(degree)])
-        out = torch.outer(out, series).flatten()
-    return out
-
-
-def star_basis(matrix, keys, degree=16):
-    """M_0 on the entries of degree 1, and sum_j column_j phi*(x_j)^T."""
-    dim = keys.shape[1]
-    first, columns = matrix[:, :dim], matrix[:, dim:]
-    full = first.new_zeros(len(first), degree**dim)
-    full[:, [degree ** (dim - 1 - i) for i in range(dim)]] = first
-    return [full + columns @ torch.stack([star(x) for x in keys]) if len(keys) else full]
-
-
-def same(matrix, keys):
-    return [matrix]
-
-
-def bias_first(matrix, keys):
-    """(b, W) of a matrix on (1, x)."""
-    return [matrix[:, 0], matrix[:, 1:]]
-
-
-def bias_last(matrix, keys):
-    return [matrix[:, :-1], matrix[:, -1]]
-
-
-# Networks: body(w, f, taps) -> (body, the inputs of all matrices); a tap is added to a matrix's output
-
-
-def linear(w, f, taps):
-    return w[0] @ f + taps[0], [f]
-
-
-def mlp(w, f, taps):
-    u = gelu(w[0] @ f + taps[0])
-    return w[1] @ u + taps[1], [f, u]
-
-
-def gated(w, f, taps, activation=gelu):
-    u = activation(w[0] @ f + taps[0]) * (w[1] @ f + taps[1])
-    return w[2] @ u + taps[2], [f, f, u]
-
-
-def swiglu(w, f, taps):
-    return gated(w, f, taps, silu)
-
-
-def ttt_linear(w, f, taps):
-    b, w = w
-    return w @ f + b, [f]
-
-
-def ttt_mlp(w, f, taps):
-    b1, w1, w2, b2 = w
-    u = gelu(w1 @ f + b1)
-    return w2 @ u + b2, [f, u]
-
-
 def spectral(w):
     """The largest singular value, squared, by four steps of power iteration; its vectors are taken as they are."""
     i = torch.arange(1, len(w) + 1).double()
     u = torch.cos(0.7 * i**2)
     for _ in range(4):
-        u = w.detach() @ (w.detach().mT @ (u / u.norm()))
-    return ((u / u.norm()) @ w).square().sum()
-
-
-# Biases: objective(prediction, v, delta), and what bounds its curvature
-
-
-def l2(m, v, delta):
-    return ((m - v) ** 2).sum()
-
-
-def half_l2(m, v, delta):
-    return 0.5 * l2(m, v, delta)
-
-
-def dot_product(m, v, delta):
-    """ATLAS Eqs. 19-20 and 25 with the sign that writes +v k^T."""
-    return -(m @ v)
-
-
-def smooth(x):
-    return (x**2 + EPS).sqrt()
-
-
-def lp(p):
-    return lambda m, v, delta: (smooth(m - v) ** p).sum()
-
-
-def huber_mixture(m, v, delta):
-    """Miras Eq. 26: l2 near, delta times l1 far."""
-    e = m - v
-    return 0.5 * (e**2).sum() if e.norm() <= delta else delta * smooth(e).sum()
-
-
-def rounded_mixture(m, v, delta):
-    """The same with absolute values rounded over delta / sqrt(d)."""
-    e = m - v
-    far = delta * (e**2 + delta**2 / len(e) + 1e-6).sqrt().sum()
-    return 0.5 * (e**2).sum() if e.norm() <= delta else far
-
-
-# Optimisers: (S, gradient, inputs, W, gates) -> (S, step)
-
-
-def descent(s, g, under, at):
-    return s, at.eta_times(g)
-
-
-def momentum(s, g, under, at):
-    s = at.theta * s + at.eta_times(g)
-    return s, s
-
-
-def muon(s, g, under, at):
-    """S, and what plain steps would have changed since the chunk began."""
-    momentum, changed = s if isinstance(s, list) else [0.0 * g, 0.0 * g]
-    momentum = at.theta * momentum + at.into_momentum(g)
-    changed = at.alpha * changed + at.plain * g
-    return [momentum, 0.0 * g if at.last else changed], at.orthogonal_step(momentum)
-
-
-def muon_at_the_end(s, g, under, at):
-    """theta acts once a chunk, at its first token."""
-    s, step = muon(s, g, under, at if at.first else replace(at, theta=torch.ones(()).double()))
-    return s, step if at.last else 0.0 * step
-
-
-def delta_step(s, g, under, at):
-    """-eta g - eta W f f^T."""
-    return s, at.eta_times(g + at.gamma * under)
-
-
-def delta_step_after_decay(s, g, under, at):
-    return s, at.eta_times(g + at.gamma * at.alpha_times(under))
-
-
-@dataclass
-class At:
-    """The gates at one token; ``first``, ``last``: of the chunk; ``bounded``: for Muon, whether eta is inside."""
-
-    eta: torch.Tensor
-    alpha: torch.Tensor
-    theta: torch.Tensor
-    gamma: torch.Tensor
-    first: bool
-    last: bool
-    bounded: bool = False
-    plain: torch.Tensor | float = 0.0
-
-    def eta_times(self, m):
-        return spread(self.eta, m) * m
-
-    def into_momentum(self, g):
-        return self.eta * g if self.bounded else g
-
-    def orthogonal_step(self, s):
-        """eta NS(S), or what is S where S is small and orthogonal where it is large."""
-        return saturate(s) if self.bounded else self.eta * orthogonalise(s)
-
-    def alpha_times(self, m):
-        return spread(self.alpha, m) * m
+        u = w.detach() @ (w.detach().mT @ F.normalize(u, dim=0))
+    return (F.normalize(u, dim=0) @ w).square().sum()
 
 
 def spread(gate, matrix):
-    """A scalar gate as it is; one of d channels for the rows of a matrix (or entries of a vector)."""
-    if gate.dim() == 0:
-        return gate
-    rows = torch.cat([g * torch.ones(len(matrix) // len(gate)).double() for g in gate])
-    return rows[:, None] if matrix.dim() == 2 else rows
+    """A scalar gate as it is; one of d channels for the rows of a matrix."""
+    return gate if gate.dim() == 0 else torch.cat([g.expand(len(matrix) // len(gate)) for g in gate])[:, None]
 
 
-@dataclass
-class Exact:
-    """A non-linear retention.
-
-    ``token``: the paper's own recurrence, (A, W, step, at, M_0) -> (A, W); ``begin``: A and W of M_0. ``settle`` and
-    ``again``: what retention.py says of chunks: W of (A, W_f, M_0); the A with which a chunk begins, of (A, W).
-    """
-
-    begin: Callable
-    token: Callable
-    settle: Callable
-    again: Callable = lambda a, w: a
-    lag: bool = False
-    gated: bool = True
-    to_start: bool = False
-    fixed_sums: bool = False
+def phi(features, x, sqrt_a):
+    match features:
+        case Exponential():
+            return exponential(x)
+        case Polynomial(degree=1):
+            return torch.cat([sqrt_a[:1], sqrt_a[1] * x])
+        case Polynomial(degree=2):
+            return polynomial(x, sqrt_a**2)
+    return x
 
 
-@dataclass
-class Hand:
-    """One rule. ``last``: which of the matrices (and vectors) of the basis make the library's last matrix."""
-
-    objective: Callable
-    body: Callable
-    optimiser: Callable
-    phi: Callable = plain
-    basis: tuple[Callable, ...] = (same, same, same)
-    residual: bool = True
-    norm: bool = False
-    retention: str | Exact = "decay"
-    curvature: Callable = lambda m, v, delta: 2.0
-    sees_itself: bool = True
-    last: int = 1
-    read: str = "after"
-
-    @property
-    def quadratic(self) -> bool:
-        return self.objective in (l2, half_l2)
-
-    def in_basis(self, matrices, keys):
-        return [out for m, to in zip(matrices, self.basis, strict=False) for out in to(m, keys)]
+def in_basis(features, matrix, keys):
+    """The first matrix on phi*, whose basis is that of the page; M_0 stands where phi* has x."""
+    if not isinstance(features, Exponential):
+        return matrix
+    initial, columns = matrix[:, : keys.shape[1]], matrix[:, keys.shape[1] :]
+    full = F.pad(initial, (1, len(exponential(initial[0])) - 1 - keys.shape[1]))
+    return full + sum(torch.outer(column, exponential(k)) for column, k in zip(columns.mT, keys, strict=True))
 
 
-def run(hand, problem, b, h, bounded, live=True):
-    """The loop of the papers: gradient at the chunk's first memory, update, read. Returns outputs and last weights."""
+def hidden(network, *pre):
+    """The input of the last matrix, from what the others put out."""
+    match network:
+        case MLP(bias=bias):
+            return torch.cat([gelu(*pre), torch.ones(int(bias)).double()])
+        case GatedMLP(activation=activation):
+            return {"gelu": gelu, "silu": silu}[activation](pre[0]) * pre[1]
+
+
+def inputs(network, w, f):
+    """Of all matrices."""
+    return [f] if isinstance(network, Linear) else [*[f] * (len(w) - 1), hidden(network, *(m @ f for m in w[:-1]))]
+
+
+def gains(network, w, f):
+    """|d body / d (W f)|^2, at most, of all matrices."""
+    pre, found = [m @ f for m in w[:-1]], []
+    for i, x in enumerate(pre):
+        slope = grad(lambda x, i=i: hidden(network, *pre[:i], x, *pre[i + 1 :]).sum())(x)
+        found.append((slope**2).max() * spectral(w[-1][:, : len(x)]))
+    return [*found, 1.0]
+
+
+def loss(bias, m, v, delta):
+    e = m - v
+    match bias:
+        case L2(scale):
+            return scale * (e**2).sum()
+        case DotProduct():
+            return -(m @ v)
+        case Lp(p):
+            return (smooth(e) ** p).sum()
+        case Huber("mixture", corner):
+            far = (e**2 + (corner * delta) ** 2 / len(e) + EPS).sqrt().sum()
+            return 0.5 * (e**2).sum() if e.norm() <= delta else delta * far
+
+
+def curvature(bias, m, v, delta):
+    match bias:
+        case L2(scale):
+            return 2 * scale * v.new_ones(())
+        case DotProduct():
+            return v.new_ones(())
+        case Lp(3):
+            return 3 * smooth(m - v).max()  # |derivative| / |error| of the largest coordinate
+        case Huber("mixture", corner):
+            size = (m - v).norm()
+            return v.new_ones(()) if size <= delta else len(v) ** 0.5 * (1 / corner if corner else delta / size)
+
+
+def settle(retention, a, frozen, m_0):
+    """W at an exact token, of A, the memory before the chunk and M_0; None where the retention is linear."""
+    match retention:
+        case LqNorm(q):
+            return a / (a.abs() ** q).sum() ** ((q - 2) / q)  # Miras Eq. 24
+        case Softmax(scale):
+            return scale * torch.exp(a / scale) / torch.exp(a / scale).mean(-1, keepdim=True)  # Eqs. 21 and 27
+        case Sigmoid(scale):
+            return scale / (1 + torch.exp(-a))  # sec. 5.2
+        case ElasticNet(threshold):
+            return a.sign() * (a.abs() - threshold).clamp_min(0)  # Eqs. 22 and 23
+        case RowNorm():
+            return a * m_0.norm(dim=-1, keepdim=True) / ((a**2).sum(-1, keepdim=True) + 1e-10).sqrt()  # LaCT
+        case FDivergence(scale):  # Eq. 18 with f'(u) = u - 1: zeta by bisection
+            low, high = a.amin(-1, keepdim=True) - 2, a.amax(-1, keepdim=True) + 2
+            for _ in range(100):
+                zeta = (low + high) / 2
+                too_much = (frozen * (1 + a - zeta).clamp_min(0)).mean(-1, keepdim=True) > scale
+                low, high = torch.where(too_much, zeta, low), torch.where(too_much, high, zeta)
+            return frozen * (1 + a - (low + high) / 2).clamp_min(0)
+    return None
+
+
+def begin(retention, m_0):
+    """A and W of M_0."""
+    match retention:
+        case FDivergence(scale):
+            return 0 * m_0, scale * m_0.shape[1] * m_0.softmax(1)
+        case Decay() | Keep() | RowNorm():
+            return m_0, m_0
+    w = settle(retention, m_0, m_0, m_0)
+    return again(retention, m_0, w), w
+
+
+def again(retention, a, w):
+    """The A with which a chunk begins, of the A and W with which another ends."""
+    match retention:
+        case RowNorm() | ElasticNet(local=True):
+            return w
+        case FDivergence():
+            return 0 * a
+    return a
+
+
+def run(problem, b, h):
+    """Outputs and last matrices: the gradient at the chunk's first memory, the step, what is kept, the answer."""
+    rule = problem.rule
+    network, optimiser, retention, bias = rule.network, rule.optimiser, rule.retention, rule.bias
+    size, chunk, every = rule.window.size, rule.window.chunk, optimiser.every or rule.window.chunk
     q, k, v = (x[b, h].detach() for x in (problem.q, problem.k, problem.v))
-    gates = problem.gates.map(lambda g: g[b, h].detach())
-    a = None if problem.params.sqrt_a is None else problem.params.sqrt_a.detach()
-    exact = isinstance(hand.retention, Exact)
-    gain, shift = (n[h].detach() for n in problem.params.norm) if hand.norm else (None, None)
-    size, chunk = problem.rule.window.size, problem.rule.window.chunk
+    gates, params = problem.gates.map(lambda g: g[b, h].detach()), problem.params.map(torch.Tensor.detach)
+    gain, shift = (n[h] for n in params.norm) if network.norm else (None, None)
+    online = optimiser.live and not isinstance(bias, DotProduct)
+    momentum, delta_step = isinstance(optimiser, Momentum | Muon), isinstance(optimiser, DeltaGradientDescent)
 
-    def body_of(weights, x, taps=(0.0, 0.0, 0.0)):
-        return hand.body(weights, hand.phi(x, a), taps)[0]
+    def features(x):
+        return phi(rule.features, x, params.sqrt_a)
+
+    def body(w, x):
+        return w[-1] @ inputs(network, w, features(x))[-1]
+
+    def normalised(body):
+        return (body - body.mean()) / (((body - body.mean()) ** 2).mean() + EPS).sqrt()
 
     def ending(body, x):
-        out = layer_norm(body, gain, shift) if hand.norm else body
-        return x + out if hand.residual else out
+        out = gain * normalised(body) + shift if network.norm else body
+        return x + out if network.residual else out
 
     def free(m):
         """Without what is common to a row of a matrix, or to an input of one, where rows have fixed sums."""
-        return m - m.mean(-1, keepdim=True) if exact and hand.retention.fixed_sums else m
+        return m - m.mean(-1, keepdim=True) if isinstance(retention, Softmax | FDivergence) else m
 
-    def memory(weights, x):
-        return ending(body_of(weights, x), x)
-
-    def response(weights, x, v_x, delta):
+    def response(w, x, v_x, delta):
         """How fast the error at the body can grow with the body."""
-        body = body_of(weights, x)
-        curvature = hand.curvature(ending(body, x), v_x, delta)
-        if not hand.norm:
-            return curvature
-        variance = ((body - body.mean()) ** 2).mean() + NORM_EPS
-        z = (body - body.mean()) / variance.sqrt()
-        straight = curvature * (gain**2).max()
-        if not hand.quadratic:
-            return straight / variance.clamp(max=1)
-        slope = curvature * (ending(body, x) - v_x)
-        return torch.maximum(straight - (slope * gain) @ z / len(z), straight / 2) / variance.clamp(max=1)
+        out = body(w, x)
+        bound, m = curvature(bias, ending(out, x), v_x, delta), ending(out, x)
+        if not network.norm:
+            return bound
+        straight, bend = bound * (gain**2).max(), 0.0
+        if isinstance(bias, L2):
+            bend = (bound * (m - v_x) * gain) @ normalised(out) / len(out)
+            bend = torch.minimum(bend, straight / 2)
+        return (straight - bend) / (((out - out.mean()) ** 2).mean() + EPS).clamp(max=1)
 
-    def sizes(weights, x, v_x, delta):
+    def normaliser(w, x, v_x, delta):
         """Of every matrix: response * (|d body / d (W f)|^2 + 0.05) (|f|^2 + 0.05) over its share of the step."""
-        taps = tuple(torch.zeros(len(w)).double() for w in weights)
-        inputs = hand.body(weights, hand.phi(x, a), taps)[1]
-        hidden = torch.autograd.functional.jacobian(lambda *t: hand.body(weights, hand.phi(x, a), t)[1][-1], taps)
-        earlier = len(inputs) - 1
-        slopes = [(j.diagonal() ** 2).max() for j in hidden[:earlier]]
-        gains = [slope * spectral(weights[-1]) for slope in slopes] + [1.0]
+        r, f, earlier = response(w, x, v_x, delta), features(x), len(w) - 1
         shares = [0.1 / earlier] * earlier + [0.9] if earlier else [1.0]
-        erased = 1.0 if hand.optimiser in DELTA else 0.0
-        each = zip(gains, map(free, inputs), shares, strict=True)
-        r = response(weights, x, v_x, delta)
-        return torch.stack([(r * (g + 0.05) + erased) * ((f**2).sum() + 0.05) / share for g, f, share in each])
+        each = zip(gains(network, w, f), map(free, inputs(network, w, f)), shares, strict=True)
+        return torch.stack([(r * (g + FLOOR) + delta_step) * ((u**2).sum() + FLOOR) / s for g, u, s in each])
 
-    def moved(weights, now, s, x, v_x, delta):
-        """By how much the error at the body is another one at the last matrix as it stands, or with what waits in S."""
-        last = now[-hand.last :]
-        if hand.optimiser in MUON:
-            last = [w - (part[1] if isinstance(part, list) else part) for w, part in zip(weights, s, strict=True)]
-            last = last[-hand.last :]
-        later = [*weights[: -hand.last], *last]
-        return response(weights, x, v_x, delta) * (body_of(later, x) - body_of(weights, x))
-
-    start = hand.in_basis([m[h].detach() for m in problem.params.initial], k[:0])
-    if exact:
-        state, now = zip(*map(hand.retention.begin, start), strict=True)
-    else:
-        state, now = (), start
-    home, dual_home = now, state  # what a memory that fades "to start" fades to
-    s, out, settled = [torch.zeros_like(w) for w in now], [], now
+    m_0 = [in_basis(rule.features, m[h], k[:0]) if i == 0 else m[h] for i, m in enumerate(params.initial)]
+    a_0, w_0 = zip(*(begin(retention, m) for m in m_0), strict=True)
+    a, w, settled, zero, y = a_0, w_0, w_0, [0 * m for m in m_0], []
+    s, changed = zero, zero
     for t in range(len(q)):
-        if t % chunk == 0:
-            frozen = [w.clone().requires_grad_() for w in settled]
-        window = [(gates.gamma[t, t - i], k[i], v[i], delta(gates, i)) for i in range(max(0, t - size + 1), t + 1)]
-        fixed = [w.detach() for w in frozen]
-        loss = sum(g * hand.objective(memory(frozen, k_i), v_i, d) for g, k_i, v_i, d in window)
-        sees = bounded or hand.optimiser not in MUON
-        if live and sees and hand.sees_itself:
-            loss = loss + sum(
-                g * (moved(fixed, now, s, k_i, v_i, d) * body_of(frozen, k_i)).sum() for g, k_i, v_i, d in window
-            )
-        grads = [free(g) for g in torch.autograd.grad(loss, frozen)]
-        ends = t % chunk == 0, (t + 1) % chunk == 0
-        at = At(gates.eta[t], gates.alpha[t], gates.theta[t], gates.gamma[t, 0], *ends, bounded)
-        if exact and not hand.retention.gated:
-            at.alpha = torch.ones(()).double()
-        etas = [at.eta] * len(grads)
-        if bounded:
-            weights = [*(g for g, *_ in window[:-1]), 1.0]  # its own token at full weight
-            total = sum(g * sizes(fixed, *x) for g, (_, *x) in zip(weights, window, strict=True))
-            lasts = hand.optimiser in (momentum, *MUON)
-            total = total / (1 - at.theta) if lasts else total
-            if hand.optimiser in MUON and not live:
-                total = total * chunk  # the steps of a chunk do not see one another
-            etas = [at.eta / x for x in total]
-        inputs = hand.body(frozen, hand.phi(k[t], a), (0.0, 0.0, 0.0))[1]
-        before, steps = now, []
-        for i, (w, g) in enumerate(zip(now, grads, strict=True)):
-            at.eta, at.plain = etas[i], etas[i] / (1 - at.theta) if bounded and lasts else 0.0
-            under = torch.outer(w @ inputs[i], inputs[i]).detach() if hand.optimiser in DELTA else None
-            s[i], step = hand.optimiser(s[i], g, under, at)
-            steps.append(step)
-        if hand.retention == "keep":
-            now = [w - step for w, step in zip(now, steps, strict=True)]
-        elif hand.retention == "decay":
-            now = [at.alpha_times(w) - step for w, step in zip(now, steps, strict=True)]
-        elif hand.retention == "decay to start":
-            now = [m + at.alpha_times(w - m) - step for w, m, step in zip(now, start, steps, strict=True)]
-        elif chunk == 1:
-            if hand.retention.to_start:  # what comes back is as if it had been written
-                steps = [step - (m - at.alpha_times(m)) for step, m in zip(steps, dual_home, strict=True)]
-            each = zip(state, now, steps, start, strict=True)
-            state, now = zip(*(hand.retention.token(x, w, step, at, m) for x, w, step, m in each), strict=True)
-        settled = now
-        if exact and chunk > 1:
-            back = 1.0 if hand.retention.to_start else 0.0
-            state = [
-                at.alpha_times(x) - step + back * (m - at.alpha_times(m))
-                for x, step, m in zip(state, steps, dual_home, strict=True)
-            ]
-            settled = [hand.retention.settle(x, f.detach(), m) for x, f, m in zip(state, frozen, start, strict=True)]
-            is_exact = t % chunk == 0 if hand.retention.lag else at.last
-            linear = [
-                at.alpha_times(w) - step + back * (m - at.alpha_times(m))
-                for w, step, m in zip(now, steps, home, strict=True)
-            ]
-            now = settled if is_exact else linear
-            if at.last:
-                state = [hand.retention.again(x, w) for x, w in zip(state, settled, strict=True)]
-        shown = before if hand.read == "before" else now
-        if problem.rule.optimiser.shows and not at.last:  # what waits for the chunk's end
-            shown = [w - (part[0] if isinstance(part, list) else part) for w, part in zip(shown, s, strict=True)]
-        out.append(memory(shown, q[t]))
-    return torch.stack(out).detach(), [w.detach() for w in now]
+        first, last, due = t % chunk == 0, (t + 1) % chunk == 0, (t + 1) % every == 0
+        if first:
+            frozen, changed = settled, zero
+        eta, alpha, theta = gates.eta[t], gates.alpha[t], gates.theta[t]
+        alpha = torch.ones(()).double() if isinstance(retention, Keep | RowNorm | FDivergence) else alpha
+        window = [
+            (gates.gamma[t, t - i], k[i], v[i], None if gates.delta is None else gates.delta[i])
+            for i in range(max(0, t - size + 1), t + 1)
+        ]
+        written = -changed[-1] if isinstance(optimiser, Muon) else w[-1] - frozen[-1]
+        moved = [
+            response(frozen, *x) * (written @ inputs(network, frozen, features(x[0]))[-1]) if online else 0 * x[0]
+            for _, *x in window
+        ]
 
+        def objective(w, window=window, moved=moved):
+            terms = ((g, body(w, x), more, x, v_x, d) for (g, x, v_x, d), more in zip(window, moved, strict=True))
+            return sum(g * (loss(bias, ending(out, x), v_x, d) + more @ out) for g, out, more, x, v_x, d in terms)
 
-DELTA = (delta_step, delta_step_after_decay)
-MUON = (muon, muon_at_the_end)
+        g = [free(m) for m in grad(objective)(list(frozen))]
+        rate = plain = [eta] * len(g)
+        if optimiser.bounded:
+            weights = [*(x[0] for x in window[:-1]), 1.0]  # its own token at full weight
+            total = sum(c * normaliser(frozen, *x) for c, (_, *x) in zip(weights, window, strict=True))
+            plain = [eta / n for n in total]
+            late = chunk if isinstance(optimiser, Muon) and not optimiser.live else 1.0
+            rate = [(1 - theta if momentum else 1.0) * p / late for p in plain]
+        step = [spread(r, m) * m for r, m in zip(rate, g, strict=True)]
+        if momentum:
+            keep = theta if t % every == 0 else 1.0  # theta acts once a step
+            s = step = [keep * x + m for x, m in zip(s, step, strict=True)]
+        if isinstance(optimiser, Muon):
+            changed = [alpha * x + p * m for x, p, m in zip(changed, plain, g, strict=True)]
+            step = [saturate(x) for x in s] if due else zero
+        if delta_step:
+            f, own = inputs(network, frozen, features(k[t])), gates.gamma[t, 0]
+            old = [spread(alpha, m) * m for m in w] if optimiser.after_decay else w
+            each = zip(step, rate, old, f, strict=True)
+            step = [x + spread(r, m) * own * torch.outer(m @ u, u) for x, r, m, u in each]
 
+        def kept(now, home, alpha=alpha, step=step):
+            home = home if getattr(retention, "to_start", False) else zero
+            each = zip(now, home, step, strict=True)
+            return [m + spread(alpha, m) * (x - m) - p for x, m, p in each]
 
-def delta(gates, i):
-    return None if gates.delta is None else gates.delta[i]
+        before, w, a = w, kept(w, w_0), kept(a, a_0)
+        settled = [settle(retention, *x) for x in zip(a, frozen, m_0, strict=True)]
+        if settled[0] is None:
+            settled = w
+        elif first if getattr(retention, "lag", False) else last:
+            w = settled
+        a = [again(retention, *x) for x in zip(a, settled, strict=True)] if last else a
+        shown = {"before": before, "after": w, "frozen": frozen}[rule.window.read]
+        if optimiser.shows and not due:  # what waits for a step
+            shown = [m - x for m, x in zip(w, s, strict=True)]
+        y.append(ending(body(shown, q[t]), q[t]))
+    return torch.stack(y), w

@@ -59,7 +59,7 @@ def test_a_new_rule_is_a_row():
     assert max(error(a, b) for a, b in zip(state.tensors(), end.tensors(), strict=True)) < 1e-10
 
 
-# What by_hand.py reads off the rules and so cannot check, beside the equations: the rows' named numbers.
+# What tests/reference cannot check, since it starts at the printed rows: what the rows are themselves.
 FADING = Decay(to_start=True)  # deep memories do not come back from zero; the papers print Decay()
 ROWS = {
     "atlas": (Polynomial(2), MLP(2, 4), FADING, Muon(steps=5, every=1)),
