@@ -1,15 +1,18 @@
 """atlas-memory: memories that learn while they read, after ATLAS (arXiv 2505.23735), as values, layers and models.
 
 ``NeuralMemory`` is the layer, ``OmegaMemory`` the bare memory over q, k, v, ``AtlasForCausalLM`` the language model;
-``RULES`` names what a memory may be. Each is imported when it is first asked for, so that ``atlas --help`` need not
-wait for torch, nor a layer for transformers. Importing the package is enough for transformers' Auto classes to know
-the models.
+``RULES`` names what a memory may be. Importing the package registers the models with transformers' Auto classes, where
+transformers is installed.
 """
 
+import sys
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .later import later
-from .registration import register_with_auto_classes
+from .lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
     from .layers.neural_memory import NeuralMemory as NeuralMemory
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WHERE = {
+_MODULES = {
     "RULES": ".memory",
     "AtlasConfig": ".models",
     "AtlasForCausalLM": ".models",
@@ -51,11 +54,21 @@ __all__ = [
 ]
 
 
-__getattr__ = later(__name__, _WHERE)
+__getattr__ = lazy_getattr(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE])
+    return sorted([*globals(), *_MODULES])
 
 
-register_with_auto_classes()
+def _is_command() -> bool:
+    """Whether this process is `atlas`, which imports what it needs when it needs it: `--help` must not wait."""
+    program = sys.argv[0] if sys.argv else ""
+    return Path(program).name in ("atlas", "atlas.exe") or (program == "-m" and __name__ in sys.orig_argv)
+
+
+if find_spec("transformers") and not _is_command():
+    try:
+        import_module(".models.configuration", __name__)
+    except ImportError as error:  # of a transformers that is too old
+        warnings.warn(f"the models of atlas_memory need transformers 5.17 or newer: {error}", stacklevel=2)

@@ -92,7 +92,7 @@ def test_rule_options_change_the_rule() -> None:
     config = AtlasConfig(rule="atlas", rule_options={"optimiser": {"every": 4}})
     assert config.memory_rule().optimiser.every == 4
     assert RULES["gated-deltanet"] == AtlasConfig().memory_rule() == NeuralMemory(8, 2).rule == OmegaMemory(8, 2).rule
-    assert {AtlasConfig.preset(name).rule for name in PRESETS} == {AtlasConfig.rule}
+    assert {AtlasConfig.preset(name).rule for name in PRESETS} == {"gated-deltanet"}
 
 
 def test_defaults() -> None:
@@ -104,9 +104,11 @@ def test_defaults() -> None:
     assert AtlasConfig().attention_window is None and AtlasConfig(block="attention").attention_window is None
 
 
-def test_models_without_memory_that_were_saved_with_the_default_of_their_day() -> None:
+def test_the_rule_is_that_of_the_block_where_none_is_named() -> None:
+    assert AtlasConfig().rule == "gated-deltanet" and AtlasConfig(block="hope").rule == "hope"
     for block in ("attention", "swa"):
-        assert AtlasConfig(block=block, rule="atlas").rule == AtlasConfig.rule
+        config = AtlasConfig(block=block)
+        assert config.rule is None and AtlasConfig(**config.to_diff_dict()).rule is None
         with pytest.raises(ValueError, match="rule='titans' has no use in block"):
             AtlasConfig(block=block, rule="titans")
 
@@ -131,7 +133,7 @@ def test_an_entry_of_a_later_version_is_left_out_with_a_warning(tmp_path: Path) 
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("atlas_memory.models.limits")
+    logger = logging.getLogger("atlas_memory.models.configuration")
     logger.addHandler(handler)
     try:
         assert not hasattr(AtlasConfig.from_pretrained(tmp_path), "of_a_later_version")
@@ -172,7 +174,7 @@ def test_rule_options_are_added_to_those_of_a_preset() -> None:
 def test_preset_overrides_and_unknown_names() -> None:
     config = AtlasConfig.preset("tiny", rule="omeganet", block="mag")
     assert (config.hidden_size, config.rule, config.attention_window) == (128, "omeganet", 64)
-    assert PRESETS["tiny"].config["rule"] == "gated-deltanet", "an override leaves the table alone"
+    assert "block" not in PRESETS["tiny"].config, "an override leaves the table alone"
     assert AtlasConfig.preset("tiny", block="hope").rule == "hope"
     config = AtlasConfig.preset("tiny", block="attention")
     assert (config.hidden_size, config.rule_options, config.window, config.chunk_size) == (128, None, None, None)

@@ -120,7 +120,7 @@ def test_long_prompts_are_read_in_pieces(model: AtlasForCausalLM, monkeypatch: p
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    monkeypatch.setattr("atlas_memory.models.generating.PREFILL", 6)
+    monkeypatch.setattr("atlas_memory.models.generation.PREFILL", 6)
     assert all(torch.equal(a, b) for a, b in zip(written(), whole, strict=True))
     assert max(lengths) == 6 and sum(lengths) == 23 + 23 + 18 + 3 * 3
 

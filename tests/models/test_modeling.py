@@ -21,7 +21,7 @@ from atlas_memory.layers.neural_memory import START_VALUE
 from atlas_memory.layers.titans import START_ATTENTION, MemoryGate
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM, AtlasModel
 from atlas_memory.models.cache import AtlasCache
-from atlas_memory.registration import AUTO_FILE
+from atlas_memory.models.configuration import AUTO_FILE
 
 Make = Callable[..., AtlasForCausalLM]
 

@@ -26,10 +26,8 @@ def packed(**options: bool) -> dict[str, torch.Tensor]:
 
 FORMS = {
     "position_ids": packed(),
-    "seq_idx": packed(return_position_ids=False, return_seq_idx=True),
-    "document_ids": {"document_ids": torch.tensor([[7] * 4 + [2] + [7] * 6])},
     "cu_seq_lens_q": packed(return_position_ids=False, return_flash_attn_kwargs=True),
-    "all": packed(return_seq_idx=True, return_flash_attn_kwargs=True),
+    "both": packed(return_flash_attn_kwargs=True),
 }
 
 
@@ -78,32 +76,24 @@ def test_generation_is_the_same_with_positions(make) -> None:
 
 def test_what_is_not_known_is_refused_by_name(make) -> None:
     model, ids = make(), IDS[:1]
-    for name, remedy in (
-        ("cu_seqlens", "give cu_seq_lens_q"),
-        ("segment_ids", "leave it out"),
-        ("packed_sequence_lengths", "leave it out"),
-        ("block_mask", "leave it out"),
-        ("attention_masks", "give attention_mask"),
-        ("past_key_value", "give past_key_values"),
-    ):
+    names = ("cu_seqlens", "seq_idx", "document_ids", "segment_ids", "packed_sequence_lengths", "block_mask")
+    for name in (*names, "attention_masks", "past_key_value"):
         for net in (model, model.model):
-            with pytest.raises(ValueError, match=f"{name!r}: {remedy}"):
+            with pytest.raises(ValueError, match=f"{name!r}: leave it out"):
                 net(ids, **{name: torch.tensor([0, 4, 11])})
     model(ids, labels=ids, num_items_in_batch=10, output_attentions=False, cache_position=torch.arange(11))
     model(ids, what_the_next_version_passes=True, mm_token_type_ids=torch.zeros(1, 11))  # passed over
     for wrong, message in (
         ({"cu_seq_lens_q": torch.tensor([0, 4, 10])}, "cu_seq_lens_q of shape .* does not cut"),
         ({"position_ids": torch.arange(10)[None]}, r"position_ids has shape \[1, 10\] but the tokens are"),
-        ({"seq_idx": torch.arange(11)}, r"document_ids has shape \[11\] but"),
         ({"position_ids": [[0] * 11]}, r"position_ids must be a tensor \[batch, time\], got a list"),
         ({"cu_seq_lens_q": [0, 4, 11]}, r"cu_seq_lens_q must be a tensor \[documents \+ 1\], got a list"),
-        ({"document_ids": torch.ones(1, 11), "past_key_values": model(ids).past_key_values}, "does not tell whether"),
+        ({"cu_seq_lens_q": torch.tensor([0, 11]), "past_key_values": model(ids).past_key_values}, "not tell whether"),
     ):
         with pytest.raises(ValueError, match=message):
             model(ids, **wrong)
     none = ids[:, :0]
-    for name in ("position_ids", "document_ids"):
-        assert model(none, **{name: none}).logits.shape[:2] == (1, 0)
+    assert model(none, position_ids=none).logits.shape[:2] == (1, 0)
 
 
 def test_a_prompt_of_several_documents(make) -> None:
@@ -111,24 +101,21 @@ def test_a_prompt_of_several_documents(make) -> None:
     model, ids = make(), IDS
     starts = torch.zeros_like(ids)
     starts[:, 4] = 1
-    documents = starts.cumsum(1)
     for options in ({}, {"num_beams": 2}):
         options = {"max_new_tokens": 4, "do_sample": False, **options}
         expected = model.generate(ids[:, 4:], **options)[:, ids.shape[1] - 4 :]
-        for marks in ({"document_starts": starts}, {"document_ids": documents}):
-            assert torch.equal(model.generate(ids, **marks, **options)[:, ids.shape[1] :], expected)
+        assert torch.equal(model.generate(ids, document_starts=starts, **options)[:, ids.shape[1] :], expected)
     with pytest.raises(ValueError, match=r"use_cache=False reads the prompt again .* document_starts out"):
         model.generate(ids, document_starts=starts, use_cache=False, max_new_tokens=2)
 
 
 def test_marks_at_padding_are_those_of_the_next_token(make) -> None:
-    """Padding has no document: an id or a piece of its own begins none, and cuts none in two. What is marked there
+    """Padding has no document: a position or a piece of its own begins none, and cuts none in two. What is marked there
     begins with the next token, also of a later call."""
     model, ids = make().double(), IDS[:1]
     real = torch.tensor([[1] * 8 + [0] * 3])
     goes_on = model(IDS[:1, :3], past_key_values=model(ids[:, :8], use_cache=True).past_key_values).logits
     for marks, expected in (
-        ({"document_ids": torch.where(real == 1, 0, -1)}, goes_on),
         ({"position_ids": torch.tensor([[*range(8), 0, 0, 0]])}, goes_on),
         ({"cu_seq_lens_q": torch.tensor([0, 8, 11])}, goes_on),
         ({"document_starts": torch.tensor([[1] + [0] * 8 + [1, 0]])}, model(IDS[:1, :3]).logits),
@@ -137,7 +124,8 @@ def test_marks_at_padding_are_those_of_the_next_token(make) -> None:
         assert_near(model(IDS[:1, :3], past_key_values=cache).logits, expected)
     real = torch.tensor([[1] * 4 + [0] * 4 + [1] * 3])
     alone = model(torch.cat([ids[:, :4], ids[:, 8:]], 1)).logits[:, 4:]
-    assert_near(model(ids, attention_mask=real, document_ids=real).logits[:, 8:], alone)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 0, 0, 4, 5, 6]])
+    assert_near(model(ids, attention_mask=real, position_ids=positions).logits[:, 8:], alone)
     begins = model(ids[:, 8:]).logits
     starts = torch.tensor([[0] * 5 + [1] + [0] * 5])  # at padding: the next token begins a document
     assert_near(model(ids, attention_mask=real, document_starts=starts).logits[:, 8:], begins)
@@ -145,19 +133,18 @@ def test_marks_at_padding_are_those_of_the_next_token(make) -> None:
 
 def test_a_prompt_that_is_marked_is_read_whole(make, monkeypatch) -> None:
     model, ids = make(), IDS[:1]
-    marks = torch.zeros_like(ids)
-    marks[:, 5:] = 1
-    expected = model.generate(ids, document_ids=marks, max_new_tokens=2, do_sample=False)
-    monkeypatch.setattr("atlas_memory.models.generating.PREFILL", 6)
-    assert torch.equal(model.generate(ids, document_ids=marks, max_new_tokens=2, do_sample=False), expected)
-    with pytest.raises(ValueError, match="prefill_chunk_size=7 cuts the prompt, and document_ids marks the whole"):
-        model.generate(ids, document_ids=marks, max_new_tokens=2, prefill_chunk_size=7)
+    starts = torch.zeros_like(ids)
+    starts[:, 5] = 1
+    expected = model.generate(ids, document_starts=starts, max_new_tokens=2, do_sample=False)
+    monkeypatch.setattr("atlas_memory.models.generation.PREFILL", 6)
+    assert torch.equal(model.generate(ids, document_starts=starts, max_new_tokens=2, do_sample=False), expected)
+    with pytest.raises(ValueError, match="prefill_chunk_size=7 cuts the prompt, and document_starts marks the whole"):
+        model.generate(ids, document_starts=starts, max_new_tokens=2, prefill_chunk_size=7)
 
 
 def test_arguments_that_do_not_go_together(make) -> None:
     model, ids = make(), IDS
     for wrong, message in (
-        ({"document_ids": ids, "seq_idx": ids}, "two names of one argument"),
         ({"labels": ids, "logits_to_keep": 1}, "labels need the logits of all tokens"),
         ({"attention_mask": torch.full(ids.shape, -1e9)}, "attention_mask has negative numbers or NaN"),
         ({"attention_mask": ids.tolist()}, r"attention_mask must be a tensor \[batch, time\], got a list"),
@@ -190,4 +177,4 @@ def test_a_cache_that_a_failed_call_has_left_is_refused(make, monkeypatch) -> No
 
 def test_a_trainer_keeps_the_columns_that_mark_documents() -> None:
     taken = inspect.signature(AtlasForCausalLM.forward).parameters
-    assert {"document_starts", "position_ids", "document_ids", "seq_idx", "cu_seq_lens_q"} <= set(taken)
+    assert {"document_starts", "position_ids", "cu_seq_lens_q"} <= set(taken)

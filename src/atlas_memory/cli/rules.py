@@ -140,19 +140,19 @@ def _blocks() -> Table:
 def _sizes() -> Table:
     from atlas_memory.models.presets import PRESETS
 
-    sizes = Table("preset", "layers", "width", "heads", "lifted", "peak rate", "about", title="Presets", box=SIMPLE)
-    sizes.caption = "lifted: heads of a memory on lifted keys, as in atlas and omeganet"
+    sizes = Table("preset", "layers", "width", "heads", "φ heads", "peak rate", "about", title="Presets", box=SIMPLE)
+    sizes.caption = "φ heads: of a memory with a feature map, as in atlas and omeganet"
     for key, preset in PRESETS.items():
         layers, width, heads = (
             preset.config[field] for field in ("num_hidden_layers", "hidden_size", "num_attention_heads")
         )
-        lifted = preset.lifted_heads or heads
-        sizes.add_row(key, *map(str, (layers, width, heads, lifted)), f"{preset.learning_rate:g}", preset.about)
+        many = preset.feature_map_heads or heads
+        sizes.add_row(key, *map(str, (layers, width, heads, many)), f"{preset.learning_rate:g}", preset.about)
     return sizes
 
 
 def _parameters() -> Table:
-    """What the presets hold depends on the rule: lifted keys make large M_0."""
+    """What the presets hold depends on the rule: feature maps make large M_0."""
     table = Table("preset", box=SIMPLE, title="Parameters of the presets, by rule")
     for rule in PARAMETER_RULES:
         table.add_column(rule, justify="right")

@@ -1,12 +1,8 @@
-"""Language models for transformers.
-
-``AtlasConfig`` is registered with AutoConfig when it is imported, and the models with AutoModel and
-AutoModelForCausalLM when they are, which is when the first ``AtlasConfig`` is made at the latest.
-"""
+"""Language models for transformers. Importing `AtlasConfig` registers it and the models with the Auto classes."""
 
 from typing import TYPE_CHECKING
 
-from atlas_memory.later import later
+from atlas_memory.lazy_import import lazy_getattr
 
 from .presets import PRESETS, Preset
 
@@ -17,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PRESETS", "AtlasCache", "AtlasConfig", "AtlasForCausalLM", "AtlasModel", "Preset"]
 
-__getattr__ = later(
+__getattr__ = lazy_getattr(
     __name__,
     {
         "AtlasCache": ".cache",

@@ -21,7 +21,7 @@ class AtlasCacheLayer(CacheLayerMixin):
 
     Attributes:
         state: What the block returned, or None before the first token; without its graph, unless `keep_graph`.
-        anchored: Whether the gradient that reaches the state goes on to M_0; see `AtlasCache`.
+        straight_through: Whether the gradient that reaches the state goes on to M_0; see `AtlasCache`.
         seen: Columns of tokens read, padding included, as `generate` counts them.
     """
 
@@ -38,9 +38,9 @@ class AtlasCacheLayer(CacheLayerMixin):
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
-    def __init__(self, keep_graph: bool = False, anchored: bool = False) -> None:
+    def __init__(self, keep_graph: bool = False, straight_through: bool = False) -> None:
         super().__init__()
-        self.keep_graph, self.anchored = keep_graph, anchored
+        self.keep_graph, self.straight_through = keep_graph, straight_through
         self.state: Any = None
         self.seen = 0
 
@@ -82,8 +82,7 @@ class AtlasCacheLayer(CacheLayerMixin):
         """No limit."""
         return -1
 
-    # The name of get_max_length in the first releases of transformers 5.
-    get_max_cache_shape = get_max_length
+    get_max_cache_shape = get_max_length  # its name in the first releases of transformers 5
 
     def offload(self) -> None:
         """The state is small and used at once: it stays where it is."""
@@ -109,9 +108,9 @@ class AtlasCacheLayer(CacheLayerMixin):
         raise ValueError("a memory cannot forget its last tokens: cropping an Atlas cache is impossible")
 
 
-class Ended(StoppingCriteriaList):
-    """The stopping criteria of `generate`, which keep which rows have ended by them: `rows`, bool `[batch]`, or None
-    before the first token."""
+class FinishedRows(StoppingCriteriaList):
+    """The stopping criteria of `generate`, and which rows have ended by them: `rows`, bool `[batch]`, or None before
+    the first token."""
 
     rows: Tensor | None = None
 
@@ -150,17 +149,17 @@ class AtlasCache(Cache):
     Args:
         num_hidden_layers: Of the model.
         keep_graph: Let gradients flow from one call into those before it; `detach` ends that.
-        anchored: Let gradients flow to M_0 from a state that is read on from, as if the state were M_0 and what was
-            added since, nothing of it forgotten. For states without their graph: M_0 would be trained by fresh
+        straight_through: Let gradients flow to M_0 from a state that is read on from, as if the state were M_0 and what
+            was added since, nothing of it forgotten. For states without their graph: M_0 would be trained by fresh
             documents alone.
     """
 
-    def __init__(self, num_hidden_layers: int, keep_graph: bool = False, anchored: bool = False) -> None:
-        super().__init__(layers=[AtlasCacheLayer(keep_graph, anchored) for _ in range(num_hidden_layers)])
+    def __init__(self, num_hidden_layers: int, keep_graph: bool = False, straight_through: bool = False) -> None:
+        super().__init__(layers=[AtlasCacheLayer(keep_graph, straight_through) for _ in range(num_hidden_layers)])
         self._ids: Tensor | None = None  # the digest of those that were read, [batch]; None where they are not known
         self._first = 0  # the place where they begin
-        self.ended: Ended | None = None  # while `generate` writes
-        self.of_beams = False  # what was read is of beam search
+        self.finished: FinishedRows | None = None  # while `generate` writes
+        self.after_beam_search = False  # what was read is of its last beams
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AtlasCache":
         memo[id(self)] = copied = type(self)(0)
@@ -171,7 +170,8 @@ class AtlasCache(Cache):
         """Take what a file holds, as `torch.load` reads it. ValueError unless it is what a cache can hold."""
         AtlasCache.__init__(self, 0)
         self.layers = layers if isinstance(layers := held.get("layers"), list) else []
-        self._ids, self._first, self.of_beams = held.get("_ids"), held.get("_first", 0), held.get("of_beams", False)
+        self._ids, self._first = held.get("_ids"), held.get("_first", 0)
+        self.after_beam_search = held.get("after_beam_search", False)
         for i, layer in enumerate(self.layers):
             if isinstance(layer, AtlasCacheLayer):
                 layer.check(f"layer {i} of the cache")
@@ -179,7 +179,7 @@ class AtlasCache(Cache):
         if not _is_count(self._first) or not isinstance(self._ids, Tensor | None):
             raise ValueError("the cache does not say what it has read: begin with a new one")
 
-    def note(self, ids: Tensor | None) -> None:
+    def add_ids(self, ids: Tensor | None) -> None:
         """Remember the ids that were read last, int64 `[batch, time]`, by a number; None after embeddings."""
         if ids is None:
             self._ids = None
@@ -209,7 +209,7 @@ class AtlasCache(Cache):
             f"with an attention_mask of {seen} + {time} entries, or begin with a new cache"
         )
 
-    def repeat_for(self, rows: int, times: int) -> None:
+    def repeat_rows(self, rows: int, times: int) -> None:
         """Repeat every row so often, where each of them is the past of `times` of the `rows` that are to be read, as in
         beam search."""
         state = self.blocks[0].state
@@ -219,7 +219,7 @@ class AtlasCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self._ids, self.of_beams = None, False
+        self._ids, self.after_beam_search = None, False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
@@ -254,7 +254,7 @@ class AtlasCache(Cache):
 torch.serialization.add_safe_globals([AtlasCache, AtlasCacheLayer])
 
 
-def given_cache(past_key_values: Any, cache: Any) -> Any:
+def one_cache(past_key_values: Any, cache: Any) -> Any:
     """The cache given under either name; ValueError for two different ones."""
     if past_key_values is not None and cache is not None and cache is not past_key_values:
         raise ValueError("past_key_values and cache are two names of one argument: give one of them")
@@ -273,7 +273,7 @@ def check_cache(cache: Any, num_hidden_layers: int) -> list[AtlasCacheLayer]:
             f"past_key_values is a {type(cache).__name__}, but an Atlas model keeps "
             "states of its own; pass the past_key_values that it returned, or AtlasCache(config.num_hidden_layers)"
         )
-    if getattr(cache, "of_beams", False):
+    if getattr(cache, "after_beam_search", False):
         raise ValueError(
             "past_key_values was left by beam search, and has read its last beams, which are not the text that was "
             "returned: begin with a new one, or with a copy from before (copy.deepcopy)"

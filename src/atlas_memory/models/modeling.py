@@ -14,11 +14,20 @@ from transformers.utils import can_return_tuple
 
 from ..layers.blocks import MemoryBlock
 from ..layers.varlen import Documents
-from .cache import CACHE, AtlasCache, check_cache, given_cache
+from .cache import CACHE, AtlasCache, check_cache, one_cache
 from .configuration import AtlasConfig
-from .generating import AtlasGenerationMixin
-from .ids import IGNORED, check_embeds, check_ids, check_labels, mask_of_call, that_count
-from .packing import refuse_unknown, starts_of_documents
+from .generation import AtlasGenerationMixin
+from .inputs import (
+    IGNORE_INDEX,
+    check_embeds,
+    check_ids,
+    check_labels,
+    find_document_starts,
+    mask_labels,
+    mask_of_call,
+    one_mask,
+    refuse_unknown,
+)
 
 
 @dataclass
@@ -72,8 +81,8 @@ class AtlasPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, MemoryBlock):
-            _refill(module.mixer, cast(AtlasConfig, self.config))
-        if not _initialises_itself(module):
+            _refill_buffers(module.mixer, cast(AtlasConfig, self.config))
+        if not _has_own_initialisation(module):
             super()._init_weights(module)
             return
         # While a checkpoint is read, this is called for what it lacks: what it had must survive.
@@ -85,13 +94,13 @@ class AtlasPreTrainedModel(PreTrainedModel):
                 parameter.copy_(value)
 
 
-def _initialises_itself(module: nn.Module) -> bool:
+def _has_own_initialisation(module: nn.Module) -> bool:
     """Whether it knows how its weights begin: one of the memory's modules, or of a block from outside."""
     own = getattr(type(module), "reset_parameters", None)
     return own is not None and own.__module__.partition(".")[0] not in ("torch", "transformers")
 
 
-def _refill(mixer: nn.Module, config: AtlasConfig) -> None:
+def _refill_buffers(mixer: nn.Module, config: AtlasConfig) -> None:
     """Fill buffers that a mixer from outside does not save with what they begin with. While a checkpoint is read, they
     hold anything."""
     saved = mixer.state_dict()
@@ -135,8 +144,6 @@ class AtlasModel(AtlasPreTrainedModel):
         output_hidden_states: bool | None = None,
         document_starts: Tensor | None = None,
         position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cache: AtlasCache | None = None,
         **kwargs: Any,
@@ -154,8 +161,8 @@ class AtlasModel(AtlasPreTrainedModel):
             output_hidden_states: Also return the embeddings and each block's output, the last one normed.
             document_starts: `[batch, time]`, nonzero at the first token of every document of a row. Each is read as if
                 it were alone; a row whose first token is not marked goes on from `past_key_values`.
-            position_ids, document_ids, seq_idx, cu_seq_lens_q: The same in the forms of other libraries, as for
-                `starts_of_documents`; seq_idx is another name of document_ids. Positions that go on change nothing.
+            position_ids, cu_seq_lens_q: The same as transformers' collators say it (`find_document_starts`). Positions
+                that go on change nothing.
             cache: Another name of past_key_values, that of transformers since 5.24.
             kwargs: What transformers passes to every model; not used.
 
@@ -164,7 +171,7 @@ class AtlasModel(AtlasPreTrainedModel):
                 not ours; an argument that marks documents under a name that is not known.
         """
         refuse_unknown(kwargs)
-        past_key_values = given_cache(past_key_values, cache)
+        past_key_values = one_cache(past_key_values, cache)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if input_ids is not None:
@@ -180,27 +187,24 @@ class AtlasModel(AtlasPreTrainedModel):
             past_key_values = AtlasCache(len(self.layers))
         caches = None if past_key_values is None else check_cache(past_key_values, len(self.layers))
         if caches and caches[0].keep_graph and self.training:
-            _check_recomputing(cast(AtlasBlock, self.layers[0]))
+            _check_checkpointing(cast(AtlasBlock, self.layers[0]))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if document_ids is not None and seq_idx is not None:
-            raise ValueError("document_ids and seq_idx are two names of one argument: give one of them")
-        forms = (position_ids, document_ids if seq_idx is None else seq_idx, cu_seq_lens_q)
-        if any(form is not None for form in forms):
-            read_before = _read_before(attention_mask, past_key_values, time)
-            document_starts = starts_of_documents(x, mask, read_before, document_starts, *forms)
+        if position_ids is not None or cu_seq_lens_q is not None:
+            has_read = _has_read(attention_mask, past_key_values, time)
+            document_starts = find_document_starts(x, mask, has_read, document_starts, position_ids, cu_seq_lens_q)
         documents = Documents.of(document_starts, x, self, mask)  # once for all layers
 
         hidden_states = [x] if output_hidden_states else None
         for i, layer in enumerate(self.layers):
             before = caches[i].state if caches else None
-            x, state = layer(x, before, mask, documents, bool(caches and caches[i].anchored))
+            x, state = layer(x, before, mask, documents, bool(caches and caches[i].straight_through))
             if caches and writes:
                 caches[i].write(state, time)
             if hidden_states is not None:
                 hidden_states.append(x)
         if past_key_values is not None and writes:
-            past_key_values.note(input_ids)
+            past_key_values.add_ids(input_ids)
         x = self.norm(x)
         if hidden_states is not None:
             hidden_states[-1] = x
@@ -237,8 +241,6 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
         logits_to_keep: int | Tensor = 0,
         document_starts: Tensor | None = None,
         position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cache: AtlasCache | None = None,
         **kwargs: Any,
@@ -253,18 +255,18 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
             kwargs: `shift_labels`, `[batch, time]` int64, in place of labels, which are then not read: what follows
                 each token, also the last one. (Every argument that is named after labels is one that Trainer waits
                 for.) And `num_items_in_batch`, by which the sum over the labels is divided, in place of their number:
-                how many labels of the whole step are not ignored, those behind padding included, which transformers'
-                Trainer counts too; see `that_count`. What transformers passes to every model is accepted as well.
+                how many labels of the whole step are not ignored, those behind padding included (`mask_labels`). What
+                transformers passes to every model is accepted as well.
         """
         shift_labels = kwargs.pop("shift_labels", None)
         refuse_unknown(kwargs)
-        past_key_values = given_cache(past_key_values, cache)
+        past_key_values = one_cache(past_key_values, cache)
         if inputs_embeds is not None:
             check_embeds(inputs_embeds, self.config.hidden_size)
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        inputs, ignore = input_ids if inputs_embeds is None else inputs_embeds, kwargs.get("ignore_index", IGNORE_INDEX)
         for name, given in (("labels", labels), ("shift_labels", shift_labels)):
             if given is not None and inputs is not None:
-                check_labels(name, given, inputs, self.config.vocab_size, kwargs.get("ignore_index", IGNORED))
+                check_labels(name, given, inputs, self.config.vocab_size, ignore)
             if given is not None and (not isinstance(logits_to_keep, int) or logits_to_keep):
                 raise ValueError(f"{name} need the logits of all tokens: leave logits_to_keep out")
         outputs = self.model(
@@ -276,8 +278,6 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
             output_hidden_states=output_hidden_states,
             document_starts=document_starts,
             position_ids=position_ids,
-            document_ids=document_ids,
-            seq_idx=seq_idx,
             cu_seq_lens_q=cu_seq_lens_q,
             return_dict=True,
         )
@@ -286,12 +286,11 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
         loss = None
         if labels is not None or shift_labels is not None:
             real = mask_of_call(attention_mask, logits, past_key_values is not None)
-            ignored = kwargs.get("ignore_index", IGNORED)
             if real is not None:  # what follows padding is predicted from nothing
                 if shift_labels is not None:
-                    shift_labels = that_count(shift_labels, ~real, ignored, kwargs)
+                    shift_labels = mask_labels(shift_labels, ~real, ignore, kwargs)
                 elif labels is not None:
-                    labels = F.pad(that_count(labels[:, 1:], ~real[:, :-1], ignored, kwargs), (1, 0), value=ignored)
+                    labels = F.pad(mask_labels(labels[:, 1:], ~real[:, :-1], ignore, kwargs), (1, 0), value=ignore)
             if shift_labels is not None:
                 kwargs["shift_labels"] = shift_labels.contiguous()
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -300,9 +299,8 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
         )
 
 
-def _check_recomputing(layer: AtlasBlock) -> None:
-    """ValueError where a layer recomputes its activations in PyTorch's older way, which lets gradients through to
-    arguments and results that are tensors, and to no state."""
+def _check_checkpointing(layer: AtlasBlock) -> None:
+    """ValueError where activations are recomputed in PyTorch's older way, which passes no gradient to states."""
     if layer.gradient_checkpointing and cast(Any, layer)._gradient_checkpointing_func.keywords.get("use_reentrant"):
         raise ValueError(
             "a cache with keep_graph=True gets no gradient with use_reentrant=True: enable gradient checkpointing with "
@@ -310,10 +308,9 @@ def _check_recomputing(layer: AtlasBlock) -> None:
         )
 
 
-def _read_before(mask: Tensor | dict[str, Tensor | None] | None, cache: AtlasCache | None, time: int) -> Tensor | bool:
+def _has_read(mask: Tensor | dict[str, Tensor | None] | None, cache: AtlasCache | None, time: int) -> Tensor | bool:
     """Whether each row has read a real token before this call, bool `[batch]` or one for all."""
-    if isinstance(mask, dict):
-        mask = next((m for m in mask.values() if m is not None), None)
+    mask = one_mask(mask)
     if cache is None or not cache.get_seq_length():
         return False
     return True if mask is None or mask.shape[1] <= time else mask[:, : mask.shape[1] - time].bool().any(1)

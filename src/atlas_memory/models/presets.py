@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..rules.names import DEFAULT_RULE
-
 if TYPE_CHECKING:  # which loads torch
     from ..memory import Rule
 
@@ -19,14 +17,14 @@ class Preset:
         config: Arguments of `AtlasConfig`.
         learning_rate: Peak learning rate for training it.
         about: One line for people.
-        lifted_heads: Heads of a memory on lifted keys, where they are another number. Its first matrix has as many
-            columns as a key has features, half the square of the head's width under degree 2.
+        feature_map_heads: Heads of a memory with a feature map, where they are another number. Its first matrix has as
+            many columns as a key has features, half the square of the head's width under degree 2.
     """
 
     config: dict[str, Any]
     learning_rate: float
     about: str
-    lifted_heads: int | None = None
+    feature_map_heads: int | None = None
 
 
 # What two cores can afford of any rule: a memory no wider than its head, and one Newton-Schulz a chunk, until which
@@ -56,10 +54,6 @@ def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
         "hidden_size": dim,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        # It reads more text in a minute than deep memories. These learn more from each token, "titans" in 1.4
-        # times and "omeganet" in 3.3 times the time (docs/learning.md), and are a word away:
-        # rule="omeganet", "titans", "atlas", "hope".
-        "rule": DEFAULT_RULE,
         "rule_options": LAPTOP,
         "window": 4,
         "chunk_size": 16,
@@ -70,15 +64,15 @@ def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
 
 
 # Heads of bytes are 64 wide: beside heads of 16 what is older is worth three times as much, for 8 % more time
-# (docs/settings.md). Lifted keys of 64 would cost 14 times the matrices, so those memories have narrower ones.
+# (docs/settings.md). Feature maps of 64 would cost 14 times the matrices: memories with one have narrower heads.
 #
 # Table 7 gives blocks, width, heads and learning rate. The width of the MLPs is not stated; ours makes a
 # model have as many parameters as its name says, without the initial memories M_0: those depend on the rule,
-# and with lifted keys they are large (a degree-2 key of a head of width d has about d * d / 2 entries).
+# and with a feature map they are large (a degree-2 key of a head of width d has about d * d / 2 entries).
 PRESETS: dict[str, Preset] = {
-    "nano": Preset(_bytes(2, 64, 1), 3e-3, "bytes, for tests and quick looks", lifted_heads=2),
-    "tiny": Preset(_bytes(2, 128, 2), 3e-3, "bytes, trains on a laptop in minutes", lifted_heads=4),
-    "mini": Preset(_bytes(4, 256, 4), 3e-3, "bytes, trains on a laptop in hours", lifted_heads=8),
+    "nano": Preset(_bytes(2, 64, 1), 3e-3, "bytes, for tests and quick looks", feature_map_heads=2),
+    "tiny": Preset(_bytes(2, 128, 2), 3e-3, "bytes, trains on a laptop in minutes", feature_map_heads=4),
+    "mini": Preset(_bytes(4, 256, 4), 3e-3, "bytes, trains on a laptop in hours", feature_map_heads=8),
     "50m": Preset(_paper(8, 512, 8, 1856, tied=True), 3e-3, "not in Table 7; input and output embeddings are one"),
     "170m": Preset(_paper(12, 768, 16, 3072), 3e-3, "ATLAS Table 7"),
     "340m": Preset(_paper(24, 1024, 16, 2048), 1.5e-3, "ATLAS Table 7"),
@@ -89,7 +83,7 @@ PRESETS: dict[str, Preset] = {
 PRESETS |= {"small": PRESETS["170m"], "medium": PRESETS["400m"], "large": PRESETS["760m"]}
 
 
-def fitting(
+def fitting_options(
     options: dict[str, dict[str, Any]], rule: Rule, chosen: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """A preset's options as far as the rule's parts have such fields, with the chosen ones in front of them. A part

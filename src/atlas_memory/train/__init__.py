@@ -3,7 +3,7 @@ logs of a run can be read without torch."""
 
 from typing import TYPE_CHECKING
 
-from atlas_memory.later import later
+from atlas_memory.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
     from atlas_memory.train.config import RunConfig, load_config
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["M3", "MultiPeriod", "RunConfig", "load_config", "load_run", "m3_groups", "split_by_period", "train"]
 
-__getattr__ = later(
+__getattr__ = lazy_getattr(
     __name__,
     {
         "M3": ".optimisers",

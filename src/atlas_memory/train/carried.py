@@ -50,7 +50,7 @@ class CarriedStates:
         batch, turns = self._batch // times, self._lanes * times * self._accumulation * self._processes
         mine = range(self._process, turns, self._processes)
         self._rows = [range(turn * batch, (turn + 1) * batch) for turn in mine]
-        self._caches = [AtlasCache(len(self._blocks), anchored=True) for _ in mine]
+        self._caches = [AtlasCache(len(self._blocks), straight_through=True) for _ in mine]
         self._turn, self._times = 0, times
 
     def deal(self, times: int) -> None:

@@ -118,7 +118,11 @@ def _locked(
     what = preset if begun is None else f"{begun} (of preset {preset} no more than the learning rate)"
     print_line(console, f"model: {what}, {model.num_parameters():,} parameters")
     if config.train.compiled:
-        takes = "minutes, and steps are no faster: these keys are lifted" if architecture.lifts_keys() else "a minute"
+        takes = (
+            "minutes, and steps are no faster: its rule has a feature map"
+            if architecture.has_feature_map()
+            else "a minute"
+        )
         print_line(console, f"the first step compiles the memories, which takes {takes}")
 
     if not resume:

@@ -5,18 +5,15 @@ from importlib import import_module
 from typing import Any
 
 
-def later(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
-    """``__getattr__`` of a package: names, and the module of it that has each.
-
-    The function raises AttributeError for any other name, and ModuleNotFoundError, with what installs it, where
-    transformers is needed and missing.
-    """
+def lazy_getattr(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """``__getattr__`` of a package: of each name the module that has it. It raises AttributeError for any other name,
+    and ModuleNotFoundError, with what installs it, where transformers is needed and missing."""
 
     def get(name: str) -> Any:
-        if name not in where:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            return getattr(import_module(where[name], package), name)
+            return getattr(import_module(modules[name], package), name)
         except ModuleNotFoundError as error:
             if error.name != "transformers":
                 raise

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from .cache import CACHE, AtlasCache, Ended, check_cache
-from .ids import check_ids
+from .cache import CACHE, AtlasCache, FinishedRows, check_cache
+from .inputs import check_ids
 
 PREFILL = 8192
 """Tokens of a prompt that `generate` reads at a time."""
-MARKS = ("document_starts", "document_ids", "seq_idx", "cu_seq_lens_q")
+DOCUMENT_ARGUMENTS = ("document_starts", "cu_seq_lens_q")
 """Arguments that mark the documents of a call's tokens."""
 
 
@@ -51,14 +51,14 @@ class AtlasGenerationMixin(GenerationMixin):
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         # What marks documents is of the prompt, which has been read.
-        for name in MARKS:
+        for name in DOCUMENT_ARGUMENTS:
             if model_kwargs.pop(name, None) is not None and model_kwargs.get(CACHE) is None:
                 raise ValueError(f"use_cache=False reads the prompt again at every token: leave it or {name} out")
         updated = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
         cache = updated.get(CACHE)
-        if not isinstance(cache, AtlasCache) or cache.ended is None:
+        if not isinstance(cache, AtlasCache) or cache.finished is None:
             return updated
-        rows = cache.ended.rows
+        rows = cache.finished.rows
         if rows is not None and len(rows) > 1 and bool(rows.any()):  # what comes next in these is padding
             if updated.get("attention_mask") is None:  # which transformers leaves out where all tokens are real
                 updated["attention_mask"] = rows.new_ones(len(rows), cache.get_seq_length() + 1, dtype=torch.long)
@@ -73,11 +73,11 @@ class AtlasGenerationMixin(GenerationMixin):
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         if not isinstance(cache, AtlasCache) or not pads:
             return parent._sample(input_ids, logits_processor, stopping_criteria, *args, **kwargs)
-        cache.ended = Ended(stopping_criteria)
+        cache.finished = FinishedRows(stopping_criteria)
         try:
-            return parent._sample(input_ids, logits_processor, cache.ended, *args, **kwargs)
+            return parent._sample(input_ids, logits_processor, cache.finished, *args, **kwargs)
         finally:
-            cache.ended = None
+            cache.finished = None
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers has it; the cache then holds the beams of the last step, which are not the text returned."""
@@ -86,7 +86,7 @@ class AtlasGenerationMixin(GenerationMixin):
             return parent._beam_search(*args, **kwargs)
         finally:
             if isinstance(cache := kwargs.get(CACHE), AtlasCache):
-                cache.of_beams = True
+                cache.after_beam_search = True
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: ValueError."""
@@ -104,17 +104,22 @@ class AtlasGenerationMixin(GenerationMixin):
         time = (input_ids if embedded is None else embedded).shape[1]
         if not time:
             raise ValueError("generate was given no token to begin with: give one, such as the end-of-text token")
-        marked = _is_marked(model_kwargs, generation_config)
+        marks = [name for name in DOCUMENT_ARGUMENTS if model_kwargs.get(name) is not None]
+        if marks and generation_config.prefill_chunk_size:
+            raise ValueError(
+                f"prefill_chunk_size={generation_config.prefill_chunk_size} cuts the prompt, and {marks[0]} marks the "
+                "whole: leave one out"
+            )
         if cache is None:
             inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
             return model(**inputs, return_dict=True)
         check_cache(cache, self.config.num_hidden_layers)
-        cache.repeat_for(len(input_ids), max(generation_config.num_beams, generation_config.num_return_sequences))
-        new, mask = _unread(input_ids, cache, model_kwargs, getattr(generation_config, "_mask_length", -1))
+        cache.repeat_rows(len(input_ids), max(generation_config.num_beams, generation_config.num_return_sequences))
+        new, mask = _new_tokens(input_ids, cache, model_kwargs, getattr(generation_config, "_mask_length", -1))
         if embedded is not None:
             pieces, length, left = [input_ids], new, 0
         else:
-            whole = marked or generation_config.output_hidden_states
+            whole = marks or generation_config.output_hidden_states
             size = generation_config.prefill_chunk_size or (new if whole else PREFILL)
             pieces, length, left = input_ids[:, time - new :].split(size, 1), None, new
         for ids in pieces:
@@ -126,39 +131,20 @@ class AtlasGenerationMixin(GenerationMixin):
         return outputs
 
 
-def _is_marked(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-    """Whether the documents of a prompt are marked; ValueError if it is to be read in pieces, which the marks do not
-    know."""
-    marks = [name for name in MARKS if model_kwargs.get(name) is not None]
-    if marks and generation_config.prefill_chunk_size:
-        raise ValueError(
-            f"prefill_chunk_size={generation_config.prefill_chunk_size} cuts the prompt, and {marks[0]} marks the "
-            "whole: leave one out"
-        )
-    return bool(marks)
-
-
-def _unread(
-    input_ids: Tensor, cache: AtlasCache, model_kwargs: dict[str, Any], covered: int
+def _new_tokens(
+    input_ids: Tensor, cache: AtlasCache, model_kwargs: dict[str, Any], mask_length: int
 ) -> tuple[int, Tensor | None]:
-    """How many of the last ids, or embeddings, the cache has not read, and the mask of all tokens up to them. `covered`
-    is the length of the mask that was given, where transformers took it away because it masks nothing."""
+    """How many of the last ids, or embeddings, the cache has not read, and the mask of all tokens up to them.
+    `mask_length` is that of the mask that was given, where transformers took it away because it masks nothing."""
     embedded, mask, seen = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask"), cache.get_seq_length()
     time = (input_ids if embedded is None else embedded).shape[1]
-    if (covered if mask is None else mask.shape[1]) > time:
+    if (mask_length if mask is None else mask.shape[1]) > time:
         return time, mask
-    if embedded is not None:
-        _check_longer(time, seen)
-        return time - seen, mask
-    if cache.is_read_in(input_ids):
-        return time - seen, mask
-    return time, None if mask is None else nn.functional.pad(mask, (seen, 0), value=1)
-
-
-def _check_longer(time: int, seen: int) -> None:
-    """ValueError unless so many embeddings can be those of a text of which `seen` tokens have been read."""
-    if seen and time <= seen:
+    if embedded is not None and seen and time <= seen:
         raise ValueError(
             f"the {time} embeddings given to generate are no more than the {seen} tokens that past_key_values has "
             f"read: give those of the whole text, or new ones alone with an attention_mask of {seen} + {time} entries"
         )
+    if embedded is not None or cache.is_read_in(input_ids):
+        return time - seen, mask
+    return time, None if mask is None else nn.functional.pad(mask, (seen, 0), value=1)
