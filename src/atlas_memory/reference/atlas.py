@@ -1,9 +1,10 @@
 """ATLAS (arXiv 2505.23735) as printed. q, k, v [time, dim]; eta, alpha, theta [time]; gamma [time, window], where
 gamma[t, j] weighs token t - j. M maps names to matrices: W1 [dim, hidden], W2 [hidden, features], W3 as W2.
 
-Atlas (Eqs. 32-33): atlas(phi=polynomial), with W3 in M Atlas++ (43). Without Muon: OmegaNet (10), with phi=exponential
-Dot (27). Without Muon and with `dot`: DLA (19) with a window of one token, SWLA (20) with W1 alone in M;
-DeepTransformer (25) with phi=exponential and a window of one token, and SWDT (Table 1) with a longer one.
+    muon=True               Atlas (Eqs. 32-33); with W3 in M Atlas++ (Eq. 43)
+    muon=False              OmegaNet (Eq. 10); with phi=exponential Dot (Eq. 27)
+    muon=False, dot=True    DLA (Eq. 19), with a window of one token; SWLA (Eq. 20), with W1 alone in M;
+                            with phi=exponential DeepTransformer (Eq. 25), and SWDT (Table 1) with a longer window
 """
 
 import torch
@@ -51,7 +52,8 @@ def atlas(M, phi, q, k, v, eta, alpha, theta, gamma, window, chunk, muon=True, d
         if t % chunk == 0:
             frozen = M  # gradients are taken at the memory before the chunk (Eqs. 15-16)
         G = grad(omega)(frozen, t)
-        S = {n: theta[t] * S[n] + G[n] for n in M} if muon else G  # Eq. 33 (Table 1 prints a minus, and ascends)
-        M = {n: alpha[t] * M[n] - eta[t] * (newton_schulz(S[n]) if muon else S[n]) for n in M}  # Eqs. 32, 40; 10
+        S = {n: theta[t] * S[n] + G[n] for n in M}  # Eq. 33; Table 1 prints a minus, and ascends
+        step = {n: newton_schulz(S[n]) for n in M} if muon else G  # Eq. 40; without Muon the gradient
+        M = {n: alpha[t] * M[n] - eta[t] * step[n] for n in M}  # Eqs. 32 and 10
         y.append(memory(M, phi, q[t]))
     return torch.stack(y), M

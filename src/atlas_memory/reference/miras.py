@@ -11,14 +11,14 @@ from torch.func import grad
 
 
 def memory(M, norm, x):  # sec. 5.3
-    return x + F.layer_norm(M["W1"] @ F.gelu(M["W2"] @ x), x.shape, *norm, eps=1e-6)
+    return x + F.layer_norm(M["W1"] @ F.gelu(M["W2"] @ x), x.shape, norm[0], norm[1], eps=1e-6)
 
 
 def smooth(e):  # |e| without its corner (sec. 5.1)
     return (e.square() + 1e-6).sqrt()
 
 
-def rows(gate, W):  # a gate of [dim] weighs one row of W1 [dim, hidden] a channel, and four of W2 (sec. 5.4)
+def rows(gate, W):  # each channel of a gate weighs one row of W1, and hidden / dim rows of W2 (sec. 5.4)
     return gate.repeat_interleave(len(W) // len(gate))[:, None] * W
 
 

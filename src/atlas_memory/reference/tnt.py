@@ -11,7 +11,7 @@ from torch.func import grad
 
 
 def f(W, norm, x):
-    return x + F.layer_norm(W["W1"] @ F.gelu(W["W2"] @ x), x.shape, *norm, eps=1e-6)
+    return x + F.layer_norm(W["W1"] @ F.gelu(W["W2"] @ x), x.shape, norm[0], norm[1], eps=1e-6)
 
 
 def loss(W, norm, k, v):

@@ -10,7 +10,7 @@ from torch.func import grad
 
 def f(M, norm, x):  # sec. 2.7: x + LN(f_res(x))
     out = M["W"] @ x + M["b"] if "W" in M else M["W2"] @ F.gelu(M["W1"] @ x + M["b1"]) + M["b2"]
-    return x + F.layer_norm(out, x.shape, *norm, eps=1e-6)
+    return x + F.layer_norm(out, x.shape, norm[0], norm[1], eps=1e-6)
 
 
 def loss(M, norm, k, v):  # Eq. 4
