@@ -53,15 +53,23 @@ def _look(step: int, draw: np.random.Generator, alarm: bool) -> dict[str, Any]:
         return [float(value) for value in draw.uniform(size=HEADS)]
 
     gates = {name: {"mean": heads(), "std": heads()} for name in ("alpha", "eta", "theta", "gamma")}
-    figures = ("half_life", "surprise", "written", "norm", "moved", "momentum", "rank")
+    measured = ("half_life", "error_before_write", "readout_change", "norm", "distance_from_init", "momentum_norm")
     memories = [
-        {"name": f"model.layers.{layer}.mixer", "share": 0.5, "branch": 0.5, **gates, "error": [heads(), heads()]}
-        | {name: heads() for name in figures}
+        {"name": f"model.layers.{layer}.mixer", "memory_contribution": 0.5, "branch_ratio": 0.5, **gates}
+        | {"recall_error": [heads(), heads()]}
+        | {name: heads() for name in (*measured, "effective_rank")}
         for layer in range(LAYERS)
     ]
     text = "layer 0 writes nothing: lower train.gate_rate"
-    raised = [{"kind": "writes nothing", "memory": "model.layers.0.mixer", "text": text}] if alarm else []
-    found = {"step": step, "seconds": 0.5, "remembrance": 0.02, "back": 128, "lags": [16, 256], "memories": memories}
+    raised = [{"kind": "no writes", "memory": "model.layers.0.mixer", "text": text}] if alarm else []
+    found = {
+        "step": step,
+        "seconds": 0.5,
+        "effective_remembrance": 0.02,
+        "recent": 128,
+        "lags": [16, 256],
+        "memories": memories,
+    }
     return found | {"suspected": raised, "alarms": raised}
 
 

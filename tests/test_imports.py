@@ -34,7 +34,7 @@ def test_a_memory_needs_neither_transformers_nor_a_compiler(tmp_path: Path) -> N
 
 
 def test_the_command_and_logs_need_no_torch(tmp_path: Path) -> None:
-    code = "import sys; sys.argv = ['atlas', '--help']; import atlas_memory.viz.dashboard.runs;"
+    code = "import sys; sys.argv = ['atlas', '--help']; import atlas_memory.viz.watched_runs, atlas_memory.viz.charts;"
     code += " import atlas_memory.models.presets; from atlas_memory.__main__ import main; main();"
     code += " print('torch' in sys.modules)"
     (said,) = run(tmp_path, code, first="")

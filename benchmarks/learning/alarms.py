@@ -15,8 +15,8 @@ from torch import nn
 
 from atlas_memory import NeuralMemory
 from atlas_memory.layers.gate_projection import GateProjection
+from atlas_memory.monitor.logs import read_log
 from atlas_memory.train import load_config, train
-from atlas_memory.train.logs import read_log
 
 from .study import Study, heads
 
@@ -71,26 +71,35 @@ def raised(
     with tempfile.TemporaryDirectory() as folder, spoilt(SPOILT.get(how)):
         outcome = train(load_config(None, [*given, f"output_dir={folder}/run"]), console=Console(quiet=True))
         lines = read_log(Path(folder) / "run", "memory.jsonl")
-    memories = lines[-1]["memories"]
-    lives = [max(memory["half_life"]) for memory in memories if memory["half_life"]]
+    memories = lines[-1].memories
+    lives = [max(memory.half_life) for memory in memories if memory.half_life]
     return ({"half-life": max(lives)} if lives else {}) | {
-        "alarms": float(len(lines[-1]["alarms"])),
-        "share": min(memory["share"] for memory in memories),
-        "branch": min(memory["branch"] for memory in memories),
-        "changed": min(max(memory["written"]) for memory in memories),
+        "alarms": float(len(lines[-1].alarms)),
+        "memory_contribution": min(memory.memory_contribution for memory in memories),
+        "branch_ratio": min(memory.branch_ratio for memory in memories),
+        "readout_change": min(max(memory.readout_change) for memory in memories),
         "seconds": outcome.seconds,
     }
 
 
 ALARMS = Study(
     name="alarms",
-    shows="Preset tiny, trained by `atlas train` for 200 steps (or `--steps`) of 16 x 128 bytes and looked at every "
-    "100: alarms of the last look; of the memory where it is least, the share of its mixer's output that hangs on what "
-    "was written, the mixer's part of what the block passes on, and how far writing moves answers in its best head; "
-    "and the longest half-life of a head in tokens. Spoilt: eta pinned at 0, alpha at 1/2, or the memory's output "
-    "scaled to 0.",
+    shows="Preset tiny, trained by `atlas train` for 200 steps (or `--steps`) of 16 x 128 bytes and probed every "
+    "100: alarms of the last probe; the least memory contribution, branch ratio and (of the best head) readout change "
+    "of a memory; the longest half-life of a head in tokens. Spoilt: eta pinned at 0, alpha at 1/2, or the memory's "
+    "output scaled to 0.",
     cases=(*HEALTHY, *(f"{model}: {how}" for model in OF for how in SPOILT)),
     widths=(64,),
     measure=raised,
-    columns=("candidate", "alarms", "share", "branch", "moved by writing", "half-life", "seconds", "seeds", "revision"),
+    columns=(
+        "candidate",
+        "alarms",
+        "memory_contribution",
+        "branch_ratio",
+        "readout_change",
+        "half-life",
+        "seconds",
+        "seeds",
+        "revision",
+    ),
 )

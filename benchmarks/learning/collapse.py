@@ -19,7 +19,7 @@ from atlas_memory.layers.attention import SlidingWindowAttention
 from atlas_memory.layers.blocks import MemoryBlock
 from atlas_memory.layers.gate_projection import GateProjection
 from atlas_memory.memory import RULES
-from atlas_memory.monitor.writes import memory_writes
+from atlas_memory.monitor.hooks import memory_writes
 
 from .language import BATCH, LENGTH
 from .study import Study

@@ -17,8 +17,8 @@ from atlas_memory.data.sources import Source
 from atlas_memory.data.tokenization import encode, train_tokenizer
 from atlas_memory.eval import Score, bits_per_byte
 from atlas_memory.eval.perplexity import token_nats
+from atlas_memory.monitor.logs import read_log
 from atlas_memory.train import load_config, load_run, train
-from atlas_memory.train.logs import read_log
 from atlas_memory.train.runs import Run
 
 from .study import Study, heads
@@ -90,7 +90,7 @@ def trained(options: Sequence[str], dim: int, seed: int, quick: bool, text: str 
     margins = whole.margin_by_position(recent)
     found: dict[str, Any] = {
         "parameters": float(run.model.num_parameters()),
-        "training": float(np.mean([line["loss"] for line in log[-50:]])) / math.log(2),
+        "training": float(np.mean([line.loss for line in log[-50:]])) / math.log(2),
         "held out": whole.overall,
         "seconds": outcome.seconds,
     }

@@ -16,7 +16,7 @@ from atlas_memory.data import byte_tokenizer
 from atlas_memory.data.tokenization import encode
 from atlas_memory.eval.reading import Reading, pieces_of, read, repeats, twice
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
-from atlas_memory.viz.report.reading import reading_page
+from atlas_memory.viz.token_page import token_page
 
 BYTES = byte_tokenizer()
 
@@ -69,10 +69,10 @@ def test_what_is_read_again_is_counted() -> None:
     cost = np.array([np.nan, 4.0, 4.0, 2.0, 1.0])
     found = Reading(list("abcbc"), cost, None, None, None, np.array([-1, -1, -1, 1, 2]))
     assert found.again() == (2, 4.0, 1.5)
-    page = reading_page("a < b", found)
-    assert "2 tokens are of passages" in page and "a &lt; b" in page and page.count('class="c1 again"') == 1
-    assert "8 bits a token" in page and "tap it" in page and "class=about" not in page
-    assert "run &amp; rule" in reading_page("a", found, about="run & rule")
+    page = token_page("a < b", found)
+    assert "2 tokens in passages" in page and "a &lt; b" in page and page.count('class="c1 again"') == 1
+    assert "8 bits per token" in page and "tap it" in page and 'class="about"' not in page
+    assert "run &amp; rule" in token_page("a", found, about="run & rule")
     assert Reading(list("ab"), cost[:2], None, None, None, np.array([-1, -1])).again() is None
 
 

@@ -33,8 +33,8 @@ def test_no_rule_begins_with_an_alarm(rule: str) -> None:
 def test_what_is_of_no_use_is_named(rule: str, block: str) -> None:
     model = model_of(rule, block)
     for how, kind, count, remedy in (
-        ("eta at 0", "writes nothing", 2, "train.gate_rate"),
-        ("retention at one half", "forgets", 1, "train.gate_rate"),
+        ("eta at 0", "no writes", 2, "train.gate_rate"),
+        ("retention at one half", "no retention", 1, "train.gate_rate"),
         ("branch at 0", "unused", 2, "scaled away"),
     ):
         with spoilt(SPOILT[how]):
@@ -47,4 +47,4 @@ def test_numbers_that_are_not_finite() -> None:
     model = model_of("titans")
     with torch.no_grad():
         model.model.layers[1].mixer.memory.initial[0].fill_(torch.inf)
-    assert [kind for kind, _ in raised(model)] == ["broken"]
+    assert [kind for kind, _ in raised(model)] == ["nonfinite"]

@@ -12,11 +12,21 @@ from atlas_memory.layers.neural_memory import NeuralMemory
 from atlas_memory.memory import RULES, Gates, retrieve
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.monitor import effective_remembrance, summarise, trace
-from atlas_memory.monitor.measures import effective_rank, half_life, turn
-from atlas_memory.monitor.trace import traces
+from atlas_memory.monitor.tracing import angle, effective_rank, half_life, traces
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2}
-BY_TOKEN = ("alpha", "eta", "theta", "gamma", "delta", "surprise", "error", "written", "share", "branch")
+BY_TOKEN = (
+    "alpha",
+    "eta",
+    "theta",
+    "gamma",
+    "delta",
+    "error_before_write",
+    "recall_error",
+    "readout_change",
+    "memory_contribution",
+    "branch_ratio",
+)
 
 
 def model_of(**options: Any) -> AtlasForCausalLM:
@@ -47,13 +57,13 @@ def test_the_cut_of_the_text_changes_nothing(case: str) -> None:
     whole, cut = (trace(model, ids, lags=(3, 20), piece=piece) for piece in (50, 7))
     assert whole.nats is not None and cut.nats is not None
     torch.testing.assert_close(whole.nats, cut.nats, equal_nan=True)
-    assert cut.points == (7, 14, 21, 28, 35, 42, 49, 50)
+    assert cut.positions == (7, 14, 21, 28, 35, 42, 49, 50)
     for a, b in zip(whole.memories, cut.memories, strict=True):
         for name in BY_TOKEN:
             assert (getattr(a, name) is None) == (getattr(b, name) is None)
             if getattr(a, name) is not None:
                 torch.testing.assert_close(getattr(a, name), getattr(b, name), equal_nan=True, msg=f"{a.name} {name}")
-        for name in ("norm", "moved", "rank"):
+        for name in ("norm", "distance_from_init", "effective_rank"):
             torch.testing.assert_close(getattr(a, name)[..., -1], getattr(b, name)[..., -1])
 
 
@@ -83,32 +93,34 @@ def test_errors_are_those_of_the_memory_read_token_by_token(rule: str) -> None:
             now = slice(t, t + 1)
             surprise, before = error(k[:, :, now], v[:, :, now])
             answers.append(before)
-            torch.testing.assert_close(found.surprise[:, :, now].double(), surprise, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found.error_before_write[:, :, now].double(), surprise, rtol=1e-5, atol=1e-6)
             token = Gates(*(None if g is None else g[:, :, now] for g in vars(gates).values()))
             _, memory = layer.memory(k[:, :, now], k[:, :, now], v[:, :, now], token, memory)
             for i, lag in enumerate((1, 5)):
                 if t >= lag:
                     of = slice(t - lag, t - lag + 1)
                     wrong, answer = error(k[:, :, of], v[:, :, of])
-                    torch.testing.assert_close(found.error[:, :, i, now].double(), wrong, rtol=1e-5, atol=1e-6)
+                    torch.testing.assert_close(found.recall_error[:, :, i, now].double(), wrong, rtol=1e-5, atol=1e-6)
                     if i == 0:
                         old = answers[t - lag]
                         moved = (answer - old).norm(dim=-1) / (old.norm(dim=-1) + v[:, :, of].norm(dim=-1))
-                        torch.testing.assert_close(found.written[:, :, now].double(), moved, rtol=1e-5, atol=1e-6)
+                        torch.testing.assert_close(
+                            found.readout_change[:, :, now].double(), moved, rtol=1e-5, atol=1e-6
+                        )
                 else:
-                    assert found.error[:, :, i, now].isnan().all()
+                    assert found.recall_error[:, :, i, now].isnan().all()
         torch.testing.assert_close(found.eta.double(), gates.eta, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_is_seen(rule: str) -> None:
     model = model_of(rule=rule, block="hope" if rule == "hope" else "lmm")
-    summary = summarise(trace(model, ids_of(40), lags=(16, 256)))
-    assert len(summary["memories"]) == (10 if rule == "hope" else 2)
-    for memory in summary["memories"]:
-        assert len(memory["eta"]["mean"]) == 2 and memory["share"] > 0.01
-        assert memory["error"][1] == [None, None]  # the text is too short
-        assert all(1 <= rank <= 8 for rank in memory["rank"])
+    memories = summarise(trace(model, ids_of(40), lags=(16, 256)))
+    assert len(memories) == (10 if rule == "hope" else 2)
+    for memory in memories:
+        assert memory.eta and len(memory.eta.mean) == 2 and memory.memory_contribution > 0.01
+        assert memory.recall_error[1] == [None, None]  # the text is too short
+        assert all(1 <= rank <= 8 for rank in memory.effective_rank)
 
 
 def test_nothing_is_changed_by_looking() -> None:
@@ -131,13 +143,13 @@ def test_a_model_without_memories_and_one_row_of_many() -> None:
     assert trace(model_of(block="swa", attention_window=8), ids_of()).memories == ()
     model = model_of(rule="omeganet")
     both, one = trace(model, ids_of()), trace(model, ids_of()[1:])
-    torch.testing.assert_close(both.memories[1].surprise[1:], one.memories[1].surprise)
-    torch.testing.assert_close(both.memories[1].share[1:], one.memories[1].share)
+    torch.testing.assert_close(both.memories[1].error_before_write[1:], one.memories[1].error_before_write)
+    torch.testing.assert_close(both.memories[1].memory_contribution[1:], one.memories[1].memory_contribution)
 
 
 def test_pieces_come_as_they_are_read() -> None:
     parts = traces(model_of(rule="deltanet"), ids_of(), piece=20)
-    assert [part.memories[0].share.shape[1] for part in parts] == [20, 20, 10]
+    assert [part.memories[0].memory_contribution.shape[1] for part in parts] == [20, 20, 10]
 
 
 @pytest.mark.parametrize(
@@ -159,13 +171,13 @@ def test_bad_input(ids: torch.Tensor, options: dict[str, Any], match: str) -> No
 def test_effective_remembrance() -> None:
     ids = ids_of(70)
     local = model_of(block="swa", attention_window=4)
-    assert effective_remembrance(local, ids, back=16) < 1e-6  # two layers see 6 tokens back
+    assert effective_remembrance(local, ids, recent=16) < 1e-6  # two layers see 6 tokens back
     model = model_of(rule="gated-deltanet")
-    far = effective_remembrance(model, ids, back=8)
-    assert 1e-6 < effective_remembrance(model, ids, back=24) < far < 1
-    assert effective_remembrance(model, ids, back=8, piece=7) == pytest.approx(far, rel=1e-4)
-    with pytest.raises(ValueError, match="more than 2 back = 80"):
-        effective_remembrance(model, ids, back=40)
+    far = effective_remembrance(model, ids, recent=8)
+    assert 1e-6 < effective_remembrance(model, ids, recent=24) < far < 1
+    assert effective_remembrance(model, ids, recent=8, piece=7) == pytest.approx(far, rel=1e-4)
+    with pytest.raises(ValueError, match="more than 2 recent = 80"):
+        effective_remembrance(model, ids, recent=40)
 
 
 @pytest.mark.parametrize("rule", ["titans", "gated-deltanet", "dot"])
@@ -180,7 +192,7 @@ def test_the_bend_of_a_path(rule: str) -> None:
             at.append(state.memory.weights[-1])
     widths = [F.pad(w, (0, at[-1].shape[-1] - w.shape[-1])) for w in at]
     first, second, third = (b - a for a, b in pairwise(widths))
-    found = trace(model, ids, piece=8).memories[0].turn
+    found = trace(model, ids, piece=8).memories[0].update_angle
     assert found[..., 0].isnan().all()
     for n, (a, b) in enumerate(((first, second), (second, third)), 1):
         expected = torch.cosine_similarity(a.flatten(2), b.flatten(2), dim=-1).acos().rad2deg()
@@ -194,8 +206,8 @@ def test_half_life_and_rank() -> None:
     assert half_life(torch.ones(4)) == pytest.approx(1e6)
     ahead, aside = torch.eye(2)[None, None], torch.tensor([[0.0, 1.0], [-1.0, 0.0]])[None, None]
     for other, degrees in ((ahead, 0.0), (aside, 90.0), (-ahead, 180.0)):
-        assert turn((3 * ahead, 3 * ahead), (other, other)) == pytest.approx(degrees, abs=0.1)
-    assert turn((ahead,), (0 * ahead,)).isnan()
+        assert angle((3 * ahead, 3 * ahead), (other, other)) == pytest.approx(degrees, abs=0.1)
+    assert angle((ahead,), (0 * ahead,)).isnan()
     assert effective_rank(torch.eye(5)) == pytest.approx(5.0)
     assert effective_rank(torch.ones(7, 3)) == pytest.approx(1.0, abs=1e-3)
     assert effective_rank(torch.zeros(7, 3)) == 0
@@ -220,5 +232,5 @@ def test_a_model_of_ones_own() -> None:
     torch.manual_seed(0)
     found = trace(Own(), ids_of(40), lags=(4,), piece=15)
     assert found.nats is None and [memory.name for memory in found.memories] == ["memory"]
-    assert found.memories[0].branch.isnan().all() and (found.memories[0].share > 0.1).all()
-    assert summarise(found)["memories"][0]["branch"] is None
+    assert found.memories[0].branch_ratio.isnan().all() and (found.memories[0].memory_contribution > 0.1).all()
+    assert summarise(found)[0].branch_ratio is None

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
+from atlas_memory.monitor.logs import read_log
 from atlas_memory.train import load_run
 from atlas_memory.train.checkpoints import DIGESTS, SAVING, broken, newest_checkpoint
 from atlas_memory.train.config import ConfigError, RunConfig
-from atlas_memory.train.logs import read_log
 from atlas_memory.train.trainer import train
 from tests.fresh import FRESH
 from tests.train.small import settings

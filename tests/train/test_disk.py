@@ -69,7 +69,7 @@ def test_a_report_that_does_not_fit_leaves_the_one_before(tmp_path, capsys, monk
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("atlas_memory.viz.report.report.reading_page", full)
+    monkeypatch.setattr("atlas_memory.viz.report.token_page", full)
     assert main(["report", str(tmp_path / "run")]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert said == f"atlas: {str(report)!r} could not be written: No space left on device; the one before is as it was"

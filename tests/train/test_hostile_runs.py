@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from atlas_memory.cli import main
 from atlas_memory.console import LONGEST_LINE
+from atlas_memory.monitor.logs import LOG, Log, StepRecord
 from atlas_memory.train import sharded
 from atlas_memory.train.callbacks import JsonLog
 from atlas_memory.train.checkpoints import DIGESTS, _digests, _files, broken, newest_checkpoint
 from atlas_memory.train.config import ConfigError, load_config, load_saved
-from atlas_memory.train.logs import LOG, Log
 from atlas_memory.train.trainer import train
 from tests.train.small import overrides, settings
 
@@ -57,7 +57,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
 def test_a_log_that_is_no_file(finished: Path, said: Callable[[], str], name: str, make: Callable, why: str) -> None:
     (finished / name).unlink(missing_ok=True)
     make(finished / name)
-    log = Log(finished / name)
+    log = Log(finished / name, StepRecord)
     assert log.read() == [] and why in log.unreadable
     assert resumed(finished, "train.steps=7") == 1
     assert f"{name}' cannot be read ({why}" in said()

@@ -19,10 +19,10 @@ from transformers import AutoTokenizer
 
 from atlas_memory.cli import main
 from atlas_memory.data import byte_tokenizer
+from atlas_memory.monitor.logs import read_log
 from atlas_memory.train import RunConfig, trainer
 from atlas_memory.train.carried import CarriedStates
 from atlas_memory.train.config import ConfigError
-from atlas_memory.train.logs import read_log
 from atlas_memory.train.processes import leave
 from atlas_memory.train.runs import newest_checkpoint
 from atlas_memory.train.trainer import train
@@ -34,7 +34,7 @@ LANES = "data.lanes=4"  # in runs of six steps: two lanes are read twice, two on
 
 
 def losses(folder: Path) -> list[float]:
-    return [entry["loss"] for entry in read_log(folder)]
+    return [entry.loss for entry in read_log(folder)]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from atlas_memory import AtlasForCausalLM
 from atlas_memory.layers.mlp import ContinuumMLP
+from atlas_memory.monitor.logs import read_log
 from atlas_memory.train import M3, MultiPeriod, split_by_period, trainer
-from atlas_memory.train.logs import read_log
 from tests.train.small import settings
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -197,5 +197,5 @@ def test_training_runs_resume_in_the_middle_of_a_period(tmp_path, monkeypatch, o
     shutil.rmtree(run / "checkpoint-6")
     trainer.train(config, resume=True)
     again = read_log(run), (run / "model.safetensors").read_bytes()
-    assert [(e["step"], e["loss"]) for e in whole[0]] == [(e["step"], e["loss"]) for e in again[0]]
+    assert [(e.step, e.loss) for e in whole[0]] == [(e.step, e.loss) for e in again[0]]
     assert whole[1] == again[1]

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from atlas_memory.monitor.logs import read_log
 from atlas_memory.train import load_run, sharded, trainer
 from atlas_memory.train.config import ConfigError, RunConfig
-from atlas_memory.train.logs import read_log
 from atlas_memory.train.runs import newest_checkpoint
 from atlas_memory.train.trainer import train
 from tests.train.small import copied, count_in_training, settings
@@ -52,20 +52,20 @@ def alike(one: Path, two: Path) -> None:
     assert weights(one).keys() == weights(two).keys()
     assert near(one, two, 1e-5)
     for a, b in zip(read_log(one), read_log(two), strict=True):
-        assert a.keys() == b.keys()
-        for name in a.keys() - {"elapsed"}:
-            assert a[name] == pytest.approx(b[name], rel=1e-5)
+        assert a.model_fields_set == b.model_fields_set
+        for name in a.model_fields_set - {"elapsed"}:
+            assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-5)
 
 
 def test_a_sharded_run_is_the_run(whole, tmp_path) -> None:
     train(settings(tmp_path, *MORE, "train.batch_size=4", "train.watch_every=3"))
     alike(whole, tmp_path / "run")
     looks = [read_log(folder, "memory.jsonl") for folder in (whole, tmp_path / "run")]
-    assert [look["step"] for look in looks[0]] == [3, 6]
+    assert [look.step for look in looks[0]] == [3, 6]
     for a, b in zip(*looks, strict=True):
-        for one, two in zip(a["memories"], b["memories"], strict=True):
-            assert one["share"] == pytest.approx(two["share"], rel=1e-3)
-            assert one["surprise"] == pytest.approx(two["surprise"], rel=1e-3)
+        for one, two in zip(a.memories, b.memories, strict=True):
+            assert one.memory_contribution == pytest.approx(two.memory_contribution, rel=1e-3)
+            assert one.error_before_write == pytest.approx(two.error_before_write, rel=1e-3)
     for name in ("config.json", "generation_config.json"):
         assert (whole / name).read_text() == (tmp_path / "run" / name).read_text()
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from atlas_memory.cli import main
+from atlas_memory.monitor.logs import StepRecord, read_log
 from atlas_memory.train import callbacks, trainer
 from atlas_memory.train.checkpoints import newest_checkpoint
 from atlas_memory.train.config import ConfigError
 from atlas_memory.train.finite import check_finite
-from atlas_memory.train.logs import line, read_log
 from atlas_memory.train.trainer import train
 from tests.train.small import overrides, settings
 from tests.train.test_orders import same, start
@@ -81,10 +81,12 @@ def test_held_out_text_that_cannot_be_read_is_said_before_a_sample_is_drawn(tmp_
 
 
 def test_a_line_of_a_log_is_json() -> None:
-    entry = {"step": 1, "grad_norm": float("nan"), "lags": [float("inf"), 2.0], "text": "NaN"}
-    assert json.loads(line(entry), parse_constant=pytest.fail) == {
+    entry = {"step": 1, "loss": float("nan"), "lags": [float("inf"), 2.0], "text": "NaN"}
+    assert json.loads(StepRecord.model_construct(**entry).line(), parse_constant=pytest.fail) == {
         "step": 1,
-        "grad_norm": None,
+        "loss": None,
+        "learning_rate": 0.0,
+        "grad_norm": 0.0,
         "lags": [None, 2.0],
         "text": "NaN",
     }
@@ -121,8 +123,8 @@ def test_sigterm_saves_before_anything_is_read_or_drawn(tmp_path, monkeypatch) -
     train(settings(tmp_path, *more, f"output_dir={tmp_path / 'whole'}"))
     for name in ("log.jsonl", "memory.jsonl", "samples.jsonl"):
         one, two = (read_log(folder, name) for folder in (run, tmp_path / "whole"))
-        assert [{**entry, "elapsed": 0, "seconds": 0} for entry in one] == [
-            {**entry, "elapsed": 0, "seconds": 0} for entry in two
+        assert [{**dict(entry), "elapsed": 0, "seconds": 0} for entry in one] == [
+            {**dict(entry), "elapsed": 0, "seconds": 0} for entry in two
         ]
     assert same(run, tmp_path / "whole")
 
@@ -136,7 +138,7 @@ def test_minutes_between_checkpoints(tmp_path) -> None:
 def test_a_run_that_is_made_longer_has_the_longer_ones_rate_at_once(finished, tmp_path) -> None:
     train(settings(tmp_path, *QUIET, "train.steps=9"), resume=True)
     train(settings(tmp_path, *QUIET, "train.steps=9", f"output_dir={tmp_path / 'nine'}"))
-    rates = [[entry["learning_rate"] for entry in read_log(tmp_path / name)] for name in ("run", "nine")]
+    rates = [[entry.learning_rate for entry in read_log(tmp_path / name)] for name in ("run", "nine")]
     assert rates[0][6:] == rates[1][6:] and rates[0][6] > 0
 
 

@@ -16,18 +16,18 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from atlas_memory import AtlasConfig, AtlasForCausalLM, OmegaMemory
+from atlas_memory.monitor.logs import read_log
 from atlas_memory.ops.compiling import compiled_for_rule
 from atlas_memory.train import callbacks, load_run, trainer
 from atlas_memory.train.callbacks import Clock
 from atlas_memory.train.config import ConfigError
-from atlas_memory.train.logs import read_log
 from atlas_memory.train.runs import newest_checkpoint
 from atlas_memory.train.trainer import train
 from tests.train.small import copied, count_in_training, settings
 
 
 def losses(folder: Path) -> list[tuple[float, float, float]]:
-    return [(entry["step"], entry["loss"], entry["learning_rate"]) for entry in read_log(folder)]
+    return [(entry.step, entry.loss, entry.learning_rate) for entry in read_log(folder)]
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -56,7 +56,7 @@ def test_what_a_run_leaves(whole) -> None:
     saved = AutoModelForCausalLM.from_pretrained(whole).state_dict()
     last = AutoModelForCausalLM.from_pretrained(whole / "checkpoint-6").state_dict()
     assert all(torch.equal(saved[name], last[name]) for name in saved)
-    assert [entry["step"] for entry in read_log(whole)] == [1, 2, 3, 4, 5, 6]
+    assert [entry.step for entry in read_log(whole)] == [1, 2, 3, 4, 5, 6]
     loaded = load_run(whole)
     assert loaded.config is not None
     assert loaded.config.train.steps == 6

@@ -1,51 +1,81 @@
-"""The charts, as they are sent to the browser."""
+"""The charts, as they are sent to the browser and drawn."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from atlas_memory.viz.dashboard import charts
-from atlas_memory.viz.dashboard.figures import MEASURES
-from atlas_memory.viz.dashboard.runs import Watched
-from atlas_memory.viz.report.names import COLOURS
+from atlas_memory.eval.reading import Reading
+from atlas_memory.monitor.logs import ProbeRecord
+from atlas_memory.viz import charts
+from atlas_memory.viz.labels import COLOURS
+from atlas_memory.viz.watched_runs import WatchedRun
 from benchmarks.dashboard import made_run
 
 
-def test_a_legend_has_only_runs_with_data_in_their_own_colours(tmp_path: Path) -> None:
-    runs = [Watched(made_run(tmp_path / name, steps=4), name) for name in ("a", "b", "c")]
-    chart = charts.curves(runs, "x", lambda run: [(1, None if run.name == "a" else 1.0)])
+def lines(chart: charts.Spec | None) -> dict[str, Any]:
+    """What says how the curves of a chart are drawn."""
     assert chart is not None
-    assert chart["encoding"]["color"]["scale"] == {"domain": ["b", "c"], "range": [*COLOURS[1:3]]}
-    assert charts.curves(runs, "x", lambda run: [(1, float("nan"))]) is None
+    json.dumps(chart, allow_nan=False)
+    return next(layer for layer in chart["layer"] if layer["mark"]["type"] == "line")["encoding"]
+
+
+def test_a_legend_has_only_runs_with_data_in_their_own_colours() -> None:
+    chart = charts.curves({"a": [(1, None)], "b": [(1, 1.0)], "c": [(1, 1.0)]}, "x")
+    assert lines(chart)["color"]["scale"] == {"domain": ["b", "c"], "range": [*COLOURS[1:3]]}
+    assert charts.curves({"a": [(1, float("nan"))]}, "x") is None
 
 
 @pytest.mark.parametrize(("value", "domain"), [(0.0, [0, 1]), (0.5, [0, 1.0]), (-2.0, [-4.0, 1])])
-def test_a_curve_of_one_value_has_an_axis(tmp_path: Path, value: float, domain: list[float]) -> None:
-    run = Watched(made_run(tmp_path / "run", steps=2), "run")
-    chart = charts.curves([run], "x", lambda _: [(1, value), (2, value)])
-    assert chart is not None and chart["encoding"]["y"]["scale"]["domain"] == domain
+def test_a_curve_of_one_value_has_an_axis(value: float, domain: list[float]) -> None:
+    assert lines(charts.curves({"run": [(1, value), (2, value)]}, "x"))["y"]["scale"]["domain"] == domain
 
 
-def look(**figures: Any) -> list[dict[str, Any]]:
-    return [
-        {"step": 1, "memories": [{"name": "model.layers.0.mixer", "share": None, "branch": 1, "error": []} | figures]}
-    ]
+def test_many_points_are_drawn_as_means_of_neighbours_and_their_range() -> None:
+    chart = charts.curves({"run": [(step, step % 2) for step in range(3000)]}, "x")
+    assert chart is not None and len(chart["data"]["values"]) == 300
+    assert chart["data"]["values"][0] == {"series": "run", "x": 9, "value": 0.5, "low": 0.0, "high": 1.0}
+    assert chart["data"]["values"][-1]["x"] == 2999
 
 
-def test_every_figure_of_a_look_is_explained_and_drawn(tmp_path: Path) -> None:
-    looks = Watched(made_run(tmp_path / "run", steps=100), "run").looks
-    known = charts.measures(looks)
-    assert {"alpha", "alpha, spread", "half_life", "error 256", "share"} <= {*known}
-    assert all(len(figure.says) > 40 for figure in MEASURES.values())
-    memory = looks[-1]["memories"][1]
-    for name, kind in (("alpha", "mean"), ("alpha, spread", "std")):
-        rows = charts.heads_over_steps(looks, name)["data"]["values"]
-        shown = [row["value"] for row in rows if row["line"].startswith("layer 2")]
-        assert shown == memory["alpha"][kind]
+def probes(**measures: Any) -> list[ProbeRecord]:
+    memory = {"name": "model.layers.0.mixer", "memory_contribution": None, "branch_ratio": 1, "recall_error": []}
+    return [ProbeRecord.model_validate({"step": 1, "seconds": 0, "memories": [memory | measures]})]
+
+
+def test_every_measure_of_a_probe_is_explained_and_drawn(tmp_path: Path) -> None:
+    found = WatchedRun(made_run(tmp_path / "run", steps=100), "run").probes
+    known = charts.measures(found)
+    assert {"alpha", "alpha_spread", "half_life", "recall_error_256", "memory_contribution"} <= {*known}
+    assert all(len(about.description or "") > 40 for about in charts.FIELDS.values())
+    gate = found[-1].memories[1].alpha
+    assert gate is not None
+    for name, values in (("alpha", gate.mean), ("alpha_spread", gate.std)):
+        rows = charts.heat_map(found, known[name])["data"]["values"]
+        assert [row["value"] for row in rows if row["line"].startswith("layer 2")] == values
 
 
 def test_what_is_not_finite_is_left_out_of_a_heat_map() -> None:
-    looks = look(norm=[1.0, float("inf"), float("nan")])
-    assert [row["value"] for row in charts.heads_over_steps(looks, "norm")["data"]["values"]] == [1.0, None, None]
-    assert charts.measures(looks) == ["branch", "norm"]
+    odd = probes(norm=[1.0, float("inf"), float("nan")])
+    known = charts.measures(odd)
+    assert [row["value"] for row in charts.heat_map(odd, known["norm"])["data"]["values"]] == [1.0, None, None]
+    assert [*known] == ["branch_ratio", "norm"]
+
+
+def test_charts_are_drawn_without_a_browser(tmp_path: Path) -> None:
+    """Of any names, with what has one point or none beside what has many."""
+    cost = np.array([np.nan, 4.0, 4.0, 2.0, 1.0])
+    reading = Reading(list("abcbc"), cost, cost, None, None, np.array([-1, -1, -1, 1, 2]))
+    drawn = [
+        charts.curves({"_$x^2$ <b>": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]}, "a_$5^_to_$10"),
+        charts.by_position({"run": [(64, 2.0, 1.9, 2.1), (100, 1.0, 1.0, 1.0)]}, None, "bits", 64),
+        charts.by_position({"run": [(64, 2.0)]}, None, "bits", 64),
+        charts.along_text(reading),
+    ]
+    rows = [[chart] for chart in drawn if chart is not None]
+    assert len(rows) == 4
+    heat = charts.heat_map(probes(norm=[1.0]), charts.measures(probes(norm=[1.0]))["norm"])
+    charts.save(tmp_path / "all.png", *rows, [heat, heat], [])
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")

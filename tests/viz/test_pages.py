@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from atlas_memory.viz.dashboard import MARKED, with_passage
 from playwright.sync_api import expect
 
 from atlas_memory.eval.reading import AGAIN
-from atlas_memory.train.logs import LOG, MEMORY, SAMPLES
-from atlas_memory.viz.dashboard.texts import MARKED, with_passage
+from atlas_memory.monitor.logs import LOG, MEMORY, SAMPLES
 from benchmarks.dashboard import append, browser, chromium, made_run, served
 
 WAIT = 60_000  # milliseconds: this machine may be busy
@@ -67,7 +67,7 @@ def test_runs_are_shown_and_followed(opened: Any, shared: tuple[Path, str]) -> N
     expect(page.get_by_text("ill, after step 200: layer 0 writes nothing: lower train.gate_rate")).to_be_visible(
         timeout=WAIT
     )
-    expect(page.get_by_text("ill: 3 damaged lines of its logs left out")).to_be_visible()
+    expect(page.get_by_text("ill: 3 damaged lines of its logs skipped")).to_be_visible()
     assert page.get_by_text("after step").count() == 1  # the healthy run raised none
     expect(page.get_by_role("row").filter(has_text="healthy").get_by_text("300 of 300")).to_be_visible()
     expect(page.locator("svg.marks")).to_have_count(4)
@@ -97,7 +97,7 @@ def test_runs_appear_and_vanish_while_the_page_is_open(opened: Any, tmp_path: Pa
         page.get_by_role("link", name="Memories").click()
         page.get_by_role("combobox", name="run", exact=True).click()
         page.get_by_role("option", name="third").click()
-        expect(page.get_by_text("There is no look at its memories yet")).to_be_visible()
+        expect(page.get_by_text("Its memories have not been probed yet")).to_be_visible()
         shutil.copy(made_run(tmp_path.with_name("looked at"), steps=100) / "memory.jsonl", tmp_path / "third")
         expect(page.locator("svg.marks")).to_have_count(4)
         page.reload()
@@ -149,7 +149,7 @@ def test_memories_and_settings_are_shown(opened: Any, shared: tuple[Path, str]) 
     config = folder / "run-1" / "run.yaml"
     config.write_text(config.read_text().replace("rule: atlas", "preset: tiny"))
     page = open_page(opened, f"{address}/memories", "Memories")
-    expect(page.get_by_text("Last look after step 300, in 0.50 s.")).to_be_visible()
+    expect(page.get_by_text("Last probe after step 300, in 0.50 s.")).to_be_visible()
     expect(page.locator("svg.marks")).to_have_count(4)
     page.get_by_role("button", name="distance from M_0").click()
     expect(page.locator("svg.marks")).to_have_count(5)
@@ -175,9 +175,9 @@ def test_what_stands_in_files_is_shown_as_text(opened: Any, shared: tuple[Path, 
     made_run(folder / os.fsdecode(b"\xe9\x1b[31m"), steps=4)
     alarm = {"kind": evil, "memory": evil, "text": f"{evil} \x1b[31m \0 \ud800 {'long ' * 9999}"}
     heads = [1.0, math.inf, math.nan, None, 1e308]
-    memory = {"name": f"a.²:{evil} \ud800", "share": math.nan, "branch": math.inf, "error": [heads, []], "norm": heads}
+    memory = {"name": f"a.²:{evil} \ud800", "memory_contribution": math.nan, "branch_ratio": math.inf, "recall_error": [heads, []], "norm": heads}
     append(odd / MEMORY, {"step": 5, "seconds": 1, "memories": []})
-    append(odd / MEMORY, {"step": 6, "seconds": 1, "remembrance": math.nan, "memories": [memory], "alarms": [alarm]})
+    append(odd / MEMORY, {"step": 6, "seconds": 1, "effective_remembrance": math.nan, "memories": [memory], "alarms": [alarm]})
     append(odd / SAMPLES, {"step": 5, "prompt": "<script>alert(1)</script>", "text": evil})
     append(odd / SAMPLES, {"step": 6, "prompt": f"{evil} \ud800\0\x1b[31m", "text": "x" * 2_000_000})
     page = opened.new_page(viewport={"width": 1400, "height": 2400})
@@ -200,7 +200,7 @@ def test_what_stands_in_files_is_shown_as_text(opened: Any, shared: tuple[Path, 
     page.goto(f"{address}/memories")
     page.get_by_role("combobox", name="run", exact=True).click()
     page.get_by_role("option").last.click()
-    expect(page.get_by_text(evil).or_(page.get_by_text("Last look after step")).first).to_be_visible()
+    expect(page.get_by_text(evil).or_(page.get_by_text("Last probe after step")).first).to_be_visible()
     assert not [url for url in asked if not url.startswith((address, f"ws{address[4:]}", "data:", "blob:"))]
     page.close()
 
@@ -214,22 +214,22 @@ def test_a_text_is_read(opened: Any, finished: Path, tmp_path: Path) -> None:
         page.get_by_label("tokens between its end and its second time", exact=True).fill("20")
         page.keyboard.press("Tab")
         page.get_by_role("button", name="Read", exact=True).click()
-        expect(page.get_by_text("what its memories wrote saved")).to_be_visible()
+        expect(page.get_by_text("the memory's writes saved")).to_be_visible()
         frame = page.frame_locator("iframe")
-        expect(frame.get_by_text("tokens are of passages that had been read before")).to_be_visible()
+        expect(frame.get_by_text("tokens in passages that had been read before")).to_be_visible()
         assert frame.locator("i.again").count() >= 80  # the documents of this text have passages in common
         frame.locator("i").nth(100).hover()
         assert frame.locator("#said").inner_text().startswith("token 100: ")
         page.get_by_label("tokens of a passage to read again", exact=True).fill("0")
-        page.get_by_label("A text of yours").fill("hello, hello")
+        page.get_by_label("Your text").fill("hello, hello")
         page.keyboard.press("Tab")
         page.get_by_role("button", name="Read", exact=True).click()
         expect(page.get_by_text("12 tokens of your text, read by run")).to_be_visible()
-        page.get_by_label("A text of yours").fill("x")
+        page.get_by_label("Your text").fill("x")
         page.keyboard.press("Tab")
         page.get_by_role("button", name="Read", exact=True).click()
         expect(page.get_by_text("it has less than two tokens")).to_be_visible()
-        page.get_by_label("A text of yours").fill("x" * 40)
+        page.get_by_label("Your text").fill("x" * 40)
         page.get_by_label("tokens of a passage to read again", exact=True).fill("20")
         page.get_by_label("tokens between its end and its second time", exact=True).fill("0")
         page.keyboard.press("Tab")

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from atlas_memory.viz.dashboard.runs import WITHOUT_MEMORY, Runs, Watched, find_runs
 
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import AtlasConfig
+from atlas_memory.monitor.logs import LOG, MEMORY, SAMPLES, USABLE, Log, cut_logs, read_log
 from atlas_memory.train.config import TrainSection
-from atlas_memory.train.logs import LOG, MEMORY, SAMPLES, USABLE, Log, cut_logs, read_log
 from atlas_memory.train.settings import in_bytes
 from atlas_memory.train.yaml_files import write_yaml
-from atlas_memory.viz.dashboard.runs import WITHOUT_MEMORY, Runs, Watched, find_runs
 from benchmarks.dashboard import append, made_run
 
 

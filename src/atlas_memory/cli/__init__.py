@@ -150,13 +150,13 @@ def evaluate(
     """Bits per byte of held-out text, overall and by position."""
     with loading():
         from atlas_memory.eval.perplexity import bits_per_byte, reading_length
-        from atlas_memory.monitor.watching import memories
+        from atlas_memory.monitor.hooks import memory_layers
         from atlas_memory.train.config import RunConfig
         from atlas_memory.train.runs import load_run
         from atlas_memory.train.texts import text_of
 
     loaded = load_run(run)
-    if not memories(loaded.model) and writes is not Writes.on:
+    if not memory_layers(loaded.model) and writes is not Writes.on:
         if writes is Writes.off:
             raise ValueError("--writes off: the model has no memory whose writes could be off")
         writes = Writes.on
@@ -205,9 +205,9 @@ def report(
 ) -> None:
     """Evaluate runs and write RUN/report/: a page, pictures and numbers; of several, a page that compares them too."""
     with loading():
-        from atlas_memory.viz.report.comparison import write_comparison
-        from atlas_memory.viz.report.report import write_report
-        from atlas_memory.viz.report.words import amount, far_fewer
+        from atlas_memory.viz.comparison import write_comparison
+        from atlas_memory.viz.labels import amount, short_training
+        from atlas_memory.viz.report import write_report
 
     with progress_lines("report") as told:
         page = write_comparison(runs, data, column=column, told=told) if len(runs) > 1 else None
@@ -226,7 +226,7 @@ def report(
     for alarm in numbers["alarms"]:
         if alarm["until"] is None:
             print(one_line(f"alarm since step {alarm['step']:,}: {alarm['text']}"))
-    if fewer := far_fewer(numbers):
+    if fewer := short_training(numbers):
         print(fewer)
     print(one_line(f"report: {Path(numbers['folder']) / 'report.html'}"))
 
@@ -241,7 +241,7 @@ def dashboard(
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open it in the browser.")] = True,
 ) -> None:
     """Show runs on a local web page while they train: curves, memories, alarms, samples, and texts as they are read."""
-    from atlas_memory.viz.dashboard import serve
+    from atlas_memory.viz.server import serve
 
     serve(runs, port, address, browser)
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from atlas_memory.data.sources import Document
 from atlas_memory.data.tokenization import bytes_per_token, encode
-from atlas_memory.monitor.watching import evaluating
-from atlas_memory.monitor.writes import memory_writes
+from atlas_memory.monitor.hooks import eval_mode, memory_writes
 
 SEGMENT = 256  # tokens given to the model in one call
 ROWS, WINDOWS = 8, 64  # streams, and windows of recent tokens, that are read side by side
@@ -139,7 +138,7 @@ def bits_per_byte(
         raise ValueError("no text to evaluate: the documents are empty")
     edges = _edges(max(len(ids) for ids, _ in cut))
     bits, counts = np.zeros((len(cut), len(edges) - 1)), np.zeros((len(cut), len(edges) - 1))
-    with evaluating(model), memory_writes(model, writes), torch.inference_mode():
+    with eval_mode(model), memory_writes(model, writes), torch.inference_mode():
         for first in range(0, len(cut), ROWS):
             rows = cut[first : first + ROWS]
             part = _part(told, first / len(cut), len(rows) / len(cut))

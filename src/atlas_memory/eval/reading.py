@@ -12,8 +12,7 @@ import torch
 
 from atlas_memory.data.tokenization import DECODING_CONTEXT
 from atlas_memory.eval.perplexity import Told, check_read, recent_nats, token_nats
-from atlas_memory.monitor.watching import evaluating, memories
-from atlas_memory.monitor.writes import memory_writes
+from atlas_memory.monitor.hooks import eval_mode, memory_layers, memory_writes
 
 AGAIN = 64
 """Tokens of a passage that has to stand a second time, at the least, to count as read again."""
@@ -64,14 +63,14 @@ def read(
     tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
 
     def bits(last: int | None = None) -> np.ndarray:
-        with evaluating(model), torch.inference_mode():
+        with eval_mode(model), torch.inference_mode():
             nats = token_nats(model, tokens, told) if last is None else recent_nats(model, tokens, last, told)
         check_read(nats)
         return np.append(np.nan, nats[0] / math.log(2))
 
     cost, saved = bits() if cost is None else cost, None
     older = None if recent is None else bits(recent) - cost
-    if memories(model):
+    if memory_layers(model):
         with memory_writes(model, False):
             saved = bits() - cost
     return Reading(pieces_of(tokenizer, ids.tolist()), cost, saved, older, recent, repeats(ids))

@@ -1,8 +1,21 @@
-"""Seeing what memories do while a model reads: their gates, what they hold, and whether anything is made of it."""
+"""What the memories of a model do while it reads. Imported when first asked for: the logs are read without torch."""
 
-from atlas_memory.monitor.alarm import Alarm, alarms
-from atlas_memory.monitor.remembrance import effective_remembrance
-from atlas_memory.monitor.summary import summarise
-from atlas_memory.monitor.trace import MemoryTrace, Trace, trace, traces
+from typing import TYPE_CHECKING
+
+from atlas_memory.lazy_import import lazy_getattr
+
+if TYPE_CHECKING:
+    from atlas_memory.monitor.logs import Alarm
+    from atlas_memory.monitor.probe import alarms, effective_remembrance, summarise
+    from atlas_memory.monitor.tracing import MemoryTrace, Trace, trace, traces
 
 __all__ = ["Alarm", "MemoryTrace", "Trace", "alarms", "effective_remembrance", "summarise", "trace", "traces"]
+
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "Alarm": ".logs",
+        **dict.fromkeys(("alarms", "effective_remembrance", "summarise"), ".probe"),
+        **dict.fromkeys(("MemoryTrace", "Trace", "trace", "traces"), ".tracing"),
+    },
+)

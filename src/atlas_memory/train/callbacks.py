@@ -20,10 +20,10 @@ from atlas_memory.data import Document
 from atlas_memory.data.tokenization import encode
 from atlas_memory.eval.perplexity import bits_per_byte
 from atlas_memory.eval.sampling import sample
-from atlas_memory.monitor.watching import evaluating
+from atlas_memory.monitor.hooks import eval_mode
+from atlas_memory.monitor.logs import SampleRecord, StepRecord
 from atlas_memory.train.checkpoints import writing
 from atlas_memory.train.finite import not_finite
-from atlas_memory.train.logs import line
 from atlas_memory.train.processes import largest, process, processes
 
 
@@ -196,13 +196,13 @@ class Samples(AtStepEnd):
         if not self.tokens or self.held_out.bits is None:
             return
         model = self.held_out.model
-        with evaluating(model):  # in training mode, with activations recomputed, transformers generates without a cache
+        with eval_mode(model):  # in training mode, with activations recomputed, transformers generates without a cache
             text = sample(model, self.held_out.tokenizer, self.prompt, self.tokens)
         if process() > 0:
             return
         written = text.removeprefix(self.prompt)
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(line({"step": state.global_step, "prompt": self.prompt, "text": written}))
+            file.write(SampleRecord(step=state.global_step, prompt=self.prompt, text=written).line())
         shown = " ".join(written.split())
         shown = shown if len(shown) <= 100 else f"{shown[:100]} ..."
         print_line(self.console, f"sample after step {state.global_step:,}: {shown}")
@@ -245,7 +245,7 @@ class JsonLog(TrainerCallback):
     def _write(self) -> None:
         if process() == 0:
             with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.write(line(self.last))
+                file.write(StepRecord.model_construct(**self.last).line())
 
 
 class ProgressBar(TrainerCallback):

@@ -19,11 +19,11 @@ from transformers.integrations import get_reporting_integration_callbacks
 from atlas_memory.console import print_line
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import PRESETS, AtlasConfig
+from atlas_memory.monitor.logs import LOG, MEMORY, SAMPLES, read_log
 from atlas_memory.train import sharded
 from atlas_memory.train.checkpoints import SAVING, newest_checkpoint, number
 from atlas_memory.train.config import ConfigError, DataSection, ModelSection, RunConfig, load_saved
 from atlas_memory.train.examples import Text
-from atlas_memory.train.logs import LOG, MEMORY, SAMPLES, read_log
 from atlas_memory.train.plan import LOGITS, available, of_model, without_weights
 from atlas_memory.train.processes import process, processes
 from atlas_memory.train.settings import ABOUT

@@ -22,6 +22,7 @@ from atlas_memory.console import print_line
 from atlas_memory.data import Segments
 from atlas_memory.layers.omega_memory import set_execution
 from atlas_memory.models import PRESETS, AtlasForCausalLM
+from atlas_memory.monitor.logs import LOG, MEMORY, SAMPLES, cut_logs, so_far
 from atlas_memory.train import sharded
 from atlas_memory.train.arguments import arguments_of
 from atlas_memory.train.callbacks import Clock, HeldOut, JsonLog, ProgressBar, Samples, StopOnInterrupt
@@ -33,7 +34,7 @@ from atlas_memory.train.examples import Examples, Text, batches, collate
 from atlas_memory.train.finished import padded, save_again, save_model
 from atlas_memory.train.finite import check_finite, finite, not_finite
 from atlas_memory.train.loaded import random_state, read_state
-from atlas_memory.train.logs import LOG, MEMORY, SAMPLES, cut_logs, so_far
+from atlas_memory.train.memory_probe import MemoryProbe, OnAlarm
 from atlas_memory.train.muon import MuonAndAdamW, muon_groups
 from atlas_memory.train.optimisers import M3, m3_groups
 from atlas_memory.train.periods import MultiPeriod, split_by_period
@@ -47,7 +48,6 @@ from atlas_memory.train.runs import (
     model_config,
     saved_config,
 )
-from atlas_memory.train.watching import MemoryWatch, OnAlarm
 
 
 @dataclass(frozen=True)
@@ -163,15 +163,15 @@ def _run(
     folder = Path(config.output_dir)
     done = 0 if checkpoint is None else number(checkpoint)
     last, elapsed = so_far(folder, done)
-    if done and not last and config.train.max_minutes is not None:
+    if done and last is None and config.train.max_minutes is not None:
         print_line(console, f"{folder / LOG} lacks step {done}: {elapsed / 60:.2f} minutes count as used")
     clock = Clock(config.train.last_step, config.train.max_minutes, elapsed, config.train.save_minutes)
     if checkpoint is not None and clock.share(done) >= 1:
-        saved = save_again(folder, checkpoint, text, last.get("held_out_bits_per_byte"))
+        saved = save_again(folder, checkpoint, text, last.held_out_bits_per_byte if last else None)
         what = f"the model has been saved from {checkpoint.name}" if saved else "nothing to do"
         remedy = "raise train.steps or train.max_minutes to go on"
         print_line(console, f"{what}: {folder} is finished (step {done}); {remedy}")
-        return Outcome(folder, done, last.get("loss", math.nan), elapsed, False)
+        return Outcome(folder, done, last.loss if last else math.nan, elapsed, False)
     if checkpoint is not None:
         check_fit(checkpoint, model.config, config.model.preset)
         read_state(checkpoint)
@@ -187,7 +187,7 @@ def _run(
     log = JsonLog(folder / LOG, clock, reader)
     writer = Samples(folder / SAMPLES, reader, run.sample_tokens, run.prompt, console, interrupt)
     tokens_per_step = run.batch_size * batches(config) * config.data.seq_len
-    watch = MemoryWatch(
+    probe = MemoryProbe(
         folder / MEMORY,
         model,
         text.tokenizer,
@@ -208,9 +208,9 @@ def _run(
         examples,
         args=arguments,
         processing_class=padded(text.tokenizer),
-        callbacks=[clock, interrupt, reader, writer, watch, log, bar],
+        callbacks=[clock, interrupt, reader, writer, probe, log, bar],
     )
-    trainer.told = lambda: watch.figures | ({} if reader.bits is None else {"held_out_bits_per_byte": reader.bits})
+    trainer.told = lambda: probe.metrics | ({} if reader.bits is None else {"held_out_bits_per_byte": reader.bits})
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     try:

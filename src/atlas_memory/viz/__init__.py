@@ -1,1 +1,1 @@
-"""Pictures of runs: the report, and the dashboard."""
+"""What runs did: a report of one (`atlas report`), a page that compares several, and a dashboard that follows them."""

@@ -1,21 +1,25 @@
-"""What a report says of its numbers, in words."""
+"""Names, numbers and colours as reports and the dashboard show them."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from atlas_memory.console import printable
 
+# Okabe and Ito's colours, which people with any colour vision tell apart.
+BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A8A8A"
+COLOURS = (BLUE, ORANGE, GREEN, PINK, "#56B4E9", "#E69F00", "#000000", GREY, "#7A4EAB", "#8C564B")  # of runs
 FAULTS = {  # of an alarm's kind, the gravest first
-    "broken": "is broken",
-    "writes nothing": "writes nothing",
-    "forgets": "forgets at once",
+    "nonfinite": "holds numbers that are not finite",
+    "no writes": "writes nothing",
+    "no retention": "retains nothing",
     "unused": "is not used",
 }
-DEMO_STEPS = 1198
-"""That README's demo made in its five minutes, of 2,048 tokens each."""
+DEMO_STEPS = 1200
+"""Steps, about, that the demo completes in its five minutes."""
 
 
 def legible(value: object, most: int = 1000) -> str:
@@ -27,8 +31,15 @@ def legible(value: object, most: int = 1000) -> str:
     return printable(text if len(text) <= most else f"{text[:most]}\u2026")
 
 
+def memory_label(name: str) -> str:
+    """A memory's name for a chart: the number of its layer, and its name within the layer."""
+    layer, _, own = name.partition(":")
+    number = re.search(r"(?<![^.])[0-9]{1,9}(?![^.])", layer)
+    return f"layer {int(number[0]) + 1 if number else 1} {legible(own, 60)}".rstrip()
+
+
 def amount(margin: dict[str, Any]) -> str:
-    """What is saved, with two digits of its standard error; of one stream, which has none, that it is one."""
+    """A saving with two digits of its standard error; a single stream has none."""
     value, error = margin["bits_per_byte"], margin["standard_error"]
     if error is None:
         return f"{decimals(value, None)} in one stream"
@@ -51,8 +62,13 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def size(numbers: dict[str, Any]) -> str:
-    """The model by what it is; its preset only where that is what was built."""
+def loss_unit(of_bytes: bool) -> tuple[float, str]:
+    """The factor by which a logged loss is shown, and the unit that it then has."""
+    return (1 / math.log(2), "bits per byte") if of_bytes else (1.0, "nats per token")
+
+
+def model_size(numbers: dict[str, Any]) -> str:
+    """The model of a report; its preset only where that is what was built."""
     preset = f"preset {numbers['preset']}, " if numbers["preset"] else ""
     rule = f", rule {numbers['rule']}" if numbers["rule"] else ""
     layers, heads = count(numbers["layers"], "layer"), count(numbers["heads"], "head")
@@ -60,42 +76,36 @@ def size(numbers: dict[str, Any]) -> str:
     return f"{preset}block {numbers['block']}{rule}, {wide}"
 
 
-def far_fewer(numbers: dict[str, Any]) -> str:
-    """That a run which time ended made far fewer steps than README's demo, in a sentence; "" where it did not."""
+def short_training(numbers: dict[str, Any]) -> str:
+    """A warning for a run that its time limit ended after far fewer steps than the demo completes; "" for others."""
     steps, minutes = numbers["steps"], numbers["ended_after_minutes"]
     if minutes is None or steps is None or 2 * steps > DEMO_STEPS:
         return ""
     return (
-        f"The {minutes:g} minutes that it had were enough for {count(steps, 'step')}; README's demo made "
-        f"{DEMO_STEPS:,} in five. Fewer steps give worse numbers: go on with --resume and a larger train.max_minutes."
+        f"The limit of {minutes:g} minutes ended training after {count(steps, 'step')}; the demo completes about "
+        f"{DEMO_STEPS:,} in five. Fewer steps give worse results: use --resume with a larger train.max_minutes."
     )
 
 
-def raised(looks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each alarm of a run's looks at its memories: `kind`, `memory` ("": all of them) and `text` as in its last look,
-    the `step` of the look that raised it first, and `until`, the step of the last look that did if later ones did
-    not."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for look in looks:
-        for alarm in look.get("alarms", ()):
-            key = alarm["kind"], alarm["memory"]
-            first = found[key]["step"] if key in found else look["step"]
-            found[key] = alarm | {"step": first, "until": look["step"]}
-    return [
-        alarm | {"until": None if alarm["until"] == looks[-1]["step"] else alarm["until"]} for alarm in found.values()
-    ]
-
-
 def headline(numbers: dict[str, Any]) -> str:
-    """What a report is of: a memory that learns only where nothing says that it does not."""
+    """The title of a report, which names what the alarms found."""
     if numbers["margin"] is None:
         return "A model without a memory"
-    memories = numbers["gates"]["memories"]
-    faults = {memory["name"]: "writes nothing" for memory in memories if not memory["wrote"]}
+    memories: Sequence[dict[str, Any]] = numbers["gates"]["memories"]
+    faults = {memory["name"]: "no writes" for memory in memories if not memory["wrote"]}
     faults |= {alarm["memory"]: alarm["kind"] for alarm in numbers["alarms"] if alarm["until"] is None}
     if not faults:
         return "A memory that learns while it reads"
     if "" in faults or len(faults) >= len(memories):
         fault = next((FAULTS[kind] for kind in FAULTS if kind in faults.values()), "is of no use")
         return f"A memory that {fault}"
-    return f"A model of whose {len(memories)} memories {len(faults)} {'is' if len(faults) == 1 else 'are'} of no use"
+    return (
+        f"A model with {len(memories)} memories, {len(faults)} of which {'is' if len(faults) == 1 else 'are'} of no use"
+    )
+
+
+def differing(settings: Sequence[dict[str, Any]], all_keys: bool = False) -> list[list[str]]:
+    """A row for each key in which flat settings differ, or for all: the key and its values."""
+    keys = dict.fromkeys(key for each in settings for key in each)
+    differ = [key for key in keys if all_keys or len({legible(each.get(key)) for each in settings}) > 1]
+    return [[key, *(legible(each.get(key, "")) for each in settings)] for key in differ]

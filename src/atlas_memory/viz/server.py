@@ -7,9 +7,9 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from atlas_memory.viz.dashboard.runs import find_runs
+from atlas_memory.viz.folders import find_runs
 
-PAGES = Path(__file__).with_name("pages.py")
+PAGES = Path(__file__).with_name("dashboard.py")
 EVERYONE = ("0.0.0.0", "::")  # addresses that stand for all of a machine
 
 

@@ -11,54 +11,59 @@ from time import monotonic
 from typing import Any
 
 from atlas_memory.models import PRESETS  # without torch
+from atlas_memory.monitor.logs import LOG, MEMORY, SAMPLES, Log, ProbeRecord, SampleRecord, StepRecord, alarm_history
 from atlas_memory.rules.names import DEFAULT_RULE
-from atlas_memory.train.logs import LOG, MEMORY, SAMPLES, USABLE, Log
 from atlas_memory.train.settings import UNASKED_STEPS, flat_settings, in_bytes
 from atlas_memory.train.yaml_files import read_json
-from atlas_memory.viz.report.words import legible, raised
+from atlas_memory.viz.folders import common_folder, find_runs
 
-SIGNS = (LOG, "run.yaml")  # of a run: either
 WITHOUT_MEMORY = ("swa", "attention")  # as `BLOCKS` says too, which loads torch
 
 
-class Watched:
-    """A run that may be under way.
+class WatchedRun:
+    """A run that may be in progress.
 
     Attributes:
         folder: of the run.
         name: what it is called beside the others.
         config: its `run.yaml` as flat keys, such as "train.steps".
-        steps, looks, samples: lines of log.jsonl, memory.jsonl and samples.jsonl, as of the last `read`.
-        damaged: lines of them that are of no use.
+        steps, probes, samples: the records of its logs, as of the last `read`.
+        damaged: lines of them that do not fit the schema.
         unreadable: a line for each of its files that is there and cannot be read, with the reason.
     """
 
+    steps: list[StepRecord]
+    probes: list[ProbeRecord]
+    samples: list[SampleRecord]
+
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        self._lock = threading.Lock()  # whoever looks has a thread
-        self._logs = [Log(folder / name, USABLE[name]) for name in (LOG, MEMORY, SAMPLES)]
+        self._lock = threading.Lock()  # each session of a browser has a thread
+        self._log, self._memory = Log(folder / LOG, StepRecord), Log(folder / MEMORY, ProbeRecord)
+        self._samples = Log(folder / SAMPLES, SampleRecord)
+        self._logs: list[Log[Any]] = [self._log, self._memory, self._samples]
         self.config: dict[str, Any] = {}
         self._model: dict[str, Any] = {}
         self.read()
 
     def read(self) -> None:
-        """Take in what was written since the last time."""
+        """Read what was written since the last time."""
         with self._lock:
-            self.steps, self.looks, self.samples = [log.read() for log in self._logs]
+            self.steps, self.probes, self.samples = self._log.read(), self._memory.read(), self._samples.read()
             self.damaged = sum(log.damaged for log in self._logs)
             self.unreadable = [
                 f"{log.path.name} cannot be read: {log.unreadable}" for log in self._logs if log.unreadable
             ]
             try:
-                self.config = flat_settings(self.folder) or self.config  # a run that goes on may have more steps
+                self.config = flat_settings(self.folder) or self.config  # a resumed run may have more steps
             except ValueError as error:
                 self.unreadable.append(str(error))
             if not self._model:
                 first = os.path.expanduser(str(self.config.get("model.init_from") or ""))
-                self._model = _saved(self.folder) or (_saved(Path(first)) if first else {})
+                self._model = _model_config(self.folder) or (_model_config(Path(first)) if first else {})
 
     @property
-    def goal(self) -> int | None:
+    def last_step(self) -> int | None:
         """The step at which training ends, if the run says."""
         goal, minutes = self.config.get("train.steps"), self.config.get("train.max_minutes")
         if goal is None and minutes is None and self.config:
@@ -71,8 +76,8 @@ class Watched:
         return newest(log.path for log in self._logs)
 
     @property
-    def bytes(self) -> bool:
-        """Whether a token is a byte, so that losses are bits of a byte."""
+    def of_bytes(self) -> bool:
+        """Whether a token is a byte, so that losses are bits per byte."""
         return in_bytes(self.folder)
 
     @property
@@ -81,13 +86,13 @@ class Watched:
         return str(self.config.get("model.block") or self._model.get("block") or "lmm")
 
     @property
-    def remembers(self) -> bool:
+    def has_memory(self) -> bool:
         """Whether the model has memories."""
         return self.block not in WITHOUT_MEMORY
 
     @property
     def rule(self) -> str:
-        """The rule of its memories: asked for, as a saved model has it, or the preset's; "" where no one says."""
+        """The rule of its memories: as configured, as a saved model has it, or the preset's; "" where it is unknown."""
         known = self.config.get("model.rule") or self._model.get("rule") or ("hope" if self.block == "hope" else "")
         preset = PRESETS.get(str(self.config.get("model.preset")))
         if known or preset is None or self.config.get("model.init_from"):
@@ -95,29 +100,18 @@ class Watched:
         return str(preset.config.get("rule", DEFAULT_RULE))
 
     @property
-    def alarms(self) -> list[tuple[int, int | None, str]]:
-        """Each alarm of its memories: the step of the look that raised it first; that of the last look that did, if
-        later ones did not; and what that says."""
-        return [(alarm["step"], alarm["until"], alarm["text"]) for alarm in raised(self.looks)]
+    def alarms(self) -> list[dict[str, Any]]:
+        """The alarms of its memories, as `alarm_history` gives them."""
+        return alarm_history(self.probes)
 
 
-def find_runs(places: Sequence[str | Path]) -> list[Path]:
-    """The runs among folders and in them, each once, in the order of their names; ValueError if a place has none."""
-    return list(dict.fromkeys(folder for place in places for folder in _in(Path(place), [])))
-
-
-def _in(place: Path, closed: list[str]) -> list[Path]:
-    """The runs in a folder; those in it that cannot be read are named in `closed`."""
-    if not os.path.isdir(place):
-        raise ValueError(f"no run at {str(place)!r}: the folder does not exist")
-    refused: list[OSError] = []
-    walked = os.walk(place, onerror=refused.append)
-    inside = sorted(Path(at) for at, folders, files in walked if {*folders, *files} & {*SIGNS})
-    closed += [f"no way into {str(error.filename)!r}: {error.strerror}" for error in refused]
-    if not inside:
-        found = f"neither the folder nor one in it holds a {' or a '.join(SIGNS)}"
-        raise ValueError(f"no run at {str(place)!r}: {', '.join([found, *closed])}")
-    return [folder.resolve() for folder in inside]
+def _model_config(folder: Path) -> dict[str, Any]:
+    """The configuration of the model in a folder; nothing where there is none, or not whole yet."""
+    try:
+        found = read_json(folder / "config.json")
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def newest(paths: Iterable[Path]) -> float:
@@ -129,23 +123,22 @@ def newest(paths: Iterable[Path]) -> float:
     return max(times)
 
 
-class Runs:
-    """The runs in places, as they come and go.
+class WatchedRuns:
+    """The runs in some places, as they come and go.
 
     Attributes:
-        missing: a line for each place that had no run when it was looked at last, and for each folder in one that could
-            not be looked into.
+        missing: a line for each place without a run, and for each folder in one that cannot be read.
     """
 
     def __init__(self, places: Sequence[str | Path]) -> None:
         self.places = places
         self.missing: list[str] = []
-        self._known: dict[Path, Watched] = {}
+        self._known: dict[Path, WatchedRun] = {}
         self._due = 0.0
 
-    def all(self, due: bool = False) -> list[Watched]:
+    def all(self, due: bool = False) -> list[WatchedRun]:
         """Those that are there now, under the shortest names that tell them apart. With `due`, as they were found last
-        if that is so short ago that looking would take more than a twentieth of the time: training may need it."""
+        if that is so recent that another search would take more than a twentieth of the time: training may need it."""
         begun = monotonic()
         if due and begun < self._due:
             return list(self._known.values())
@@ -153,24 +146,13 @@ class Runs:
         missing: list[str] = []
         for place in self.places:
             try:
-                folders |= dict.fromkeys(_in(Path(place), missing))
+                folders |= dict.fromkeys(find_runs([place], missing))
             except ValueError as error:
                 missing.append(str(error))
-        above = Path(os.path.commonpath([folder.parent for folder in folders] or [Path("/")]))
-        names = {folder: legible(folder.relative_to(above), 1 << 16) for folder in folders}
         known = self._known
         self._known = {
-            folder: known[folder] if folder in known and known[folder].name == name else Watched(folder, name)
-            for folder, name in names.items()
+            folder: known[folder] if folder in known and known[folder].name == name else WatchedRun(folder, name)
+            for folder, name in common_folder(list(folders))[1].items()
         }
         self.missing, self._due = missing, begun + 20 * (monotonic() - begun)
         return list(self._known.values())
-
-
-def _saved(folder: Path) -> dict[str, Any]:
-    """The configuration of the model in a folder; nothing where there is none, or not whole yet."""
-    try:
-        found = read_json(folder / "config.json")
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,0 +1,326 @@
+"""The logs of a run: JSON lines, one a step, whose schema stands here. The trainer writes them; the report and the
+dashboard read them, also while they grow, and show the titles and descriptions of the fields.
+
+log.jsonl is made of `StepRecord`, memory.jsonl of `ProbeRecord` and samples.jsonl of `SampleRecord`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+from annotated_types import Interval
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+
+GATES = ("alpha", "eta", "theta", "gamma", "delta")
+LOG, MEMORY, SAMPLES = "log.jsonl", "memory.jsonl", "samples.jsonl"
+
+
+def _encodable(value: Any) -> Any:
+    """Text without lone surrogates, which neither pydantic nor a file takes."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+Text = Annotated[str, BeforeValidator(_encodable)]
+Whole = Annotated[int, Strict(), Interval(gt=-(2**63), lt=2**63)]
+Number = Annotated[float, Strict(), AllowInfNan(False), Interval(gt=-1e40, lt=1e40)]
+"""A number that a run computes with 32 bits at most: a larger one could not be drawn beside others."""
+Measured = Annotated[float, Strict()] | None
+"""A number; null where the text was too short for it, or where it was not finite."""
+Heads = list[Measured]
+
+
+def _measure(title: str, description: str, limits: tuple[float, float] | None = None, **options: Any) -> Any:
+    """A field with the label of its chart, what it means, and the values between which colours change."""
+    return Field(title=title, description=description, json_schema_extra={"limits": limits}, **options)
+
+
+class Record(BaseModel):
+    """A line of a log. Fields that a newer version added are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def line(self) -> str:
+        """The line, in which what is not a finite number is null."""
+        return self.model_dump_json(exclude_none=True) + "\n"
+
+
+class StepRecord(Record):
+    """A line of log.jsonl: one training step."""
+
+    step: Whole = Field(description="Number of the training step, from 1.")
+    loss: Number = Field(
+        title="training loss", description="Mean negative log-likelihood of a training token, in nats. Lower is better."
+    )
+    elapsed: Number = Field(description="Seconds of training so far, over all resumptions.")
+    learning_rate: Number = Field(0.0, title="learning rate", description="Learning rate of the outer optimiser.")
+    grad_norm: Number = Field(
+        0.0,
+        title="gradient norm",
+        description="Euclidean norm of the gradient of all weights, before clipping. Spikes mean unstable training.",
+    )
+    held_out_bits_per_byte: Number | None = Field(
+        None,
+        title="held-out text (bits per byte)",
+        description="Mean cost of a byte of held-out text. Lower is better; if it rises while the training loss falls, "
+        "the model overfits.",
+    )
+
+
+class Alarm(Record):
+    """A memory that has stopped being useful."""
+
+    kind: Text = Field(description="`nonfinite`, `no retention`, `no writes` or `unused`.")
+    memory: Text = Field(description="Name of the memory; empty if the alarm concerns all of them.")
+    text: Text = Field(description="What was measured and what to do, on one line.")
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells this alarm from others."""
+        return self.kind, self.memory
+
+
+class GateRecord(Record):
+    """A gate of a memory, over the tokens of the probe."""
+
+    mean: Heads = Field(description="Mean over tokens, for each head.")
+    std: Heads = Field(description="Standard deviation over tokens, for each head. 0: the gate ignores the token.")
+
+
+class MemoryRecord(Record):
+    """One memory in a probe; lists have an entry for each head."""
+
+    name: Text = Field(description="Module name of the layer, and behind a colon that of the memory within it.")
+    half_life: Heads | None = _measure(
+        "half-life (tokens)",
+        "Tokens after which the retention gate α has reduced a write to one half. Low: the memory forgets at once. "
+        "Absent if the rule has no α.",
+        (1.0, 1e4),
+        default=None,
+    )
+    readout_change: Heads | None = _measure(
+        "readout change",
+        "Relative change of the memory's answer to a key between the write and 16 tokens later, from 0 to 1. 0: "
+        "nothing was written, or it has been forgotten.",
+        (0.0, 1.0),
+        default=None,
+    )
+    error_before_write: Heads | None = _measure(
+        "error before the write",
+        "Normalised squared error of the memory's answer to a key just before the write. 0: the memory knows the "
+        "value; 1: it knows nothing of it; at most 2.",
+        (0.0, 1.0),
+        default=None,
+    )
+    recall_error: list[Heads] = _measure(
+        "error {lag} tokens after the write",
+        "The same error some tokens after the write, a list for each of the probe's `lags`. Near the error before the "
+        "write: the token has been forgotten.",
+        (0.0, 1.0),
+    )
+    memory_contribution: Measured = _measure(
+        "memory contribution",
+        "Share of the layer's output that depends on what the memory has written: the output is compared with that of "
+        "a memory that stays at M_0. 0: the memory contributes nothing; 1: everything.",
+        (0.0, 1.0),
+    )
+    branch_ratio: Measured = _measure(
+        "branch ratio",
+        "Norm of the layer's output divided by the norm of the residual stream after it. Near 0: the model ignores the "
+        "layer.",
+    )
+    norm: Heads | None = _measure(
+        "norm of M",
+        "Frobenius norm of the memory's matrices M at the end of the text. Growth from probe to probe without end: the "
+        "memory diverges.",
+        default=None,
+    )
+    distance_from_init: Heads | None = _measure(
+        "distance from M_0",
+        "Frobenius norm of M - M_0 at the end of the text: how far reading moved the memory. 0: nothing was written.",
+        default=None,
+    )
+    momentum_norm: Heads | None = _measure(
+        "norm of the momentum", "Frobenius norm of the momentum S at the end of the text.", default=None
+    )
+    momentum_rank: Heads | None = _measure(
+        "effective rank of the momentum", "Effective rank of the last matrix of S; at most its width.", default=None
+    )
+    effective_rank: Heads | None = _measure(
+        "effective rank",
+        "Effective rank of the memory's last matrix. 1: all answers point the same way; at most the matrix's width.",
+        default=None,
+    )
+    update_angle: Heads | None = _measure(
+        "update angle (degrees)",
+        "Angle between the updates of M in consecutive pieces of the text. 0: same direction; 90: orthogonal; 120: "
+        "each piece is forgotten in the next; 180: each piece undoes the one before.",
+        (0.0, 180.0),
+        default=None,
+    )
+    alpha: GateRecord | None = _measure(
+        "α retention", "Share of the memory that is kept at a token. 1: nothing is forgotten.", default=None
+    )
+    eta: GateRecord | None = _measure(
+        "η step size", "Step size of the write of a token. 0: nothing is written.", (0.0, 1.0), default=None
+    )
+    theta: GateRecord | None = _measure(
+        "θ momentum", "Share of the momentum that is kept at a token. 0: no momentum.", (0.0, 1.0), default=None
+    )
+    gamma: GateRecord | None = _measure(
+        "Σγ tokens in the window",
+        "Sum of the window's gates: how many tokens of its window a write uses.",
+        default=None,
+    )
+    delta: GateRecord | None = _measure(
+        "δ threshold", "Error above which a robust loss (Huber, RobustL2) limits a write.", default=None
+    )
+
+
+class ProbeRecord(Record):
+    """A line of memory.jsonl: all memories, measured while the model reads a fixed held-out text."""
+
+    step: Whole = Field(description="Training step after which the memories were probed.")
+    seconds: Number = Field(description="Duration of the probe.")
+    effective_remembrance: Measured = Field(
+        None,
+        title="effective remembrance",
+        description="Mean total variation distance between next-token predictions with the whole context and with the "
+        "last `recent` to 2 `recent` tokens only (arXiv 2507.02782). 0: older tokens are not used; at most 1.",
+    )
+    recent: Whole = Field(128, description="Tokens of context that `effective_remembrance` leaves.")
+    lags: list[Whole] = Field([16, 256], description="Tokens between the write and the readings of `recall_error`.")
+    memories: list[MemoryRecord] = Field(description="The memories, in the order of the layers.")
+    suspected: list[Alarm] = Field([], description="What is wrong in this probe.")
+    alarms: list[Alarm] = Field([], description="What is wrong in this probe and was in the one before.")
+
+    @property
+    def contributions(self) -> list[float]:
+        """`memory_contribution` of each memory that has a finite one."""
+        known = [memory.memory_contribution for memory in self.memories]
+        return [value for value in known if value is not None and abs(value) < 1e40]
+
+
+class SampleRecord(Record):
+    """A line of samples.jsonl: a text that the model wrote during training."""
+
+    step: Whole = Field(description="Training step after which the text was written.")
+    prompt: Text = Field(description="The given beginning.")
+    text: Text = Field(description="What the model wrote.")
+
+
+RECORDS: dict[str, type[Any]] = {LOG: StepRecord, MEMORY: ProbeRecord, SAMPLES: SampleRecord}
+
+
+class _AnyRecord(Record):
+    step: Whole
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Log(Generic[R]):
+    """A log, read as far as it is written; a line that is still being written is left for the next time.
+
+    Attributes:
+        path: of the file, which need not be there yet.
+        record: the schema of a line.
+        damaged: how many lines do not fit the schema; they are skipped.
+        unreadable: why the file cannot be read, such as "it is a folder"; else "".
+    """
+
+    def __init__(self, path: Path, record: type[R]) -> None:
+        self.path, self.record = path, record
+        self._begin(None)
+
+    def _begin(self, file: int | None) -> None:
+        self._file, self._at, self.damaged, self.unreadable = file, 0, 0, ""
+        self._steps: dict[int, R] = {}
+
+    def read(self) -> list[R]:
+        """All records by step; only those that came since the last time are parsed. Of a step that was repeated after a
+        resume the last record counts. A file that was replaced or cut is read anew; one that cannot be read has no
+        records, and `unreadable` says why."""
+        try:
+            _check_regular(self.path)  # to open a pipe would be to wait for whoever writes into it
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._file or found.st_size < self._at:
+                    self._begin(found.st_ino)
+                file.seek(self._at)
+                new = file.read()
+        except FileNotFoundError:
+            self._begin(None)
+            return []
+        except OSError as error:
+            self._begin(None)
+            self.unreadable = error.strerror or str(error)
+            return []
+        whole = new[: new.rfind(b"\n") + 1]
+        self._at += len(whole)
+        for line in whole.split(b"\n"):
+            if line.strip():
+                self._take(line)
+        return [self._steps[step] for step in sorted(self._steps)]
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record: Any = self.record.model_validate(json.loads(line))
+            self._steps[record.step] = record
+        except (ValueError, RecursionError, OverflowError):  # cut off when the process was killed, or edited
+            self.damaged += 1
+
+
+def _check_regular(path: Path) -> None:
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(0, "it is a folder" if stat.S_ISDIR(mode) else "it is no file, but a pipe or a device", str(path))
+
+
+def read_log(folder: Path, name: str = LOG) -> list[Any]:
+    """The records of a log of the run in `folder`, of the class that `RECORDS` names; ValueError if the file is there
+    and cannot be read."""
+    return _records(Log(folder / name, RECORDS[name]))
+
+
+def _records(log: Log[R]) -> list[R]:
+    records = log.read()
+    if log.unreadable:
+        raise ValueError(f"{str(log.path)!r} cannot be read ({log.unreadable}): move it away, or make it readable")
+    return records
+
+
+def so_far(folder: Path, step: int) -> tuple[StepRecord | None, float]:
+    """The record of a step in the log of the run in `folder`, None if it has none; and the seconds that the run had
+    taken by then, or by the last step before it of which there is a record."""
+    records: list[StepRecord] = [record for record in read_log(folder) if record.step <= step]
+    of_step = next((record for record in reversed(records) if record.step == step), None)
+    return of_step, max((record.elapsed for record in records), default=0.0)
+
+
+def cut_logs(folder: Path, step: int) -> None:
+    """Drop the lines after `step` from all logs: a run resumed at `step` repeats those steps, or takes others."""
+    for name in (LOG, SAMPLES, MEMORY):
+        path = folder / name
+        kept = [record for record in _records(Log(path, _AnyRecord)) if record.step <= step]
+        if path.is_file():
+            replacement = path.with_suffix(".tmp")
+            replacement.write_text("".join(json.dumps(dict(record)) + "\n" for record in kept), encoding="utf-8")
+            replacement.replace(path)
+
+
+def alarm_history(probes: Sequence[ProbeRecord]) -> list[dict[str, Any]]:
+    """Each alarm of a run: `kind`, `memory` and `text` as in its last probe, `step` of the probe that raised it first,
+    and `until`, the step of the last probe that raised it, None if that is the run's last probe."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for probe in probes:
+        for alarm in probe.alarms:
+            first = found[alarm.key]["step"] if alarm.key in found else probe.step
+            until = None if probe is probes[-1] else probe.step
+            found[alarm.key] = {"kind": alarm.kind, "memory": alarm.memory, "text": alarm.text}
+            found[alarm.key] |= {"step": first, "until": until}
+    return list(found.values())

@@ -1,0 +1,360 @@
+"""``trace``: what every memory of a model does at every token of a text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..memory import Gates, MemoryState
+from ..rules.validation import UNBOUNDED, check_size
+from .hooks import (
+    MemoryLayer,
+    WriteInputs,
+    eval_mode,
+    memory_names,
+    memory_states,
+    memory_writes,
+    recorded,
+    split_by_memory,
+    write_inputs,
+)
+
+LAGS = (16, 256)
+"""How many tokens after its write a key is queried again."""
+GATES = ("alpha", "eta", "theta", "gamma", "delta")
+LONGEST = 1e6
+"""Tokens: a half-life beyond it is given as this."""
+
+Matrices = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class MemoryTrace:
+    """One memory of one layer, all its heads, over ``time`` tokens of ``batch`` rows; float32, on the CPU.
+
+    Attributes:
+        name: of the layer, and behind a colon of the memory where the layer has several.
+        alpha, eta, theta, delta: the gates, ``[batch, heads, time]``; of channel-wise ones the mean over channels. None
+            where the rule has none.
+        gamma: how many tokens of its window count at a token, ``[batch, heads, time]``: the sum of the window's gates.
+        error_before_write: |m - v_t|^2 / (|m|^2 + |v_t|^2) of the answer m = M_{t-1}(k_t) before the token is written,
+            ``[batch, heads, time]``. 0: it is right; 1: it has nothing to do with v_t, or is zero; at most 2.
+        recall_error: the same of the pair written so many tokens before, ``[batch, heads, lags, time]``; NaN where the
+            text is younger.
+        readout_change: |m' - m| / (|m| + |v|) of the pair of the first lag, ``[batch, heads, time]``, m being the
+            answer to its key before it was written and m' the answer now. 0: nothing was written, or all is forgotten.
+        memory_contribution: |y - y'| / (|y| + |y'|), ``[batch, time]``: the share of the mixer's output y that depends
+            on what its memories have written, y' being the output if they stay at M_0; from 0 to 1. The same for all
+            memories of a layer.
+        branch_ratio: |y| / |x + y|, ``[batch, time]``: the mixer's output beside the residual stream after it; NaN for
+            a layer that stands alone.
+        norm, distance_from_init: |M| and |M - M_0| (Frobenius, all matrices), ``[batch, heads, positions]``.
+        momentum_norm: |S|; None where the optimiser keeps none.
+        momentum_rank: effective rank of the last matrix of S; None likewise.
+        effective_rank: of the last matrix of M, ``[batch, heads, positions]``.
+        update_angle: degrees between the change of M over a piece and over the piece before, ``[batch, heads,
+            positions]``. 0: same direction; 90: orthogonal; 120: pieces are forgotten one after the other, since the
+            difference of two unrelated states undoes the first; 180: reversed. NaN for the first piece.
+    """
+
+    name: str
+    alpha: Tensor | None
+    eta: Tensor
+    theta: Tensor | None
+    gamma: Tensor | None
+    delta: Tensor | None
+    error_before_write: Tensor
+    recall_error: Tensor
+    readout_change: Tensor
+    memory_contribution: Tensor
+    branch_ratio: Tensor
+    norm: Tensor
+    distance_from_init: Tensor
+    momentum_norm: Tensor | None
+    momentum_rank: Tensor | None
+    effective_rank: Tensor
+    update_angle: Tensor
+
+    @property
+    def half_life(self) -> Tensor | None:
+        """Tokens after which alpha has left half, ``[batch, heads]``; None where the rule forgets by no gate."""
+        return None if self.alpha is None else half_life(self.alpha)
+
+    @property
+    def wrote(self) -> bool:
+        """Whether the memory differs at the end from M_0 by more than rounding."""
+        return bool((self.distance_from_init[..., -1] > 1e-6 * self.norm[..., -1]).any())
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What was measured while a text was read.
+
+    Attributes:
+        memories: of each layer, in the order of the layers.
+        nats: -log p of each token given those before it, ``[batch, time]``, NaN for the first; None for a model that
+            predicts nothing.
+        positions: tokens read after each piece, to which ``norm``, ``distance_from_init``, ``momentum_norm``,
+            ``momentum_rank``, ``effective_rank`` and ``update_angle`` belong.
+        lags: of ``MemoryTrace.recall_error``.
+    """
+
+    memories: tuple[MemoryTrace, ...]
+    nats: Tensor | None
+    positions: tuple[int, ...]
+    lags: tuple[int, ...]
+
+
+def trace(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 64) -> Trace:
+    """Read ``ids`` ``[batch, time]`` with a language model and measure every memory at every token.
+
+    The text is read as ``model(input_ids=..., past_key_values=...)`` reads it, in eval mode, ``piece`` tokens a call;
+    the other measurements are made on copies, at two to three times the work of reading. The memory needed on the
+    model's device does not depend on the length; ``traces`` gives the same piece by piece.
+
+    Args:
+        model: an Atlas language model, or any module that is called likewise and has layers with memories.
+        ids: int64, without padding.
+        lags: how many tokens after its write a key is queried, growing.
+        piece: tokens between two measurements of the matrices.
+
+    Raises:
+        ValueError: ids of another shape or none, no lags or such that do not grow, a piece below 1.
+    """
+    return joined(list(traces(model, ids, lags=lags, piece=piece)))
+
+
+def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 64) -> Iterator[Trace]:
+    """As ``trace``, a ``Trace`` for each piece as soon as it is read; positions count from the text's first token."""
+    lags = tuple(lags)
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or 0 in ids.shape:
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"ids must be a tensor of int64 token ids [batch, time] with at least one token, got {got}")
+    known = getattr(getattr(model, "config", None), "vocab_size", None)
+    if known is not None and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+        raise ValueError(f"ids must be from 0 to {known - 1}, got {int(ids.min())} to {int(ids.max())}")
+    if not lags or min(lags) < 1 or sorted(set(lags)) != list(lags):
+        raise ValueError(f"lags must be whole numbers of at least 1 that grow, got {list(lags)}")
+    check_size("piece", piece, UNBOUNDED)
+    device = next(model.parameters()).device
+    cache: Any = None
+    last: Tensor | None = None  # log-probabilities of the token that comes next
+    tracers: list[_LayerTracer] | None = None
+    read = 0
+    for part in ids.to(device).split(piece, 1):
+        with torch.inference_mode(), eval_mode(model):
+            with recorded(model) as seen:
+                out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            if tracers is None:
+                tracers = [_LayerTracer(layer, lags) for layer in seen]
+            found = [m for tracer, layer in zip(tracers, seen, strict=True) for m in tracer.measure(layer, part)]
+            nats, last = _nats(getattr(out, "logits", None), part, last)
+        read += part.shape[1]
+        yield Trace(tuple(found), nats, (read,), lags)
+
+
+def joined(parts: Sequence[Trace]) -> Trace:
+    """Traces of pieces that follow one another, as one."""
+
+    def of(n: int) -> MemoryTrace:
+        each = [part.memories[n] for part in parts]
+        tensors = [f.name for f in fields(MemoryTrace) if isinstance(getattr(each[0], f.name), Tensor)]
+        whole: dict[str, Any] = {name: torch.cat([getattr(m, name) for m in each], -1) for name in tensors}
+        return replace(each[0], **whole)
+
+    nats = None if parts[0].nats is None else torch.cat([cast(Tensor, part.nats) for part in parts], 1)
+    memories = tuple(of(n) for n in range(len(parts[0].memories)))
+    return Trace(memories, nats, tuple(end for part in parts for end in part.positions), parts[0].lags)
+
+
+def _nats(logits: Tensor | None, ids: Tensor, last: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """-log p of each of ``ids``, the first by what was predicted ``last``; and what is predicted now."""
+    if logits is None:
+        return None, None
+    log_p = logits.float().log_softmax(-1)
+    before = torch.full_like(log_p[:, :1], torch.nan) if last is None else last
+    predicted = torch.cat([before, log_p[:, :-1]], 1)
+    return -predicted.gather(2, ids[..., None])[..., 0].cpu(), log_p[:, -1:]
+
+
+class _LayerTracer:
+    """A layer whose memories are followed from piece to piece."""
+
+    def __init__(self, seen: MemoryLayer, lags: tuple[int, ...]) -> None:
+        self.names = [f"{seen.name}:{name}" if name else seen.name for name in memory_names(seen.layer)]
+        self.lags = lags
+        self.tracers: list[_TokenTracer] = []
+        self.start: list[MemoryState] = []
+        self.paths: list[_Path] = []
+        self.without: Any = None  # the mixer's state with the writes off
+
+    def measure(self, seen: MemoryLayer, ids: Tensor) -> list[MemoryTrace]:
+        """What the layer's memories did while it read ``ids`` ``[batch, time]``."""
+        batch, time = ids.shape
+        found: list[list[dict[str, Tensor]]] = [[] for _ in self.names]
+        for call in seen.reads:
+            state = call.state if call.state is not None else seen.layer.initial_state(batch)
+            for inputs in write_inputs(seen.layer, call.x, state):
+                self.tracers = self.tracers or [_TokenTracer(self.lags) for _ in inputs]
+                measured = [tracer.measure(of) for tracer, of in zip(self.tracers, inputs, strict=True)]
+                for each, of_memory in zip(found, split_by_memory(seen.layer, measured), strict=True):
+                    each.append(of_memory)
+        if not self.start:
+            self.start = memory_states(seen.layer, seen.layer.initial_state(batch))
+            self.paths = [_Path(start.weights) for start in self.start]
+        contribution, branch = self._contribution(seen)
+        ends = memory_states(seen.layer, seen.reads[-1].after)
+        return [
+            MemoryTrace(
+                name=name,
+                memory_contribution=contribution,
+                branch_ratio=branch,
+                update_angle=path.angle(end.weights),
+                **_by_token(each, time),
+                **_of_matrices(end, start),
+            )
+            for name, each, end, start, path in zip(self.names, found, ends, self.start, self.paths, strict=True)
+        ]
+
+    def _contribution(self, seen: MemoryLayer) -> tuple[Tensor, Tensor]:
+        """``MemoryTrace.memory_contribution`` and ``branch_ratio``."""
+        calls = seen.reads if seen.block is None else seen.mixed
+        mixer = cast(nn.Module, seen.layer if seen.block is None else seen.block.mixer)
+        parts = []
+        with memory_writes(mixer, False):
+            for call in calls:
+                other, self.without = mixer(call.x, self.without)
+                parts.append(other)
+        y, without = torch.cat([call.y for call in calls], 1), torch.cat(parts, 1)
+        length = y.norm(dim=-1)
+        share = (y - without).norm(dim=-1) / (length + without.norm(dim=-1)).clamp(min=1e-12)
+        if seen.block is None:
+            return share.float().cpu(), torch.full_like(share, torch.nan).float().cpu()
+        branch = length / (torch.cat(seen.residual, 1) + y).norm(dim=-1).clamp(min=1e-12)
+        return share.float().cpu(), branch.float().cpu()
+
+
+class _TokenTracer:
+    """The last pairs that were written to a memory, and its answers to them before the write."""
+
+    def __init__(self, lags: tuple[int, ...]) -> None:
+        self.lags = lags
+        self.past: tuple[Tensor, ...] | None = None
+
+    def measure(self, inputs: WriteInputs) -> dict[str, Tensor]:
+        """The measurements at each written token, ``[batch, heads, ..., time]``."""
+        longest = self.lags[-1]
+        if self.past is None:
+            empty = inputs.k.new_zeros(*inputs.k.shape[:2], longest, inputs.k.shape[3])
+            self.past = empty, empty + torch.nan, empty + torch.nan
+        k, v = (torch.cat([past, new], 2) for past, new in zip(self.past, (inputs.k, inputs.v), strict=False))
+        of = [slice(longest - lag, longest - lag + inputs.k.shape[2]) for lag in self.lags]
+        before, *after = inputs.readouts_before_and_after(*(k[:, :, places] for places in of))
+        old = torch.cat([self.past[2], before], 2)
+        self.past = k[:, :, -longest:], v[:, :, -longest:], old[:, :, -longest:]
+        m, m_old, v_old = after[0], old[:, :, of[0]], v[:, :, of[0]]
+        lengths = m_old.norm(dim=-1) + v_old.norm(dim=-1)
+        errors = [error(answer, v[:, :, places]) for answer, places in zip(after, of, strict=True)]
+        return _gates(inputs.gates) | {
+            "error_before_write": error(before, inputs.v),
+            "recall_error": torch.stack(errors, 2),
+            "readout_change": (m - m_old).norm(dim=-1) / lengths.clamp(min=1e-15),
+        }
+
+
+class _Path:
+    """The matrices of a memory after the last piece, and their last change."""
+
+    def __init__(self, start: Matrices) -> None:
+        self.at = start
+        self.update: Matrices | None = None
+
+    def angle(self, end: Matrices) -> Tensor:
+        """``MemoryTrace.update_angle`` at the end of the next piece, ``[batch, heads, 1]``."""
+        update = tuple(a - b for a, b in zip(end, _widened(self.at, end), strict=True))
+        before, self.at, self.update = self.update, end, update
+        if before is None:
+            return torch.full((*end[0].shape[:2], 1), torch.nan)
+        return angle(update, _widened(before, end))[..., None].cpu()
+
+
+def _widened(matrices: Matrices, like: Matrices) -> Matrices:
+    """With a column of zeros for every key that was read since: on phi* a matrix has one for each."""
+    return tuple(F.pad(a, (0, b.shape[-1] - a.shape[-1])) for a, b in zip(matrices, like, strict=True))
+
+
+def _gates(gates: Gates) -> dict[str, Tensor]:
+    """The gates that there are, ``[batch, heads, time]`` each."""
+    found = {}
+    for name in GATES:
+        gate = getattr(gates, name)
+        if gate is not None:
+            found[name] = gate if gate.dim() == 3 else gate.sum(-1) if name == "gamma" else gate.mean(-1)
+    return found
+
+
+def _by_token(parts: list[dict[str, Tensor]], time: int) -> dict[str, Any]:
+    """The measurements of the last ``time`` tokens read: persistent tokens were read before the text's first."""
+    whole = {name: torch.cat([part[name] for part in parts], -1)[..., -time:].float().cpu() for name in parts[0]}
+    return {**dict.fromkeys(GATES), **whole}
+
+
+def _of_matrices(end: MemoryState, start: MemoryState) -> dict[str, Any]:
+    """The measurements of a memory's matrices, ``[batch, heads, 1]`` each."""
+    moved = tuple(w - w0 for w, w0 in zip(end.weights, _widened(start.weights, end.weights), strict=True))
+    sums = tuple(m.sums[0] for m in end.matrices if m.sums)
+    found = {
+        "norm": norm(end.weights),
+        "distance_from_init": norm(moved),
+        "momentum_norm": norm(sums) if sums else None,
+        "momentum_rank": effective_rank(sums[-1]) if sums else None,
+        "effective_rank": effective_rank(end.weights[-1]),
+    }
+    return {name: None if value is None else value[..., None].cpu() for name, value in found.items()}
+
+
+def half_life(alpha: Tensor, dim: int = -1) -> Tensor:
+    """Tokens after which retention ``alpha`` has left half of what was written: ln(1/2) over the mean of ln(alpha)
+    along ``dim``, at most ``LONGEST``."""
+    rate = -alpha.double().clamp(min=1e-30).log().mean(dim)
+    return (math.log(2) / rate.clamp(min=math.log(2) / LONGEST)).float()
+
+
+def error(answer: Tensor, v: Tensor) -> Tensor:
+    """|m - v|^2 / (|m|^2 + |v|^2) over the last dimension. Unlike the error over |v|^2 it is bounded where v is
+    short."""
+    lengths = answer.square().sum(-1) + v.square().sum(-1)
+    return (answer - v).square().sum(-1) / lengths.clamp(min=1e-30)
+
+
+def norm(matrices: Matrices) -> Tensor:
+    """The Frobenius norm of all matrices ``[batch, heads, rows, columns]`` together, ``[batch, heads]``."""
+    return torch.stack([m.float().square().sum((-2, -1)) for m in matrices]).sum(0).sqrt()
+
+
+def angle(update: Matrices, before: Matrices) -> Tensor:
+    """Degrees between two updates of all matrices ``[batch, heads, rows, columns]`` together, ``[batch, heads]``; NaN
+    where one of them is zero."""
+    dot = sum(((a.double() * b.double()).sum((-2, -1)) for a, b in zip(update, before, strict=True)), torch.zeros(()))
+    cosine = dot / (norm(update).double() * norm(before).double())
+    return cosine.clamp(-1, 1).acos().rad2deg().float()
+
+
+def effective_rank(matrix: Tensor) -> Tensor:
+    """exp of the entropy of the normalised singular values (Roy and Vetterli 2007), of ``[..., rows, columns]``;
+    between 1 and the smaller side, 0 of a matrix of zeros, and NaN of one with entries that are not finite."""
+    finite = matrix.isfinite().all(-1).all(-1)
+    matrix = torch.where(finite[..., None, None], matrix, 0.0).double()
+    if matrix.shape[-2] > matrix.shape[-1]:
+        matrix = matrix.mT
+    values = torch.linalg.eigvalsh(matrix @ matrix.mT).clamp(min=0).sqrt()
+    total = values.sum(-1, keepdim=True)
+    entropy = torch.special.entr(values / total.clamp(min=1e-30)).sum(-1)
+    return torch.where(finite, torch.where(total[..., 0] > 0, entropy.exp(), 0.0), torch.nan).float()

@@ -1,0 +1,173 @@
+"""Probes of the memories during training, and alarms when they stop being useful."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from atlas_memory.console import print_line
+from atlas_memory.data import Document
+from atlas_memory.data.tokenization import encode
+from atlas_memory.models import AtlasForCausalLM
+from atlas_memory.monitor import Alarm, alarms, effective_remembrance, summarise, trace
+from atlas_memory.monitor.hooks import memory_layers
+from atlas_memory.monitor.logs import MEMORY, GateRecord, ProbeRecord, read_log
+from atlas_memory.monitor.tracing import LAGS
+from atlas_memory.train import sharded
+from atlas_memory.train.callbacks import AtStepEnd, StopOnInterrupt
+from atlas_memory.train.checkpoints import writing
+from atlas_memory.train.processes import process
+
+OnAlarm = Callable[[int, Alarm], None]
+"""What is called with an alarm and the step after which it was raised."""
+
+
+class MemoryProbe(AtStepEnd):
+    """Probes every memory of a model every so many steps: a line of ``memory.jsonl`` with what ``summarise`` says of a
+    ``trace`` over the beginnings of held-out texts, always the same, and with the effective remembrance. What is wrong
+    in two probes in a row is an alarm: a line on the console, a POST to ``webhook`` and a call of ``on_alarm``, once
+    until it is over.
+
+    The first process probes. Of a ``sharded`` model all processes gather the weights, and it probes a copy.
+
+    Args:
+        path: of ``memory.jsonl``, which is continued.
+        every: steps between probes; 0: none.
+        tokens_per_step: of training; a probe reads half as many, and at most ``rows`` x ``length``.
+        interrupt: tells when the run is about to stop, so that its checkpoint is written before the probe.
+        webhook: an address to which alarms are sent, as JSON with ``step``, ``run``, ``kind``, ``memory`` and ``text``.
+    """
+
+    rows, length, piece, recent = 2, 512, 256, 128
+
+    def __init__(
+        self,
+        path: Path,
+        model: Any,
+        tokenizer: Any,
+        documents: Sequence[Document],
+        every: int,
+        tokens_per_step: int,
+        console: Console,
+        interrupt: StopOnInterrupt,
+        webhook: str | None = None,
+        sharded: bool = False,
+        on_alarm: OnAlarm | None = None,
+    ) -> None:
+        self.path, self.model, self.console, self.webhook, self.sharded = path, model, console, webhook, sharded
+        self.on_alarm = on_alarm
+        super().__init__(interrupt)
+        length = max(64, min(self.length, tokens_per_step // 2))
+        texts = [encode(tokenizer, d.text[: 16 * length])[:length] for d in documents]
+        longest = max(map(len, texts), default=0)
+        rows = max(1, min(self.rows, tokens_per_step // (2 * length)))
+        chosen = [ids for ids in texts if len(ids) == longest][:rows]
+        self.ids = torch.from_numpy(np.stack(chosen).astype(np.int64)) if longest else None
+        self.every = every if longest and memory_layers(model) else 0
+        self._suspected: set[tuple[str, str]] = set()  # in the last probe
+        self._raised: set[tuple[str, str]] = set()
+        self._unsent: set[tuple[str, str]] = set()
+        self.metrics: dict[str, float] = {}
+        """Of the step that has just ended, for `train.report_to`: of each memory, means over its heads."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        for last in read_log(self.path.parent, MEMORY)[-1:]:
+            self._suspected, self._raised = {a.key for a in last.suspected}, {a.key for a in last.alarms}
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.metrics = {}
+
+    def look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        if not self.every or state.global_step % self.every:
+            return
+        begun = time.perf_counter()
+        weights = sharded.whole_weights(self.model) if self.sharded else None
+        if process() > 0:
+            return
+        model = self.model if weights is None else _gathered(self.model.config, weights)
+        probe = self._probe(state.global_step, model)
+        probe.seconds = round(time.perf_counter() - begun, 3)
+        self.metrics = _metrics(probe)
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(probe.line())
+        for alarm in probe.alarms:
+            if alarm.key not in self._raised:
+                self._raise(probe.step, alarm)
+            elif alarm.key in self._unsent:
+                self._send(probe.step, alarm)
+        self._suspected, self._raised = {a.key for a in probe.suspected}, {a.key for a in probe.alarms}
+
+    def _probe(self, step: int, model: Any) -> ProbeRecord:
+        assert self.ids is not None
+        memories = summarise(trace(model, self.ids, piece=self.piece))
+        long = self.ids.shape[1] > 2 * self.recent
+        suspected = alarms(memories)
+        return ProbeRecord(
+            step=step,
+            seconds=0.0,
+            effective_remembrance=effective_remembrance(model, self.ids, self.recent, self.piece) if long else None,
+            recent=self.recent,
+            lags=list(LAGS),
+            memories=memories,
+            suspected=suspected,
+            alarms=[alarm for alarm in suspected if alarm.key in self._suspected],
+        )
+
+    def _raise(self, step: int, alarm: Alarm) -> None:
+        print_line(self.console, f"memory alarm after step {step:,}: {alarm.text}", style="bold red")
+        self._send(step, alarm)
+        if self.on_alarm is not None:
+            self.on_alarm(step, alarm)
+
+    def _send(self, step: int, alarm: Alarm) -> None:
+        if self.webhook is None:
+            return
+        self._unsent.discard(alarm.key)
+        body = json.dumps({"step": step, "run": str(self.path.parent), **alarm.model_dump()}).encode()
+        try:
+            request = urllib.request.Request(self.webhook, body, {"Content-Type": "application/json"})
+            urllib.request.urlopen(request, timeout=10).close()
+        except (OSError, HTTPException, ValueError) as error:  # training does not end for want of a listener
+            self._unsent.add(alarm.key)
+            print_line(
+                self.console, f"train.alarm_webhook={self.webhook!r} failed: {error}; retried after the next probe"
+            )
+
+
+def _gathered(config: Any, weights: dict[str, Any]) -> AtlasForCausalLM:
+    """A model of these weights, without those that are tied to others."""
+    with torch.device("meta"):  # where nothing is drawn, which takes long
+        model = AtlasForCausalLM(config)
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):  # a block's own, and not saved
+        with torch.random.fork_rng(devices=[]):  # training must not notice
+            model = AtlasForCausalLM(config)
+        model.load_state_dict(weights, strict=False)
+    return model
+
+
+def _metrics(probe: ProbeRecord) -> dict[str, float]:
+    """A probe, one number for each measure: "memory/model.layers.0.mixer/memory_contribution" and so on."""
+    remembered = probe.effective_remembrance
+    found = {} if remembered is None else {"memory/effective_remembrance": remembered}
+    for memory in probe.memories:
+        errors = {f"recall_error_{lag}": of for lag, of in zip(probe.lags, memory.recall_error, strict=True)}
+        for name, value in (dict(memory) | errors).items():
+            if name in ("name", "recall_error"):
+                continue
+            values = value.mean if isinstance(value, GateRecord) else value if isinstance(value, list) else [value]
+            known = [x for x in values if x is not None]
+            if known:
+                found[f"memory/{memory.name}/{name}"] = sum(known) / len(known)
+    return found

@@ -1,0 +1,431 @@
+"""The pages of the dashboard. Streamlit runs this file whenever a page is opened or something chosen, and fragments every
+two seconds besides. What reads a model is imported when one is asked for: the logs are shown without torch. Tables and
+notes are our own HTML: Streamlit takes a text for Markdown, in which a file's content could load a picture from another
+host."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import streamlit as st
+
+from atlas_memory.monitor.logs import ProbeRecord, StepRecord
+from atlas_memory.viz import charts
+from atlas_memory.viz.labels import differing, legible, loss_unit
+from atlas_memory.viz.token_page import token_page
+from atlas_memory.viz.watched_runs import WatchedRun, WatchedRuns, newest
+
+if TYPE_CHECKING:
+    from atlas_memory.eval.reading import Reading
+    from atlas_memory.train.runs import Run
+
+EVERY = 2.0  # seconds between readings of the logs
+MANY = 10  # runs that are shown unasked
+RUNNING = 60.0  # seconds after its last line for which a run counts as running
+SAMPLE = 20_000  # characters of a sample that are shown
+MOST = 200_000  # tokens read for a page
+MARKED = 64  # tokens of a passage that is marked, at the least: `eval.reading.AGAIN`, which loads torch
+READING = threading.Lock()  # pages share models, whose memories are told not to write while a text is read
+FRAME = "overflow-x:auto;max-width:100%"  # a wide table moves in a frame of its own: the page never moves sideways
+TABLE = "border-collapse:collapse;font-size:0.875rem"
+CELL = "padding:0.3rem 0.7rem;border:1px solid #E3E3E3;text-align:left;vertical-align:top;max-width:24rem"
+NOTE = "margin:0;overflow-wrap:anywhere"
+COLOURS = {"alarm": ("#c00000", "#fdecec"), "warning": ("#b58100", "#fdf6e0"), "info": ("#0072B2", "#e9f2fa")}
+
+
+def table(heads: Iterable[str], rows: Sequence[Iterable[str]], wrap: bool = False) -> None:
+    """Rows of cells; as HTML, which is there a second before Streamlit's own table. `wrap`: long cells may have several
+    lines."""
+    if not rows:
+        return
+    cell = CELL + (";min-width:6rem;overflow-wrap:break-word" if wrap else ";white-space:nowrap")
+
+    def line(cells: Iterable[str], kind: str) -> str:
+        return "<tr>" + "".join(f'<{kind} style="{cell}">{escape(legible(text))}</{kind}>' for text in cells) + "</tr>"
+
+    lines = [line(heads, "th"), *(line(row, "td") for row in rows)]
+    st.html(f'<div style="{FRAME}"><table style="{TABLE}">{"".join(lines)}</table></div>')
+
+
+def note(text: str, kind: str | None = None, of: str = "") -> None:
+    """A paragraph of what stands in files, as it stands there, behind the name of what it is `of`; `kind`: of
+    `COLOURS`."""
+    edge, paper = COLOURS[kind] if kind else ("", "")
+    box = f";padding:0.7rem 1rem;border-left:5px solid {edge};background:{paper}" if kind else ""
+    head = f"<b>{escape(legible(of))}</b>" if of else ""
+    st.html(f'<p style="{NOTE}{box}">{head}{escape(legible(text))}</p>')
+
+
+def side_by_side(drawn: Iterable[tuple[charts.Spec | None, str]]) -> None:
+    """Charts, two in a row, each above its description."""
+    there = [(chart, says) for chart, says in drawn if chart is not None]
+    for i in range(0, len(there), 2):
+        for column, (chart, says) in zip(st.columns(2), there[i : i + 2], strict=False):
+            with column:
+                st.vega_lite_chart(chart, width="stretch", theme=None)
+                st.caption(says)
+
+
+@st.cache_resource
+def _places(places: tuple[str, ...]) -> WatchedRuns:
+    return WatchedRuns(places)
+
+
+def find() -> None:
+    """See which runs there are; those that are new are chosen, up to `MANY`."""
+    places = _places(tuple(sys.argv[1:]))
+    runs = places.all()
+    before: dict[str, Path] = st.session_state.get("folders", {})
+    now = {run.name: run.folder for run in runs}
+    if now != before:
+        chosen = {before[name] for name in st.session_state.get("runs", ()) if name in before}
+        new = [folder for folder in now.values() if folder not in before.values()]
+        shown = chosen | {*new[: max(0, MANY - len(chosen & {*now.values()}))]}
+        st.session_state["runs"] = [name for name, folder in now.items() if folder in shown]
+    st.session_state.update({"all": runs, "folders": now, "missing": places.missing})
+
+
+def choose() -> None:
+    """Let people choose, and say which places have no run (any more)."""
+    st.sidebar.multiselect("Runs", list(st.session_state["folders"]), key="runs")
+    for line in st.session_state["missing"]:
+        note(f"There is {line}", "warning")
+    _follow()
+
+
+@st.fragment(run_every=EVERY)
+def _follow() -> None:
+    """Draw the page again when a run begins or is deleted."""
+    places = _places(tuple(sys.argv[1:]))
+    now = {run.name: run.folder for run in places.all(due=True)}
+    if now != st.session_state["folders"] or places.missing != st.session_state["missing"]:
+        st.rerun()
+
+
+def chosen_runs() -> list[WatchedRun]:
+    """The chosen runs, with all that they have written by now."""
+    chosen = [run for run in st.session_state["all"] if run.name in st.session_state["runs"]]
+    for run in chosen:
+        run.read()
+    return chosen
+
+
+def some() -> list[WatchedRun]:
+    """The chosen runs; where there are none, what to do is said."""
+    runs = chosen_runs()
+    if not runs:
+        st.info("Choose a run on the left." if st.session_state["all"] else "There is no run to choose.")
+    return runs
+
+
+def one() -> WatchedRun | None:
+    """One of the chosen runs, as chosen on the page."""
+    runs = some()
+    if not runs:
+        return None
+    name = st.selectbox("run", [run.name for run in runs], key="run of the page")
+    return next(run for run in runs if run.name == name)
+
+
+@st.cache_resource(max_entries=2, show_spinner="Loading the model")
+def _load(folder: str, written: float) -> Run:
+    from atlas_memory.train.runs import load_run
+
+    return load_run(folder)
+
+
+def loaded(run: WatchedRun) -> Run | None:
+    """The model of a run as last saved."""
+    saved = [*run.folder.glob("*.safetensors"), *run.folder.glob("checkpoint-*")]
+    try:
+        return _load(str(run.folder), newest(saved))
+    except (ValueError, OSError, RuntimeError) as error:
+        note(f"The model could not be loaded: {error}", "alarm")
+        return None
+
+
+def runs_page() -> None:
+    """All chosen runs, side by side."""
+    st.header("Runs")
+    if some():
+        _alarms_and_curves()
+
+
+@st.fragment(run_every=EVERY)
+def _alarms_and_curves() -> None:
+    runs = chosen_runs()
+    for run in runs:
+        for reason in run.unreadable:
+            note(f": {reason}", "warning", run.name)
+        for alarm in run.alarms:
+            if alarm["until"] is None:
+                note(f", after step {alarm['step']:,}: {alarm['text']}", "alarm", run.name)
+            else:
+                steps = f"steps {alarm['step']:,} to {alarm['until']:,}"
+                note(f", {steps}, not seen since: {alarm['text']}", "info", run.name)
+        if run.damaged:
+            lines = "line" if run.damaged == 1 else "lines"
+            note(f": {run.damaged} damaged {lines} of its logs skipped", "warning", run.name)
+    rows = [_row(run) for run in runs]
+    table(rows[0], [row.values() for row in rows])
+    side_by_side([_loss(runs), _curve(runs, "held_out_bits_per_byte"), _contributions(runs), _remembrance(runs)])
+    if st.toggle("learning rate and gradients"):
+        side_by_side([_curve(runs, "learning_rate"), _curve(runs, "grad_norm")])
+
+
+def _loss(runs: Sequence[WatchedRun]) -> tuple[charts.Spec | None, str]:
+    of_bytes = {run.of_bytes for run in runs}
+    unit = "bits per byte, of words nats per token" if len(of_bytes) > 1 else loss_unit(all(of_bytes))[1]
+    points = {run.name: [(e.step, loss_unit(run.of_bytes)[0] * e.loss) for e in run.steps] for run in runs}
+    about = StepRecord.model_fields["loss"].description or ""
+    return charts.curves(points, f"training loss ({unit})"), about.replace(", in nats", "")
+
+
+def _curve(runs: Sequence[WatchedRun], name: str) -> tuple[charts.Spec | None, str]:
+    about = StepRecord.model_fields[name]
+    points = {run.name: [(record.step, getattr(record, name)) for record in run.steps] for run in runs}
+    return charts.curves(points, about.title), about.description or ""
+
+
+def _contributions(runs: Sequence[WatchedRun]) -> tuple[charts.Spec | None, str]:
+    about = charts.FIELDS["memory_contribution"]
+    chart = charts.curves(
+        {run.name: charts.contributions(run.probes) for run in runs}, f"{about.title} (mean of layers)"
+    )
+    return chart, about.description or ""
+
+
+def _remembrance(runs: Sequence[WatchedRun]) -> tuple[charts.Spec | None, str]:
+    about = ProbeRecord.model_fields["effective_remembrance"]
+    points = {run.name: [(probe.step, probe.effective_remembrance) for probe in run.probes] for run in runs}
+    return charts.curves(points, about.title), about.description or ""
+
+
+def _row(run: WatchedRun) -> dict[str, str]:
+    """A run in the table."""
+    last = run.steps[-1] if run.steps else None
+    held_out = [e.held_out_bits_per_byte for e in run.steps if e.held_out_bits_per_byte is not None]
+    shares = run.probes[-1].contributions if run.probes else []
+    by, unit = loss_unit(run.of_bytes)
+    running = last and time.time() - run.written < RUNNING and last.step != run.last_step
+    done = f"{last.step:,}" if last else "none"
+    return {
+        "run": run.name,
+        "rule": run.rule if run.has_memory else run.block,
+        "steps": done + (f" of {run.last_step:,}" if run.last_step else "") + (" (running)" if running else ""),
+        "loss": f"{by * float(np.mean([e.loss for e in run.steps[-20:]])):.3f} {unit.split()[0]}" if last else "",
+        "held out": f"{held_out[-1]:.3f} bits" if held_out else "",
+        "memory contribution": f"{np.mean(shares):.0%}" if shares else "",
+        "alarms": str(sum(alarm["until"] is None for alarm in run.alarms)),
+        "minutes": f"{last.elapsed / 60:.1f}" if last else "",
+    }
+
+
+def memories_page() -> None:
+    """Every head of every memory of a run, over its steps."""
+    st.header("Memories")
+    run = one()
+    if run is not None:
+        _heat_maps(run)
+
+
+@st.fragment(run_every=EVERY)
+def _heat_maps(run: WatchedRun) -> None:
+    chosen_runs()
+    if not run.has_memory:
+        note(f"This model has no memory (model.block={run.block}).", "info")
+        return
+    if not run.probes:
+        every = run.config.get("train.watch_every", 100)
+        note(
+            f"Its memories have not been probed yet; they are every {every} steps (train.watch_every)."
+            if every
+            else "Its memories are not probed (train.watch_every=0).",
+            "info",
+        )
+        return
+    known = charts.measures(run.probes)
+    default = [name for name in ("half_life", "readout_change", "eta", "norm") if name in known]
+    titles = {name: measure.title for name, measure in known.items()}
+    chosen = st.pills("measures", known, selection_mode="multi", default=default, format_func=lambda name: titles[name])
+    last = run.probes[-1]
+    remembered = last.effective_remembrance
+    st.caption(
+        f"Last probe after step {last.step:,}, in {last.seconds:.2f} s."
+        + ("" if remembered is None else f" Effective remembrance beyond {last.recent} tokens: {remembered:.3f}.")
+    )
+    side_by_side([(charts.heat_map(run.probes, known[name]), known[name].description) for name in chosen])
+
+
+def settings_page() -> None:
+    """How the settings of the chosen runs differ."""
+    st.header("Settings")
+    runs = some()
+    if not runs:
+        return
+    settings = [run.config | ({"model.rule": run.rule} if run.rule else {}) for run in runs]
+    heads = ["setting", *(run.name for run in runs)]
+    if len(runs) > 1:
+        st.subheader("What differs")
+        table(heads, differing(settings), wrap=True)
+    with st.expander("All settings", expanded=len(runs) == 1):
+        table(heads, differing(settings, all_keys=True), wrap=True)
+
+
+def samples_page() -> None:
+    """What a run wrote during its training, and what it writes now."""
+    st.header("Samples")
+    run = one()
+    if run is None:
+        return
+    _written_samples(run)
+    with st.form("write"):
+        prompt = st.text_area("Continue this text", "def ")
+        count = st.number_input("tokens", 1, 2000, 200)
+        temperature = st.number_input("temperature", 0.05, 2.0, 0.8)
+        asked = st.form_submit_button("Write")
+    model = loaded(run) if asked else None
+    if model is not None:
+        from atlas_memory.eval.sampling import sample
+
+        try:
+            with READING:
+                text = sample(model.model, model.tokenizer, prompt, int(count), temperature)
+        except (ValueError, RuntimeError) as error:
+            note(f"Nothing could be written: {error}", "alarm")
+            return
+        st.code(legible(text, SAMPLE), language=None, wrap_lines=True)
+
+
+@st.fragment(run_every=EVERY)
+def _written_samples(run: WatchedRun) -> None:
+    chosen_runs()
+    if not run.samples:
+        st.info("No sample has been written yet (train.sample_tokens, whenever held-out text is read).")
+        return
+    by_step = {record.step: record for record in run.samples}
+    steps = list(by_step)
+    step = st.select_slider("after step", steps, value=steps[-1]) if len(steps) > 1 else steps[0]
+    st.code(legible(by_step[step].prompt + by_step[step].text, SAMPLE), language=None, wrap_lines=True)
+
+
+def reading_page() -> None:
+    """A text, coloured by what each token cost and what writing saved on it."""
+    st.header("Reading")
+    run = one()
+    if run is None:
+        return
+    with st.form("read"):
+        own = st.text_area("Your text; if empty, held-out text of the run is read")
+        left, middle, right = st.columns(3)
+        most = left.number_input("tokens at most", 64, MOST, 8192, help="Including the repetition of a passage.")
+        again = middle.number_input(
+            "tokens of a passage to read again",
+            0,
+            MOST,
+            0,
+            help="The passage begins after a quarter of the text and is inserted a second time; 0: none is. Passages "
+            f"of {MARKED} tokens or more are marked.",
+        )
+        later = right.number_input(
+            "tokens between its end and its second time", 0, MOST, 0, help="Tokens of the text in between."
+        )
+        asked = st.form_submit_button("Read")
+    if asked:
+        model, again, later = loaded(run), int(again), int(later)
+        found = None if model is None else _read(model, own, int(most), again, later)
+        st.session_state["reading"] = (run.folder, found, again)
+    folder, found, again = st.session_state.get("reading", (None, None, 0))
+    if folder == run.folder and found is not None:
+        _show_reading(*found)
+        if 0 < again < MARKED:
+            st.info(f"A passage of {again} tokens was read again; it is not marked, as those of {MARKED} or more are.")
+
+
+def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, Reading] | None:
+    from atlas_memory.data.tokenization import encode
+    from atlas_memory.eval.reading import read
+    from atlas_memory.train.texts import text_of
+
+    name, text = "your text", own
+    try:
+        if again >= most:
+            raise ValueError(f"a passage of {again:,} tokens that is read twice does not fit in {most:,} tokens")
+        if not own:
+            documents = text_of(run)[1]
+            longest = max(documents, key=lambda document: len(document.text))
+            name, text = f"{longest.name} (held out)", longest.text
+            if len(text) < most:  # several, one behind the other
+                name, text = "held-out text", "\n".join(document.text for document in documents)[: 16 * most]
+        trained = None if run.config is None else run.config.data.longest
+        ids = encode(run.tokenizer, text)[: most - again]
+        with st.spinner(f"Reading {len(ids) + again:,} tokens"), READING:
+            ids = with_passage(ids, again, later)
+            return f"{name}, read by {run.folder.name}", read(run.model, run.tokenizer, ids, recent=trained)
+    except (ValueError, OSError, RuntimeError) as error:
+        note(f"The text could not be read: {error}".replace("give another by --data", "paste a text"), "alarm")
+        return None
+
+
+def with_passage(ids: np.ndarray, again: int, later: int) -> np.ndarray:
+    """Tokens ``[tokens]`` as `twice` makes them of these; ValueError where they are too few for what is asked."""
+    from atlas_memory.eval.reading import twice
+
+    begin = len(ids) // 4
+    left = len(ids) - begin - again
+    if len(ids) < 2:
+        raise ValueError("it has less than two tokens, of which the first is given")
+    if left < 0:
+        raise ValueError(
+            f"a passage of {again:,} tokens does not fit: without its second time {len(ids):,} tokens are read, and it "
+            f"begins after a quarter of them, at token {begin:,}; ask for a shorter one, or for more tokens"
+        )
+    if again and later > left:
+        raise ValueError(
+            f"{left:,} tokens follow the passage of {again:,}, so that its second time cannot be {later:,} tokens "
+            f"after its end; ask for {left:,} or less"
+        )
+    return twice(ids, again, later)
+
+
+def _show_reading(name: str, reading: Reading) -> None:
+    words = f"{np.nanmean(reading.cost):.3f} bits per token over {len(reading.cost):,} tokens of {name}"
+    if reading.saved is not None:
+        words += f"; the memory's writes saved {np.nanmean(reading.saved):.3f}"
+    if reading.older is not None:
+        words += f", tokens more than {reading.recent:,} back saved {np.nanmean(reading.older):.4f}"
+    note(words + ".")
+    side: Any = charts.along_text(reading)
+    if side is not None:
+        st.vega_lite_chart(side, width="stretch", theme=None)
+    page = token_page(name, reading, back=None)
+    st.iframe(page, height=700)
+    st.download_button("Save this page", page, "reading.html", "text/html")
+
+
+def main() -> None:
+    """Draw the page that was asked for."""
+    st.set_page_config("Atlas memories", layout="wide")
+    find()
+    page = st.navigation(
+        [
+            st.Page(runs_page, title="Runs", default=True),
+            st.Page(memories_page, title="Memories", url_path="memories"),
+            st.Page(settings_page, title="Settings", url_path="settings"),
+            st.Page(samples_page, title="Samples", url_path="samples"),
+            st.Page(reading_page, title="Reading", url_path="reading"),
+        ]
+    )
+    choose()
+    page.run()
+
+
+if __name__ == "__main__":
+    main()

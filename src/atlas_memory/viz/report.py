@@ -1,0 +1,374 @@
+"""The report of a run on a text: numbers in JSON, charts, a sample, and one page that shows them."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from atlas_memory.data.sources import Document
+from atlas_memory.data.tokenization import encode, is_byte_tokenizer
+from atlas_memory.eval.perplexity import SEGMENT, Score, bits_per_byte, reading_length
+from atlas_memory.eval.reading import read
+from atlas_memory.eval.sampling import sample
+from atlas_memory.models import PRESETS
+from atlas_memory.monitor import MemoryTrace, Trace, traces
+from atlas_memory.monitor.hooks import memory_layers
+from atlas_memory.monitor.logs import GATES, LOG, MEMORY, ProbeRecord, StepRecord, alarm_history, read_log
+from atlas_memory.monitor.tracing import joined
+from atlas_memory.train.callbacks import HeldOut
+from atlas_memory.train.config import RunConfig
+from atlas_memory.train.examples import digest_of_held_out
+from atlas_memory.train.runs import Run, load_run
+from atlas_memory.train.settings import noted
+from atlas_memory.train.texts import text_of
+from atlas_memory.viz import charts
+from atlas_memory.viz.folders import check_writable, identity, report_folder, written
+from atlas_memory.viz.labels import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    amount,
+    count,
+    headline,
+    legible,
+    loss_unit,
+    memory_label,
+    model_size,
+    short_training,
+)
+from atlas_memory.viz.token_page import render, token_page
+
+PROMPT = 32  # tokens of the text that the sample continues
+PROBED = ("half_life", "readout_change", "error_before_write", "effective_rank")  # what training.png shows
+Told = Callable[[str, float], None]
+"""What is told what a report is doing, and which share of that is done."""
+
+
+def untold(what: str, share: float) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What is read: which text it is, in words, its documents, and of one of them the name and all ids, of which the
+    first `length` are traced."""
+
+    about: str
+    documents: Sequence[Document]
+    name: str
+    all_ids: np.ndarray
+    length: int
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self.all_ids[: self.length].astype(np.int64)
+
+
+def write_report(
+    folder: str | Path,
+    data: str | Path | None = None,
+    streams: int = 16,
+    sample_tokens: int = 400,
+    column: str | None = None,
+    told: Told = untold,
+) -> dict[str, Any]:
+    """Evaluate the run in `folder` and write its `report/` (of a text that `data` names, `report-NAME/`, see
+    `report_folder`): report.html, report.json, reading.html and the charts.
+
+    Reads `streams` streams of `reading_length` with the full context, with a memory of the last training length only
+    and, if the model has memories, with their writes off; and one document with every memory traced. The text is the
+    run's own held-out part, or `data` with nothing held out, of whose tables `column` is read (None: the run's). `told`
+    is told of the progress. Returns what report.json holds, with `folder`, the report's; ValueError if the run cannot
+    be loaded, has no run.yaml to name its text and there is no `data`, or no document has two tokens.
+    """
+    run = load_run(folder)
+    target = report_folder(run.folder, "report", data)
+    check_writable(target)
+    # A run in progress, or one that was killed, has logged steps after those of its newest checkpoint.
+    log: list[StepRecord] = [e for e in read_log(run.folder, LOG) if e.step <= run.step]
+    probes: list[ProbeRecord] = [e for e in read_log(run.folder, MEMORY) if e.step <= run.step]
+    trained = (run.config or RunConfig()).data.longest
+    text = _text(run, data, column, reading_length(trained))
+    scores = _scores(run, text, trained, streams, told)
+    seen = _trace(run, text, told)
+    told("writing a sample", 0.0)
+    prompt = run.tokenizer.decode(text.ids[:PROMPT], skip_special_tokens=True).rstrip("\ufffd")
+    numbers = _about(run, trained, log) | {"text": text.about, "data": identity(data)}
+    numbers |= {"read": _amount_read(scores[0], text.documents), "text_digest": digest_of_held_out(text.documents)}
+    numbers |= _savings(*scores, trained) | {
+        "held_out_in_training": _in_training(log, trained) if data is None else None,
+        "alarms": alarm_history(probes),
+        "gates": {"document": text.name, "memories": [_gates(memory) for memory in seen.memories]},
+        "prompt": prompt,
+        "sample": sample(run.model, run.tokenizer, prompt, sample_tokens).removeprefix(prompt),
+    }
+    told("drawing charts", 0.0)
+    with written(target) as made:
+        title = "Held-out text" if data is None else legible(Path(data).name or str(data), 80)
+        charts.save(made / "position.png", *([chart] for chart in charts.bits_by_position(*scores, trained, title)))
+        drawn = _draw_training(made, log, probes, seen.memories, is_byte_tokenizer(run.tokenizer))
+        _draw_memories(made, seen)
+        (made / "reading.html").write_text(_token_page(run, text, seen, trained, numbers, told), encoding="utf-8")
+        (made / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+        (made / "report.html").write_text(_page(numbers, drawn, probes), encoding="utf-8")
+    return numbers | {"folder": str(target)}
+
+
+def _text(run: Run, data: str | Path | None, column: str | None, length: int) -> _Text:
+    about, documents = text_of(run, data, column)
+    document = next((d for d in documents if len(d.text) > 2 * length), max(documents, key=lambda d: len(d.text)))
+    ids = encode(run.tokenizer, document.text)
+    if len(ids) < 2:
+        raise ValueError(
+            f"{about}: its longest document is a single token, with nothing to predict: give a longer text"
+        )
+    return _Text(about, documents, legible(document.name, 200), ids, length)
+
+
+def _scores(run: Run, text: _Text, trained: int, streams: int, told: Told) -> tuple[Score, Score | None, Score]:
+    """The text as the model reads it, with the writes off, and with the last training length only."""
+
+    def score(how: str, writes: bool = True, recent: int | None = None) -> Score:
+        def said(share: float) -> None:
+            told(f"reading {count(streams, 'stream')} {how}", share)
+
+        of = (run.model, run.tokenizer, text.documents, text.length)
+        return bits_per_byte(*of, writes, streams, recent, said).checked()
+
+    return (
+        score("with the full context"),
+        score("with the memory's writes off", writes=False) if memory_layers(run.model) else None,
+        score(f"with the last {trained:,} tokens only", recent=trained),
+    )
+
+
+def _trace(run: Run, text: _Text, told: Told) -> Trace:
+    pieces = []
+    for piece in traces(run.model, torch.from_numpy(text.ids)[None], piece=SEGMENT):
+        pieces.append(piece)
+        told("tracing the memories, token by token", piece.positions[-1] / len(text.ids))
+    return joined(pieces)
+
+
+def _draw_training(
+    made: Path,
+    log: Sequence[StepRecord],
+    probes: Sequence[ProbeRecord],
+    memories: Sequence[MemoryTrace],
+    of_bytes: bool,
+) -> set[str]:
+    """The loss and, where there are probes of the model's memories, what they measured; which of them were drawn."""
+    if len(log) < 2:
+        return set()
+    scale, unit = loss_unit(of_bytes)
+    loss = charts.curves({"loss": [(e.step, scale * e.loss) for e in log]}, "Training loss", colours=[BLUE], unit=unit)
+    charts.save(made / "loss.png", [loss] if loss else [])
+    names = {memory.name for memory in memories}
+    known = [probe for probe in probes if names and names <= {memory.name for memory in probe.memories}]
+    if len(known) < 2:
+        return {"loss"}
+    measured = charts.measures(known)
+    maps = [charts.heat_map(known, measured[name]) for name in PROBED if name in measured]
+    shares = {
+        memory_label(name): [(p.step, m.memory_contribution) for p in known for m in p.memories if m.name == name]
+        for name in names
+    }
+    below = charts.curves(dict(sorted(shares.items())), "memory contribution", dashed=True)
+    charts.save(made / "training.png", maps, [below] if below else [], width=1000)
+    return {"loss", "training"}
+
+
+def _draw_memories(made: Path, seen: Trace) -> None:
+    """Gates, errors and matrices of the memories along the document; nothing of a model without memories."""
+    if not seen.memories:
+        return
+    measured = {name: about.title or "" for name, about in charts.FIELDS.items()}
+    colours = dict(zip(GATES, (BLUE, ORANGE, GREEN, PINK, GREY), strict=True))
+    gates = {n: (measured[n], c) for n, c in colours.items() if any(getattr(m, n) is not None for m in seen.memories)}
+    errors = {f"recall_error/{i}": (f"error {lag:,} tokens later", GREEN) for i, lag in enumerate(seen.lags)}
+    contents = {"error_before_write": (measured["error_before_write"], ORANGE)} | errors
+    contents |= {"readout_change": (measured["readout_change"], PINK)}
+    contents |= {"memory_contribution": (measured["memory_contribution"], BLUE)}
+    geometry = {"effective_rank": BLUE, "distance_from_init": GREEN, "update_angle": PINK}
+    for name, columns, positions in (
+        ("gates", gates, None),
+        ("contents", contents, None),
+        ("geometry", {n: (measured[n], c) for n, c in geometry.items()}, seen.positions),
+    ):
+        rows = charts.trace_panels(seen.memories, columns, positions)
+        charts.save(made / f"{name}.png", *rows, width=240 * len(columns))
+
+
+def _token_page(run: Run, text: _Text, seen: Trace, trained: int, numbers: dict[str, Any], told: Told) -> str:
+    ids, total = text.ids, len(text.all_ids)
+    part = "all of it" if len(ids) == total else f"the first {len(ids):,} of its {total:,} tokens"
+    size, made = model_size(numbers), f"Made {numbers['date']} on {numbers['machine']}."
+    cost = cast(torch.Tensor, seen.nats)[0].double().numpy() / math.log(2)
+    again = read(
+        run.model, run.tokenizer, ids, cost, trained, lambda share: told("reading a document in other ways", share)
+    )
+    return token_page(text.name, again, about=f"This is {part}, read by {run.folder}: {size}. {made}")
+
+
+def _page(numbers: dict[str, Any], drawn: set[str], probes: Sequence[ProbeRecord]) -> str:
+    gates, measured = numbers["gates"]["memories"], charts.measures(probes)
+    off, recent, trained = numbers["writes_off"], numbers["recent_only"], numbers["training_length"]
+    positions = []
+    for j, bucket in enumerate(numbers["memory_on"]["by_position"]):
+        costs = [of["by_position"][j] for of in (numbers["memory_on"], recent, off) if of is not None]
+        bits = [f"{cost['bits_per_byte']:.3f}" for cost in costs]
+        saved = amount(numbers["older_by_position"][j])
+        positions.append([f"{bucket['from']:,}–{bucket['to']:,}", *bits[:2], saved, *bits[2:]])
+    used = [name for name in GATES if any(name in memory["gates"] for memory in gates)]
+    return render(
+        "report.html",
+        **numbers,
+        headline=headline(numbers),
+        size=model_size(numbers),
+        warning=short_training(numbers),
+        charts=drawn,
+        probed=[measured[name] for name in PROBED if name in measured],
+        gate_measures=[charts.FIELDS[name] for name in used],
+        position_heads=["tokens", "bits per byte", f"last {trained:,} only", "older tokens save"]
+        + ["writes off"] * (off is not None),
+        positions=positions,
+        memories=gates,
+        document=numbers["gates"]["document"],
+        unwritten=[memory["name"] for memory in gates if not memory["wrote"]],
+        gate_rows=[_gate_row(memory["name"], name, g) for memory in gates for name, g in memory["gates"].items()],
+        half_lives=[
+            [memory_label(memory["name"]), ", ".join(f"{x:,.0f}" for x in sorted(memory["half_life"]))]
+            for memory in gates
+            if memory["half_life"]
+        ],
+    )
+
+
+def _gate_row(memory: str, name: str, g: dict[str, float]) -> list[str]:
+    middle = f"{g['q05']:.3f} / {g['q50']:.3f} / {g['q95']:.3f}"
+    return [memory_label(memory), name, f"{g['mean']:.3f}", f"{g['std']:.3f}", f"{g['over_time']:.3f}", middle]
+
+
+def _about(run: Run, trained: int, log: Sequence[StepRecord]) -> dict[str, Any]:
+    """What was trained, how long, and on what machine it is read."""
+    config = run.model.config
+    steps, seconds = (log[-1].step, log[-1].elapsed) if log else (None, None)
+    tokens = limit = None
+    if run.config is not None:
+        plan, limit = run.config.train, run.config.train.max_minutes
+        rows = noted(run.folder).get("rows", plan.batch_size * plan.gradient_accumulation_steps)  # of all processes
+        tokens = rows * run.config.data.seq_len if type(rows) is int else None
+    return {
+        "run": str(run.folder),
+        "preset": _preset(run),
+        "block": config.block,
+        "rule": config.rule if memory_layers(run.model) else None,
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "parameters": run.model.num_parameters(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": f"{_processor()}, {platform.system()}, torch {torch.__version__}",
+        "steps": steps,
+        "tokens_per_step": tokens,
+        "ended_after_minutes": limit if limit and seconds is not None and seconds >= 60 * limit else None,
+        "training_seconds": seconds,
+        "training_length": trained,
+        "training_length_is_known": run.config is not None,
+    }
+
+
+def _in_training(log: Sequence[StepRecord], trained: int) -> dict[str, Any] | None:
+    """The log's last value for held-out text, and how that was read."""
+    found = [
+        (record.step, record.held_out_bits_per_byte) for record in log if record.held_out_bits_per_byte is not None
+    ]
+    if not found:
+        return None
+    how = {"streams": HeldOut.streams, "length": HeldOut.segments * trained}
+    return {"step": found[-1][0], "bits_per_byte": found[-1][1]} | how
+
+
+def _preset(run: Run) -> str | None:
+    """The preset that the run names, if the model is of its size; not where the run began with another model."""
+    if run.config is None or run.config.model.init_from is not None:
+        return None
+    preset = PRESETS[run.config.model.preset].config
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    same = all(getattr(run.model.config, name) == preset[name] for name in sizes)
+    return run.config.model.preset if same else None
+
+
+def _amount_read(on: Score, documents: Sequence[Document]) -> str:
+    """How much of the text was read, in words."""
+    total, read_of_it = sum(len(d.text.encode("utf-8", "surrogatepass")) for d in documents), int(on.bytes.sum())
+    part = f"all of its {total:,}" if read_of_it == total else f"{read_of_it:,} of its {total:,}"
+    return f"{part} bytes, in {count(len(on.bits), 'stream')} of at most {count(on.edges[-1], 'token')}"
+
+
+def _savings(on: Score, off: Score | None, recent: Score, trained: int) -> dict[str, Any]:
+    """What reading cost in each way, and what writing and older tokens save."""
+    beyond, beyond_recent = on.after(trained), recent.after(trained)
+    older = None
+    if beyond is not None and beyond_recent is not None:
+        older = _margin(beyond.margin(beyond_recent), int(beyond.reached.max()))
+    by_position = zip(on.margin_by_position(recent), on.reached, strict=True)
+    return {
+        "memory_on": on.to_dict(),
+        "writes_off": None if off is None else off.to_dict(),
+        "recent_only": recent.to_dict(),
+        "margin": None if off is None else _margin(on.margin(off), len(on.bits)),
+        "beyond_training_length": older,
+        "older_by_position": [_margin(pair, streams) for pair, streams in by_position],
+    }
+
+
+def _margin(pair: Sequence[float], streams: int) -> dict[str, Any]:
+    """What is saved and its standard error over so many streams; None of one, which does not tell."""
+    error = float(pair[1]) if streams > 1 else None
+    return {"bits_per_byte": float(pair[0]), "standard_error": error, "streams": int(streams)}
+
+
+def _processor() -> str:
+    """What the machine computes with."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _gates(memory: MemoryTrace) -> dict[str, Any]:
+    """Of each gate of a memory: mean, standard deviation and quantiles over all that was read, and `over_time`, the
+    standard deviation over positions alone, averaged over heads (0: it ignores the token)."""
+    found: dict[str, Any] = {}
+    for name in GATES:
+        value = getattr(memory, name)
+        if value is not None:
+            quantiles = np.quantile(value.double().numpy(), [0.0, 0.05, 0.5, 0.95, 1.0])
+            found[name] = {
+                "mean": float(value.double().mean()),
+                "std": float(value.double().std(correction=0)),
+                **{key: float(q) for key, q in zip(("min", "q05", "q50", "q95", "max"), quantiles, strict=True)},
+                "over_time": float(value.double().std(dim=2, correction=0).mean()),
+            }
+    life = memory.half_life
+    return {
+        "name": memory.name,
+        "wrote": memory.wrote,
+        "half_life": None if life is None else life.mean(0).tolist(),
+        "gates": found,
+    }

@@ -1,0 +1,89 @@
+"""A page on which a text is coloured, token by token, by what it cost the model and by what its memory saved; and how
+pages are made."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from atlas_memory.console import valid_utf8
+from atlas_memory.viz.labels import BLUE, GREEN, ORANGE, PINK, amount, count, duration, memory_label
+
+if TYPE_CHECKING:  # which loads torch
+    from atlas_memory.eval.reading import Reading
+
+LEVELS = 8
+OPAQUE = 204  # opacity of full colours, of 255
+MOST_COST, MOST_SAVED, MOST_OLDER = 8.0, 4.0, 1.0  # bits a token, from which on colours are full
+
+
+@cache
+def _templates() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("atlas_memory.viz")
+    found = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    found.filters |= {"amount": amount, "count": count, "duration": duration, "memory_label": memory_label}
+    return found
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from a file of `templates/`, in which all values are text; of characters that can be written."""
+    return valid_utf8(_templates().get_template(template).render(values))
+
+
+def token_page(name: str, reading: Reading, back: str | None = "report.html", about: str = "") -> str:
+    """The page of the document `name`, whole in one file, with a link `back`; `about` says what read it, and when. What
+    a token cost is shown where the pointer is, or the finger."""
+    cost, saved, older = reading.cost, reading.saved, reading.older
+    shown = [("cost", "c", cost, MOST_COST), ("saved", "s", saved, MOST_SAVED), ("older", "o", older, MOST_OLDER)]
+    kinds = {key: (letter, values, most) for key, letter, values, most in shown if values is not None}
+    tokens = []
+    for n, piece in enumerate(reading.pieces):
+        levels = {letter: _level(values[n], most) for letter, values, most in kinds.values()}
+        classes = [f"{letter}{level}" for letter, level in levels.items() if level]
+        tokens.append((" ".join(classes + ["again"] * bool(reading.before[n] >= 0)), piece))
+    names = {"cost": "", "saved": "writing saved", "older": "older tokens saved"}
+    figures = {names[key]: _tenths(values) for key, (_, values, _) in kinds.items()}
+    return render(
+        "tokens.html",
+        name=name,
+        back=back,
+        about=about,
+        again=reading.again(),
+        recent=reading.recent,
+        kinds={key: f"{most:g} bit{'' if most == 1 else 's'} per token" for key, (_, _, most) in kinds.items()},
+        most={key: f"{most:g}" for key, (_, _, most) in kinds.items()},
+        tokens=tokens,
+        figures=json.dumps(figures, separators=(",", ":")),
+        colours={"cost": ORANGE, "more": GREEN, "less": PINK, "again": BLUE, "opaque": f"{OPAQUE:02x}"},
+        rules=_rules(),
+    )
+
+
+def _level(value: float, most: float) -> int:
+    """How strong a colour is, from 0 to LEVELS; of what is negative LEVELS more, since a class's name has no sign."""
+    if not math.isfinite(value):
+        return 0
+    level = round(LEVELS * max(-1.0, min(1.0, value / most)))
+    return level if level >= 0 else LEVELS - level
+
+
+def _tenths(values: np.ndarray) -> list[int | None]:
+    """Tenths of bits, as integers, which are short."""
+    return [round(10 * float(x)) if math.isfinite(x) else None for x in values]
+
+
+def _rules() -> list[tuple[str, str, str]]:
+    """(what is shown, class of a token, colour)."""
+    found = []
+    for level in range(1, LEVELS + 1):
+        strength = f"{round(OPAQUE * level / LEVELS):02x}"
+        found.append(("cost", f"c{level}", ORANGE + strength))
+        for key, letter in (("saved", "s"), ("older", "o")):
+            found += [(key, f"{letter}{level}", GREEN + strength), (key, f"{letter}{LEVELS + level}", PINK + strength)]
+    return found
