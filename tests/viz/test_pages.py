@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from atlas_memory.viz.dashboard import MARKED, with_passage
 from playwright.sync_api import expect
 
 from atlas_memory.eval.reading import AGAIN
 from atlas_memory.monitor.logs import LOG, MEMORY, SAMPLES
+from atlas_memory.viz.dashboard import MARKED, with_passage
 from benchmarks.dashboard import append, browser, chromium, made_run, served
 
 WAIT = 60_000  # milliseconds: this machine may be busy
@@ -175,9 +175,18 @@ def test_what_stands_in_files_is_shown_as_text(opened: Any, shared: tuple[Path, 
     made_run(folder / os.fsdecode(b"\xe9\x1b[31m"), steps=4)
     alarm = {"kind": evil, "memory": evil, "text": f"{evil} \x1b[31m \0 \ud800 {'long ' * 9999}"}
     heads = [1.0, math.inf, math.nan, None, 1e308]
-    memory = {"name": f"a.²:{evil} \ud800", "memory_contribution": math.nan, "branch_ratio": math.inf, "recall_error": [heads, []], "norm": heads}
+    memory = {
+        "name": f"a.²:{evil} \ud800",
+        "memory_contribution": math.nan,
+        "branch_ratio": math.inf,
+        "recall_error": [heads, []],
+        "norm": heads,
+    }
     append(odd / MEMORY, {"step": 5, "seconds": 1, "memories": []})
-    append(odd / MEMORY, {"step": 6, "seconds": 1, "effective_remembrance": math.nan, "memories": [memory], "alarms": [alarm]})
+    append(
+        odd / MEMORY,
+        {"step": 6, "seconds": 1, "effective_remembrance": math.nan, "memories": [memory], "alarms": [alarm]},
+    )
     append(odd / SAMPLES, {"step": 5, "prompt": "<script>alert(1)</script>", "text": evil})
     append(odd / SAMPLES, {"step": 6, "prompt": f"{evil} \ud800\0\x1b[31m", "text": "x" * 2_000_000})
     page = opened.new_page(viewport={"width": 1400, "height": 2400})

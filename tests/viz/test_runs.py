@@ -9,32 +9,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from atlas_memory.viz.dashboard.runs import WITHOUT_MEMORY, Runs, Watched, find_runs
 
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import AtlasConfig
-from atlas_memory.monitor.logs import LOG, MEMORY, SAMPLES, USABLE, Log, cut_logs, read_log
+from atlas_memory.monitor.logs import LOG, MEMORY, RECORDS, SAMPLES, Log, Record, Whole, cut_logs, read_log
 from atlas_memory.train.config import TrainSection
 from atlas_memory.train.settings import in_bytes
 from atlas_memory.train.yaml_files import write_yaml
+from atlas_memory.viz.folders import find_runs
+from atlas_memory.viz.watched_runs import WITHOUT_MEMORY, WatchedRun, WatchedRuns
 from benchmarks.dashboard import append, made_run
+
+
+class Line(Record):
+    step: Whole
+    loss: float = 0.0
 
 
 def test_a_log_is_read_as_it_grows(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    log = Log(path)
+    log = Log(path, Line)
     assert log.read() == []
     append(path, {"step": 1, "loss": 3.0})
     with path.open("a") as file:
         file.write('{"step": 2, "lo')  # still being written
-    assert [line["step"] for line in log.read()] == [1] and log.damaged == 0
+    assert [line.step for line in log.read()] == [1] and log.damaged == 0
     with path.open("a") as file:
         file.write('ss": 2.0}\n')
-    assert [line["loss"] for line in log.read()] == [3.0, 2.0]
+    assert [line.loss for line in log.read()] == [3.0, 2.0]
     append(path, {"step": 1, "loss": 4.0})  # done again
-    assert [line["loss"] for line in log.read()] == [4.0, 2.0]
+    assert [line.loss for line in log.read()] == [4.0, 2.0]
     cut_logs(tmp_path, 1)  # replaces the file
-    assert [line["loss"] for line in log.read()] == [4.0]
+    assert [line.loss for line in log.read()] == [4.0]
     path.unlink()
     assert log.read() == []
 
@@ -45,15 +51,15 @@ def test_a_log_is_read_as_it_grows(tmp_path: Path) -> None:
 def test_a_damaged_line_is_left_out_and_counted(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(f"{json.dumps({'step': 1})}\n{damage}\n\n{json.dumps({'step': 2})}\n")
-    log = Log(path)
-    assert [line["step"] for line in log.read()] == [1, 2] and log.damaged == 1
+    log = Log(path, Line)
+    assert [line.step for line in log.read()] == [1, 2] and log.damaged == 1
     log.read()
     assert log.damaged == 1
 
 
 def test_bytes_that_are_no_text_are_damage(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "x": "\xff"}\n')
-    log = Log(tmp_path / "log.jsonl")
+    log = Log(tmp_path / "log.jsonl", Line)
     assert len(log.read()) == 1 and log.damaged == 1
 
 
@@ -62,30 +68,30 @@ def test_runs_are_found_and_named(tmp_path: Path) -> None:
         made_run(tmp_path / name, steps=2)
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "run.yaml").write_text("train: {steps: 7")  # a run that has no log yet, not whole
-    places = Runs([tmp_path, tmp_path / "a", tmp_path / "begun"])
+    places = WatchedRuns([tmp_path, tmp_path / "a", tmp_path / "begun"])
     runs = places.all()
     assert [run.name for run in runs] == ["a/one", "a/two", "b/one", "begun"]
-    assert runs[0].goal == 2 and runs[0].bytes and runs[3].config == {} and runs[3].steps == []
+    assert runs[0].last_step == 2 and runs[0].of_bytes and runs[3].config == {} and runs[3].steps == []
     (tmp_path / "begun" / "run.yaml").write_text("train: {steps: 7}")
     runs[3].read()
-    assert runs[3].goal == 7
+    assert runs[3].last_step == 7
     (tmp_path / "begun" / "run.yaml").write_text("train: {steps: 9}")  # a run that goes on
     runs[3].read()
-    assert runs[3].goal == 9
+    assert runs[3].last_step == 9
     made_run(tmp_path / "c", steps=2)
     assert [run.name for run in places.all()] == ["a/one", "a/two", "b/one", "begun", "c"]
     assert places.all()[0] is runs[0]
     (tmp_path / "c" / "log.jsonl").unlink()  # as of a run that has just begun
     assert "c" in [run.name for run in places.all()]
-    assert Runs([tmp_path / "a" / "one"]).all()[0].name == "one"
+    assert WatchedRuns([tmp_path / "a" / "one"]).all()[0].name == "one"
     made_run(tmp_path / "a" / "one" / "then", steps=2)
-    assert [run.folder.name for run in Runs([tmp_path / "a" / "one"]).all()] == ["one", "then"]
+    assert [run.folder.name for run in WatchedRuns([tmp_path / "a" / "one"]).all()] == ["one", "then"]
     (tmp_path / "begun" / "run.yaml").write_text("train: {steps: null}")
     runs[3].read()
-    assert runs[3].goal == TrainSection().last_step
+    assert runs[3].last_step == TrainSection().last_step
     (tmp_path / "begun" / "run.yaml").write_text("train: {max_minutes: 3}")
     runs[3].read()
-    assert runs[3].goal is None
+    assert runs[3].last_step is None
 
 
 def test_places_without_runs_are_refused(tmp_path: Path) -> None:
@@ -145,16 +151,16 @@ def test_a_spoilt_run_says_why_and_spoils_no_other(tmp_path: Path, how: str) -> 
     for name in ("good", "spoilt"):
         made_run(tmp_path / name, steps=4, every=2)
     spoil(tmp_path / "spoilt")
-    good, spoilt = Runs([tmp_path]).all()
+    good, spoilt = WatchedRuns([tmp_path]).all()
     for run in (good, spoilt):
         run.read()
-        assert run.written > 0 and isinstance(run.bytes, bool) and f"{run.rule} {run.goal} {run.alarms}"
+        assert run.written > 0 and isinstance(run.of_bytes, bool) and f"{run.rule} {run.last_step} {run.alarms}"
     assert [says in line for line in spoilt.unreadable] == [True] * bool(says)
-    assert len(good.steps) == 4 and len(good.looks) == 2 and good.goal == 4 and not good.unreadable
+    assert len(good.steps) == 4 and len(good.probes) == 2 and good.last_step == 4 and not good.unreadable
 
 
 def test_a_spoilt_run_that_is_mended_is_shown_again(tmp_path: Path) -> None:
-    run = Watched(made_run(tmp_path / "run", steps=4), "run")
+    run = WatchedRun(made_run(tmp_path / "run", steps=4), "run")
     whole = (tmp_path / "run" / LOG).read_text()
     _folder(tmp_path / "run" / LOG)
     run.read()
@@ -176,7 +182,7 @@ def test_a_closed_folder_is_named_and_the_rest_is_shown(tmp_path: Path, monkeypa
         return scandir(path)
 
     monkeypatch.setattr("os.scandir", refusing)
-    places = Runs([tmp_path])
+    places = WatchedRuns([tmp_path])
     assert [run.name for run in places.all()] == ["open"]
     assert places.missing == [f"no way into {str(closed)!r}: Permission denied"]
     with pytest.raises(ValueError, match=r"no run at .*no way into .*closed': Permission denied"):
@@ -186,7 +192,7 @@ def test_a_closed_folder_is_named_and_the_rest_is_shown(tmp_path: Path, monkeypa
 def test_names_are_shown_as_text(tmp_path: Path) -> None:
     for name in (b"\xe9", b"\x1b[31m", "\u202e".encode(), b"line\nline"):
         made_run(tmp_path / os.fsdecode(name), steps=1)
-    names = [run.name for run in Runs([tmp_path]).all()]
+    names = [run.name for run in WatchedRuns([tmp_path]).all()]
     assert sorted(names) == ["\\u202e", "\\udce9", "\\x1b[31m", "line\nline"]
 
 
@@ -198,36 +204,48 @@ def test_what_a_loss_is_in(tmp_path: Path) -> None:
 
 
 def test_an_alarm_counts_once(tmp_path: Path) -> None:
-    run = Runs([made_run(tmp_path / "run", steps=40, every=10, alarm=20)]).all()[0]
-    assert run.alarms == [(20, None, "layer 0 writes nothing: lower train.gate_rate")]
+    run = WatchedRuns([made_run(tmp_path / "run", steps=40, every=10, alarm=20)]).all()[0]
+    (alarm,) = run.alarms
+    assert (alarm["step"], alarm["until"]) == (20, None) and "lower train.gate_rate" in alarm["text"]
 
 
 def test_a_line_without_what_the_pages_need_is_damaged(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "run", steps=4)
     append(folder / "log.jsonl", {"step": 5})
     append(folder / "memory.jsonl", {"step": 5})
-    run = Runs([folder]).all()[0]
-    assert len(run.steps) == 4 and run.looks == [] and run.damaged == 2
+    run = WatchedRuns([folder]).all()[0]
+    assert len(run.steps) == 4 and run.probes == [] and run.damaged == 2
 
 
 GOOD = {
     LOG: {"step": 9, "loss": 1.0, "learning_rate": 1e-3, "grad_norm": 1, "elapsed": 4, "held_out_bits_per_byte": 2.0},
-    MEMORY: {"step": 9, "seconds": 0.1, "remembrance": None, "back": 128, "alarms": [], "memories": []},
+    MEMORY: {"step": 9, "seconds": 0.1, "effective_remembrance": None, "recent": 128, "alarms": [], "memories": []},
     SAMPLES: {"step": 9, "prompt": "a", "text": "b"},
 }
-HELD = {"name": "m", "share": 0.5, "branch": None, "error": [[0.1], [None]], "half_life": None, "norm": [float("inf")]}
+HELD = {
+    "name": "m",
+    "memory_contribution": 0.5,
+    "branch_ratio": None,
+    "recall_error": [[0.1], [None]],
+    "half_life": None,
+    "norm": [float("inf")],
+}
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_usable_line_is_taken(tmp_path: Path, name: str) -> None:
     append(tmp_path / name, GOOD[name])
-    log = Log(tmp_path / name, USABLE[name])
-    assert log.read() == [GOOD[name]] == read_log(tmp_path, name) and log.damaged == 0
+    log = Log(tmp_path / name, RECORDS[name])
+    (record,) = log.read()
+    assert [record] == read_log(tmp_path, name) and log.damaged == 0
+    assert {**dict(record), **GOOD[name]} == dict(record)
+    again = RECORDS[name].model_validate_json(record.line())
+    assert again == record
 
 
 def test_a_look_may_lack_figures(tmp_path: Path) -> None:
     append(tmp_path / MEMORY, GOOD[MEMORY] | {"memories": [HELD, HELD | {"eta": {"mean": [1.0], "std": [0.0]}}]})
-    assert len(read_log(tmp_path, MEMORY)[0]["memories"]) == 2
+    assert len(read_log(tmp_path, MEMORY)[0].memories) == 2
 
 
 @pytest.mark.parametrize(
@@ -235,9 +253,12 @@ def test_a_look_may_lack_figures(tmp_path: Path) -> None:
     [
         *[(LOG, {"loss": value}) for value in (None, "y", [1.0], True, 10**400)],
         *[(LOG, {"loss": value}) for value in (math.nan, math.inf, 1e308)],
-        *[(LOG, {"elapsed": None}), (LOG, {"held_out_bits_per_byte": None}), (LOG, {"learning_rate": "1e-3"})],
+        *[(LOG, {"elapsed": None}), (LOG, {"held_out_bits_per_byte": "2"}), (LOG, {"learning_rate": "1e-3"})],
         *[(MEMORY, {"memories": value}) for value in (None, {}, [None], [{"name": "m"}])],
-        *[(MEMORY, {"memories": [HELD | {"share": "0.5"}]}), (MEMORY, {"memories": [HELD | {"norm": 1.0}]})],
+        *[
+            (MEMORY, {"memories": [HELD | {"memory_contribution": "0.5"}]}),
+            (MEMORY, {"memories": [HELD | {"norm": 1.0}]}),
+        ],
         *[(MEMORY, {"memories": [HELD | {"eta": value}]}) for value in (0.5, {"mean": [1.0]}, {"mean": 1, "std": 1})],
         *[(MEMORY, {"seconds": None}), (MEMORY, {"alarms": None}), (MEMORY, {"alarms": [{"kind": "broken"}]})],
         *[(SAMPLES, {"text": 3}), (SAMPLES, {"prompt": None}), (SAMPLES, {"step": 10**400})],
@@ -245,13 +266,13 @@ def test_a_look_may_lack_figures(tmp_path: Path) -> None:
 )
 def test_a_line_with_an_unusable_value_is_damaged(tmp_path: Path, name: str, change: dict[str, Any]) -> None:
     append(tmp_path / name, GOOD[name] | change)
-    log = Log(tmp_path / name, USABLE[name])
+    log = Log(tmp_path / name, RECORDS[name])
     assert log.read() == [] and log.damaged == 1
 
 
 def test_a_place_that_is_gone_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     one, two = made_run(tmp_path / "one", steps=2), made_run(tmp_path / "two", steps=2)
-    places = Runs([one, two])
+    places = WatchedRuns([one, two])
     assert len(places.all()) == 2 and places.missing == []
     shutil.rmtree(one)
     assert [run.name for run in places.all()] == ["two"]
@@ -263,20 +284,20 @@ def test_a_place_that_is_gone_is_said_and_the_rest_is_shown(tmp_path: Path) -> N
 def test_looking_for_runs_takes_a_twentieth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 0.5, 9.0, 10.5, 10.5])  # a look of half a second, one that comes too early, another
     made_run(tmp_path / "one", steps=2)
-    monkeypatch.setattr("atlas_memory.viz.dashboard.runs.monotonic", lambda: next(clock))
-    places = Runs([tmp_path])
+    monkeypatch.setattr("atlas_memory.viz.watched_runs.monotonic", lambda: next(clock))
+    places = WatchedRuns([tmp_path])
     places.all()
     made_run(tmp_path / "two", steps=2)
     assert [len(places.all(due=True)) for _ in range(2)] == [1, 2]
 
 
 def test_the_rule_is_the_one_that_the_model_has(tmp_path: Path) -> None:
-    def run(name: str, model: dict[str, Any], saved: str = "") -> Watched:
+    def run(name: str, model: dict[str, Any], saved: str = "") -> WatchedRun:
         (tmp_path / name).mkdir()
         write_yaml(tmp_path / name / "run.yaml", {"model": model})
         if saved:
             (tmp_path / name / "config.json").write_text(saved)
-        return Watched(tmp_path / name, name)
+        return WatchedRun(tmp_path / name, name)
 
     assert run("preset", {"preset": "nano"}).rule == AtlasConfig.preset("nano").rule
     assert run("paper", {"preset": "340m"}).rule == AtlasConfig.preset("340m").rule
@@ -287,7 +308,7 @@ def test_the_rule_is_the_one_that_the_model_has(tmp_path: Path) -> None:
     assert after.rule == "omeganet" and after.block == "mag"
     assert run("hub", {"preset": "tiny", "init_from": "someone/model"}, "{").rule == ""
     without = run("without", {"preset": "nano", "block": "attention"})
-    assert not without.remembers and after.remembers
+    assert not without.has_memory and after.has_memory
 
 
 def test_what_is_known_without_torch_is_what_the_models_say() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from atlas_memory.viz.server import serve
 
+from atlas_memory.viz.server import serve
 from benchmarks.dashboard import made_run, served
 
 SPY = "import pathlib; pathlib.Path(__file__).with_name('executed').touch(); raise SystemExit('executed')"

@@ -1,4 +1,4 @@
-"""The pages of the dashboard. Streamlit runs this file whenever a page is opened or something chosen, and fragments every
+"""The pages of the dashboard. Streamlit runs this file when a page is opened or something chosen, and fragments every
 two seconds besides. What reads a model is imported when one is asked for: the logs are shown without torch. Tables and
 notes are our own HTML: Streamlit takes a text for Markdown, in which a file's content could load a picture from another
 host."""
