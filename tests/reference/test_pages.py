@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from atlas_memory import reference
-from atlas_memory.cli.rules import REFERENCE
+from atlas_memory.cli.rule_tables import REFERENCE
 from atlas_memory.layers.tnt import HierarchicalMemory, Hierarchy
 from atlas_memory.memory import RULES, Gates, recurrent
 from atlas_memory.reference import atlas, deltanet, lact, miras, nested_learning, titans, tnt, ttt

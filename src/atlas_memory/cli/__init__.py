@@ -17,10 +17,10 @@ from rich.table import Table
 
 from .. import __version__
 from ..console import one_line, progress_lines
-from .loading import interrupted, loading, on_interrupt, say, take_any_text
+from .data_commands import data_app, tokenizer_app
 from .planning import plan
-from .rules import rules
-from .text import data_app, tokenizer_app
+from .rule_tables import rules
+from .startup import accept_any_output, imports, interrupted, on_interrupt, report_error
 
 # Training and pictures take a second to import: the commands import what they need, `--help` does not wait.
 
@@ -70,7 +70,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in output_dir.")] = False,
 ) -> None:
     """Train a model on text: your own, or the Python standard library's source."""
-    with loading():
+    with imports():
         from atlas_memory.train.config import load_config
         from atlas_memory.train.processes import leave, process
         from atlas_memory.train.trainer import train as run
@@ -82,7 +82,7 @@ def train(
     leave()
     done = f"{outcome.folder}: step {outcome.steps}, loss {outcome.loss:.3f}, {outcome.seconds:.0f} s"
     if outcome.interrupted:
-        say(f"interrupted; {done}; continue with: atlas train --resume output_dir={outcome.folder}", 130)
+        report_error(f"interrupted; {done}; continue with: atlas train --resume output_dir={outcome.folder}", 130)
         raise typer.Exit(130)
     if process() == 0:
         print(one_line(done))
@@ -123,18 +123,16 @@ def generate(
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1)] = 0,
 ) -> None:
     """Write text with a trained model, as it comes."""
-    with loading():
-        from atlas_memory.eval.sampling import sample
+    with imports():
+        from atlas_memory.eval.sampling import TerminalStreamer, sample
         from atlas_memory.train.runs import load_run
-
-        from .streaming import CharacterStreamer
 
     if greedy and (temperature, top_k, top_p) != (0.8, 40, 1.0):
         raise typer.BadParameter("--greedy draws nothing: leave out --temperature, --top-k and --top-p, or --greedy")
     prompt = _prompt(prompt)
     loaded = load_run(run)
-    shown = CharacterStreamer(loaded.tokenizer, skip_special_tokens=True)
-    sample(loaded.model, loaded.tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed, greedy, shown)
+    streamer = TerminalStreamer(loaded.tokenizer, skip_special_tokens=True)
+    sample(loaded.model, loaded.tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed, greedy, streamer)
 
 
 @app.command()
@@ -148,7 +146,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Bits per byte of held-out text, overall and by position."""
-    with loading():
+    with imports():
         from atlas_memory.eval.perplexity import bits_per_byte, reading_length
         from atlas_memory.monitor.hooks import memory_layers
         from atlas_memory.train.config import RunConfig
@@ -164,12 +162,12 @@ def evaluate(
     trained = (loaded.config or RunConfig()).data
     length = reading_length(trained.longest) if length is None else length
     scores = {}
-    with progress_lines("evaluate") as told:
+    with progress_lines("evaluate") as progress:
         for name, enabled in (("memory_on", True), ("writes_off", False)):
             if writes is not (Writes.off if enabled else Writes.on):
-                said = partial(told, f"reading with {name.replace('_', ' ')}")
+                shown = partial(progress, f"reading with {name.replace('_', ' ')}")
                 scores[name] = bits_per_byte(
-                    loaded.model, loaded.tokenizer, documents, length, enabled, streams or None, told=said
+                    loaded.model, loaded.tokenizer, documents, length, enabled, streams or None, told=shown
                 ).checked()
     margin = scores["memory_on"].margin(scores["writes_off"]) if writes is Writes.both else None
     if as_json:
@@ -204,14 +202,14 @@ def report(
     column: ColumnOfData = None,
 ) -> None:
     """Evaluate runs and write RUN/report/: a page, pictures and numbers; of several, a page that compares them too."""
-    with loading():
+    with imports():
         from atlas_memory.viz.comparison import write_comparison
         from atlas_memory.viz.labels import amount, short_training
         from atlas_memory.viz.report import write_report
 
-    with progress_lines("report") as told:
-        page = write_comparison(runs, data, column=column, told=told) if len(runs) > 1 else None
-        numbers = {} if page else write_report(runs[0], data, column=column, told=told)
+    with progress_lines("report") as progress:
+        page = write_comparison(runs, data, column=column, told=progress) if len(runs) > 1 else None
+        numbers = {} if page else write_report(runs[0], data, column=column, told=progress)
     if page:
         print(one_line(f"comparison: {page}"))
         return
@@ -260,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # core busy elsewhere, training takes 80 times as long. With this twice, and a tenth longer on a quiet machine.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    take_any_text()
+    accept_any_output()
     usage_error = cast(type[Exception], typer.BadParameter.__base__)  # click's, wherever this typer keeps it
     try:
         with on_interrupt(interrupted):
@@ -276,4 +274,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message, code = str(error), 2 if config and isinstance(error, config.ConfigError) else 1
     except (KeyboardInterrupt, typer.Abort):  # of which has been told
         return 130
-    return say(message, code) if message else code  # none after a bare `atlas`: help was shown
+    return report_error(message, code) if message else code  # none after a bare `atlas`: help was shown

@@ -13,20 +13,21 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from .loading import loading
+from .startup import imports
 
 if TYPE_CHECKING:
     from atlas_memory.train.config import RunConfig
     from atlas_memory.train.plan import Plan
 
-UNITS = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
-
-def brief(value: float) -> str:
+def si_format(value: float) -> str:
     """Three digits and a unit, of a thousand each."""
-    value = float(f"{value:.3g}")  # which may be a thousand of the unit below
-    power, unit = next(((p, u) for p, u in UNITS if value >= p), UNITS[-1])
-    return f"{value / power:,.3g}{unit}"
+    for unit in ("", "k", "M", "G", "T", "P", "E", "Z", "Y"):
+        value = float(f"{value:.3g}")  # which may be a thousand
+        if value < 1000 or unit == "Y":
+            break
+        value /= 1000
+    return f"{value:,.3g}{unit}"
 
 
 def plan(
@@ -42,7 +43,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What a run will need, before it is run: parameters, tokens, operations, memory; with --flops, its time."""
-    with loading():
+    with imports():
         from atlas_memory.train.config import load_config
         from atlas_memory.train.plan import available
         from atlas_memory.train.plan import plan as run
@@ -51,56 +52,50 @@ def plan(
         raise typer.BadParameter("--price needs --flops, from which the time is found")
     settings = load_config(config, overrides or [])
     found = run(settings, processes)
-    hours = _hours(settings, found, flops, processes)
-    if hours is not None and flops is not None and hours == _on_the_clock(settings, processes):
-        found = replace(found, tokens=int(hours * 3600 * flops / found.flops_per_token))
+    minutes, hours, by_clock = settings.train.max_minutes, None, False
+    if flops is not None:  # of all devices together, by the operations or, where it ends the run before, by the clock
+        needed = math.inf if found.flops is None else found.flops / flops / 3600
+        clock = math.inf if minutes is None else minutes / 60 * processes
+        hours, by_clock = min(needed, clock), clock <= needed
+        if by_clock:
+            found = replace(found, tokens=int(hours * 3600 * flops / found.flops_per_token))
     if as_json:
         cost = None if hours is None or price is None else hours * price
         print(json.dumps(found.to_dict() | {"processes": processes, "device_hours": hours, "cost": cost}, indent=2))
-    else:
-        Console().print(_table(settings, found, processes, hours, price, available(settings)))
-
-
-def _hours(settings: RunConfig, found: Plan, flops: float | None, processes: int) -> float | None:
-    """The hours of a run, of all devices together: by its operations or, where the clock ends it before, by the clock.
-    None without `flops`."""
-    if flops is None:
-        return None
-    needed = math.inf if found.flops is None else found.flops / flops / 3600
-    return min(needed, _on_the_clock(settings, processes))
-
-
-def _on_the_clock(settings: RunConfig, processes: int) -> float:
-    """The hours that the clock leaves all devices together."""
-    minutes = settings.train.max_minutes
-    return math.inf if minutes is None else minutes / 60 * processes
+        return
+    table = _table(settings, found, processes, hours, price, by_clock)
+    table.add_row("memory of a process", si_format(found.memory), f"this machine has {si_format(available(settings))}")
+    Console().print(table)
 
 
 def _table(
-    settings: RunConfig, found: Plan, processes: int, hours: float | None, price: float | None, there: int
+    settings: RunConfig, found: Plan, processes: int, hours: float | None, price: float | None, by_clock: bool
 ) -> Table:
-    """The plan of a run; `there` are the bytes that this machine has."""
     table = Table(Column("what"), Column("how much", justify="right"), Column("of that"), box=SIMPLE)
     rest = found.parameters - found.embeddings - found.initial
-    parts = (
-        f"embeddings and head {brief(found.embeddings)}, memories' M_0 {brief(found.initial)}, the rest {brief(rest)}"
-    )
-    table.add_row("parameters", brief(found.parameters), parts)
+    parts = f"embeddings and head {si_format(found.embeddings)}, memories' M_0 {si_format(found.initial)}"
+    parts += f", the rest {si_format(rest)}"
+    table.add_row("parameters", si_format(found.parameters), parts)
     if found.tokens is not None and found.flops is not None:
-        clock = "; the clock ends the run" if hours == _on_the_clock(settings, processes) else ""
-        table.add_row("tokens", brief(found.tokens), f"{found.tokens / found.parameters:.3g} a parameter{clock}")
-        table.add_row("operations", brief(found.flops), f"{brief(found.flops_per_token)} a token, of matrix products")
+        clock = "; the clock ends the run" if by_clock else ""
+        table.add_row("tokens", si_format(found.tokens), f"{found.tokens / found.parameters:.3g} a parameter{clock}")
+        table.add_row(
+            "operations", si_format(found.flops), f"{si_format(found.flops_per_token)} a token, of matrix products"
+        )
     else:
-        table.add_row("operations a token", brief(found.flops_per_token), "of matrix products; the clock ends the run")
+        table.add_row(
+            "operations a token", si_format(found.flops_per_token), "of matrix products; the clock ends the run"
+        )
     if hours is not None:
         money = "" if price is None else f"; at {price:g} an hour {hours * price:,.2f}"
         table.add_row("hours of a device", f"{hours:,.3g}", f"{hours / processes:,.3g} on {processes}{money}")
     table.add_section()
-    table.add_row("weights, bytes", brief(found.weights), "with gradients and the optimiser's state")
+    table.add_row("weights, bytes", si_format(found.weights), "with gradients and the optimiser's state")
     table.add_row(
-        "activations", brief(found.activations), f"{settings.train.batch_size} rows of {settings.data.seq_len} tokens"
+        "activations",
+        si_format(found.activations),
+        f"{settings.train.batch_size} rows of {settings.data.seq_len} tokens",
     )
-    table.add_row("logits", brief(found.logits), "with their gradient")
-    table.add_row("carried states", brief(found.carried), "of the rows under way, at most")
-    table.add_row("memory of a process", brief(found.memory), f"this machine has {brief(there)}")
+    table.add_row("logits", si_format(found.logits), "with their gradient")
+    table.add_row("carried states", si_format(found.carried), "of the rows under way, at most")
     return table

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
+from atlas_memory.console import printable
 from atlas_memory.data.tokenization import encode
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
-class Numbers(LogitsProcessor):
+class RaiseIfNotFinite(LogitsProcessor):
     """Lets logits through as they are; ValueError where one is NaN or larger than any number."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -23,6 +25,13 @@ class Numbers(LogitsProcessor):
                 "let its memories diverge"
             )
         return scores
+
+
+class TerminalStreamer(TextStreamer):
+    """Prints text word by word as it is written; on a terminal, nothing that would steer it."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text) if sys.stdout.isatty() else text, stream_end)
 
 
 @torch.inference_mode()
@@ -38,16 +47,11 @@ def sample(
     greedy: bool = False,
     streamer: BaseStreamer | None = None,
 ) -> str:
-    """`prompt` and up to `tokens` tokens that the model writes after it, each drawn from the `top_k` likeliest, and of
-    these from the fewest that have a share `top_p` of all.
-
-    Before the prompt stands the end-of-text token, with which documents begin. `streamer`: is given tokens as they are
-    made. Random numbers elsewhere are drawn as if this had not been called.
-    """
+    """`prompt`, behind the end-of-text token with which documents begin, and up to `tokens` tokens that the model
+    writes after it, each drawn from the `top_k` likeliest, and of these from the fewest that have a share `top_p` of
+    all. `streamer` is given tokens as they are made. The state of PyTorch's random numbers is left as it was."""
     ids = [tokenizer.eos_token_id, *encode(tokenizer, prompt).tolist()]
-    choice: dict[str, Any] = {"do_sample": not greedy}
-    if not greedy:
-        choice |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    choice = {} if greedy else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         out = model.generate(
@@ -57,7 +61,8 @@ def sample(
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             streamer=streamer,
-            logits_processor=LogitsProcessorList([Numbers()]),
+            logits_processor=LogitsProcessorList([RaiseIfNotFinite()]),
+            do_sample=not greedy,
             **choice,
         )
-    return tokenizer.decode(out[0], skip_special_tokens=True)
+    return str(tokenizer.decode(out[0], skip_special_tokens=True))

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from ..console import one_line, print_line, progress_bar
-from .loading import loading
+from .startup import imports
 
 if TYPE_CHECKING:
     from atlas_memory.data.sources import Source
@@ -34,32 +34,25 @@ HeldOut = Annotated[float, typer.Option(min=0.0, max=0.9, help="The share of doc
 
 
 @contextmanager
-def _counting(source: Source, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how much of a source has been read while it is, and say how many documents, and of what else, it was."""
-    console, began, said = Console(stderr=True), time.monotonic(), ""
-    size = source.size()
-    what = f"reading {source}" + (f", {size / 1e6:,.1f} MB" if size else "")
-    with progress_bar(console, what, size) as show:
+def _progress(source: Source, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how much of a source has been read, and say at the end how many documents, and of what else, it was. Errors
+    that name the keys of a run, such as data.column, name the command's options and arguments instead."""
+    console, began, read = Console(stderr=True), time.monotonic(), ""
 
-        def told(documents: int, count: int) -> None:
-            nonlocal said
-            said = f"{documents:,} documents, {count:,} {unit}"
-            show(source.read, said)
+    def progress(documents: int, count: int) -> None:
+        nonlocal read
+        read = f"{documents:,} documents, {count:,} {unit}"
+        show(source.read, read)
 
-        yield told
-    seconds = time.monotonic() - began
-    print_line(console, f"read {said} in {seconds:.0f} s{source.remarks()}")
-
-
-@contextmanager
-def _of_options() -> Iterator[None]:
-    """Errors that name the keys of a run, such as data.column, name the command's options and arguments instead."""
     try:
-        yield
+        size = source.size()
+        what = f"reading {source}" + (f", {size / 1e6:,.1f} MB" if size else "")
+        with progress_bar(console, what, size) as show:
+            yield progress
     except ValueError as error:
         said = re.sub(r"\bdata\.path(=|: )|; prepared text is made by: .*", "", str(error))
-        said = re.sub(r"\bdata\.(\w+)", lambda key: f"--{key[1].replace('_', '-')}", said)
-        raise ValueError(said) from error
+        raise ValueError(re.sub(r"\bdata\.(\w+)", lambda key: f"--{key[1].replace('_', '-')}", said)) from error
+    print_line(console, f"read {read} in {time.monotonic() - began:.0f} s{source.remarks()}")
 
 
 @data_app.command()
@@ -75,18 +68,18 @@ def prepare(
     held_out: HeldOut = 0.1,
 ) -> None:
     """Tokenise text once, into a folder that training reads without loading it."""
-    with loading():
+    with imports():
         from atlas_memory.data.prepared import prepare as run
         from atlas_memory.data.sources import Source
 
     source = Source(sources or None, column, split, subset, streaming, documents)
-    with _of_options(), _counting(source, "tokens") as show:
-        made = run(source, out, tokenizer, held_out, show)
+    with _progress(source, "tokens") as progress:
+        made = run(source, out, tokenizer, held_out, progress)
     print(one_line(made))
 
 
 @tokenizer_app.command("train")
-def train_(
+def train_tokenizer(
     sources: Sources = None,
     out: Annotated[Path, typer.Option(help="The folder to write: data.tokenizer of runs to come.")] = Path("tokenizer"),
     vocab_size: Annotated[int, typer.Option(help="Tokens, at least 258.")] = 32_000,
@@ -98,11 +91,11 @@ def train_(
     held_out: HeldOut = 0.1,
 ) -> None:
     """Learn a byte-level BPE tokenizer from text."""
-    with loading():
-        from atlas_memory.data.sources import Source
-        from atlas_memory.data.tokenization import train_tokenizer
+    with imports():
+        from atlas_memory.data import Source
+        from atlas_memory.data import train_tokenizer as run
 
     source = Source(sources or None, column, split, subset, streaming, documents)
-    with _of_options(), _counting(source, "characters") as show:
-        made = train_tokenizer(source, out, vocab_size, held_out, show)
+    with _progress(source, "characters") as progress:
+        made = run(source, out, vocab_size, held_out, progress)
     print(one_line(f"{out}: {len(made):,} tokens; use it with data.tokenizer={out}"))

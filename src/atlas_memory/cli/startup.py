@@ -1,4 +1,4 @@
-"""While a command imports what it needs, and what Ctrl-C does then and later."""
+"""How a command starts: its imports, standard output, errors and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,43 +21,36 @@ from ..console import one_line
 
 
 @contextmanager
-def loading() -> Iterator[None]:
+def imports() -> Iterator[None]:
     """Around the imports of a command, which take seconds. Third parties are kept from talking over it, then and later;
     errors and our own warnings stay. Ctrl-C ends the process at once, since nothing has begun: an exception would come
-    up in the midst of others' code, some of which drops it. The garbage collector waits: what is imported stays, and
-    to look through it again and again took a third of the time."""
-    with on_interrupt(lambda *_: os._exit(say("interrupted", 130))), _without_garbage_collection():
-        from transformers.utils import logging as transformers_logging
+    up in the midst of others' code, some of which drops it. The garbage collector, which took a third of the time,
+    waits and leaves alone what is there by then."""
+    first = "transformers" not in sys.modules and gc.isenabled()
+    if first:
+        gc.disable()
+    try:
+        with on_interrupt(lambda *_: os._exit(report_error("interrupted", 130))):
+            from transformers.utils import logging as transformers_logging
 
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        handler = logging.StreamHandler()
-        handler.setFormatter(_OneLine("atlas: %(message)s"))
-        logging.basicConfig(handlers=[handler], level=logging.WARNING)
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|accelerate)\.")
-        yield
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+            transformers_logging.set_verbosity_error()
+            transformers_logging.disable_progress_bar()
+            handler = logging.StreamHandler()
+            handler.setFormatter(_OneLine("atlas: %(message)s"))
+            logging.basicConfig(handlers=[handler], level=logging.WARNING)
+            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|accelerate)\.")
+            yield
+    finally:
+        if first:
+            gc.freeze()
+            gc.enable()
 
 
 class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return one_line(super().format(record))
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Python's garbage collector waits, and leaves alone what is there by then, at the end of the process too. Nothing
-    of this where all has been imported before: what is there may be garbage."""
-    if "transformers" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @contextmanager
@@ -74,7 +67,7 @@ def on_interrupt(handler: Callable[..., Any]) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def take_any_text() -> None:
+def accept_any_output() -> None:
     """Let standard output take any text: what its encoding lacks is replaced. Where it, or that of errors, is closed,
     what is written there goes nowhere."""
     for name in ("stdout", "stderr"):
@@ -86,12 +79,12 @@ def take_any_text() -> None:
 
 def interrupted(*_: object) -> None:
     """Say so, and raise what Ctrl-C raises."""
-    raise KeyboardInterrupt(say("interrupted", 130))
+    raise KeyboardInterrupt(report_error("interrupted", 130))
 
 
-def say(message: str, code: int) -> int:
-    """An error, to standard error; to torchrun too, if it started this process, in the form that its report reads.
-    Returns `code`, that of the process."""
+def report_error(message: str, code: int) -> int:
+    """Print an error to standard error; write it for torchrun's report too, if that started this process. Returns
+    `code`, that of the process."""
     message = one_line(message)
     rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     print(f"{'atlas' if count == '1' else f'atlas, process {rank} of {count}'}: {message}", file=sys.stderr, flush=True)
