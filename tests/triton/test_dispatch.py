@@ -155,7 +155,8 @@ def test_the_forms_refuse_with_a_reason(monkeypatch):
 def test_the_forms_take_kernels_where_they_are_asked_for(monkeypatch):
     """In the interpreter: True takes one, False none, and None one where the environment says so."""
     pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
-    from atlas_memory.ops.triton import delta, gram_newton_schulz
+    from atlas_memory.ops.triton import delta_rule as delta
+    from atlas_memory.ops.triton import gram_newton_schulz
 
     calls = []
     for module, name in ((delta, "delta_recurrence"), (gram_newton_schulz, "gram_newton_schulz")):
