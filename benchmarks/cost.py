@@ -11,7 +11,7 @@ from __future__ import annotations
 from atlas_memory.layers.tnt import Hierarchy
 from atlas_memory.memory import Rule
 from atlas_memory.ops.cost import multiply_adds, state_bytes
-from atlas_memory.ops.muon_space import Spaces
+from atlas_memory.ops.muon_space import MuonSpace
 from benchmarks.registry import Cost, Shape
 
 FLOAT = 4
@@ -34,9 +34,9 @@ def attention(shape: Shape) -> Cost:
     return total(linear(tokens, width, 3 * width), inside, linear(tokens, width, width))
 
 
-def memory(rule: Rule, shape: Shape, spaces: Spaces | None = None) -> Cost:
+def memory(rule: Rule, shape: Shape, muon_space: MuonSpace | None = None) -> Cost:
     """The bare memory, q, k, v to y."""
-    work, state = multiply_adds(rule, shape.dim, shape.heads, spaces), state_bytes(rule, shape.dim, shape.heads)
+    work, state = multiply_adds(rule, shape.dim, shape.heads, muon_space), state_bytes(rule, shape.dim, shape.heads)
     if work is None or state is None:
         raise ValueError(f"the state of {rule.features} grows with what is read: give its features a horizon")
     chunks = -(-shape.time // rule.window.chunk)

@@ -17,8 +17,8 @@ def flop_counter() -> FlopCounterMode:
 def triangular(rule: Rule, dim: int) -> int:
     """Multiply-adds of a chunk's triangular systems for one head, which PyTorch does not count."""
     rows = [m for m, _ in rule.shapes(dim)]
-    solved = rows if rule.optimiser.erases else rows[-1:] if rule.live else []
-    chunk, size = rule.window.chunk, rule.window.size if rule.live else 1
+    solved = rows if rule.optimiser.erases else rows[-1:] if rule.online else []
+    chunk, size = rule.window.chunk, rule.window.size if rule.online else 1
     tokens = max(BLOCK // size, 1) if size > 1 else chunk  # in a block of pairs
     updates = [min(tokens, chunk - start) * size for start in range(0, chunk, tokens)]
     return sum(n**2 * m // 2 for m in solved for n in updates)

@@ -31,7 +31,7 @@ TOO_LONG = 38.0
 STABLE = RULES["omeganet"].vary(
     features={"kind": "Identity"}, network={"kind": "Linear"}, window={"size": 4, "chunk": 16}
 )
-BARE = STABLE.vary(optimiser={"kind": "Momentum", "bounded": False, "live": False}, retention={"kind": "RowNorm"})
+BARE = STABLE.vary(optimiser={"kind": "Momentum", "normalised": False, "online": False}, retention={"kind": "RowNorm"})
 CASES: dict[str, dict[str, Any]] = {
     "stable writes": {},
     "stable writes untaught": {"taught": False},

@@ -71,7 +71,7 @@ def losses(model: Recall, stream: Stream, steps: int) -> Iterator[Tensor]:
         keys, values, answers, first, asks = stream.draw(longest)
         starts = F.pad(first[:, None], (0, SEGMENT - 1))
         if state is not None:
-            state = state.detach().anchored(layer.initial_state())
+            state = state.detach().straight_through(layer.initial_state())
         logits, state = model.read(keys, values, state, starts)
         yield F.cross_entropy(logits[asks].flatten(0, 1), answers[asks].flatten())
 

@@ -10,7 +10,7 @@ from .study import Study
 CHANGES = {
     "titans": (),
     "memory of 4 widths": ("model.rule_options.network.expansion=4",),
-    "fading to zero": ("model.rule_options.retention.to_start=false",),
+    "fading to zero": ("model.rule_options.retention.to_initial=false",),
     "degree 2": ("model.rule_options.features={kind: Polynomial, degree: 2}",),
     "window of 4": ("model.rule_options.window.size=4",),
     "no gate of momentum": ("model.rule_options.optimiser={kind: GradientDescent}",),

@@ -70,7 +70,7 @@ def laptop(name: str, window: int = 4, narrow: bool = True) -> Rule:
     if narrow and hasattr(rule.network, "expansion"):
         changes["network"] = {"expansion": 1}
     if isinstance(rule.optimiser, Muon):
-        changes["optimiser"] = {"every": None, "shows": True}
+        changes["optimiser"] = {"every": None, "read_pending": True}
     return rule.vary(**changes)
 
 

@@ -35,7 +35,7 @@ RULE = replace(
     RULES["omeganet"],
     features=Identity(),
     retention=Decay(),
-    optimiser=GradientDescent(bounded=False, live=False),
+    optimiser=GradientDescent(normalised=False, online=False),
     window=Window(size=1, chunk=64),
 )
 DELTA = RULES["gated-deltanet"].vary(window={"chunk": 64})

@@ -19,7 +19,7 @@ from atlas_memory.memory import (
     Window,
     chunkwise,
 )
-from atlas_memory.ops.muon_space import Spaces
+from atlas_memory.ops.muon_space import MuonSpace
 from benchmarks.cost import memory
 from benchmarks.operations import bare_memory
 from benchmarks.registry import Benchmark, Candidate, Cost, Shape
@@ -29,26 +29,26 @@ QUICK = Shape(batch=1, heads=1, dim=8, time=16)
 NETWORKS: dict[str, Network] = {"linear": Linear(), "MLP, expansion 1": MLP(expansion=1)}
 
 
-FEATURES = Spaces("features", together=sys.maxsize)
+FEATURES = MuonSpace("features", together=sys.maxsize)
 """Every momentum of a chunk is made, all at once, and orthogonalised as it is."""
 
-PRODUCTS = Spaces(eigenvalues=False)
+PRODUCTS = MuonSpace(eigenvalues=False)
 """As more threads than a few would have it."""
 
 
 def in_feature_space(*arguments: Any) -> tuple[Tensor, MemoryState]:
     """``chunkwise`` with every momentum made."""
-    return chunkwise(*arguments, spaces=FEATURES)
+    return chunkwise(*arguments, muon_space=FEATURES)
 
 
 def materialised(rule: Rule, shape: Shape) -> Cost:
     """The written model of ``in_feature_space``."""
-    return memory(rule, shape, spaces=FEATURES)
+    return memory(rule, shape, muon_space=FEATURES)
 
 
 def by_products(*arguments: Any) -> tuple[Tensor, MemoryState]:
     """``chunkwise`` without eigenvalues."""
-    return chunkwise(*arguments, spaces=PRODUCTS)
+    return chunkwise(*arguments, muon_space=PRODUCTS)
 
 
 def _candidates(name: str, network: Network) -> tuple[Candidate, ...]:

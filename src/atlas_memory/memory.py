@@ -3,8 +3,8 @@ what is computed, and of ``forms``, which compute it fast."""
 
 from .ops.chunkwise import chunkwise
 from .ops.compiling import compile_options
-from .ops.fused_recurrent import incremental, retrieve
-from .ops.muon_space import Spaces
+from .ops.fused_recurrent import fused_recurrent, retrieve
+from .ops.muon_space import MuonSpace
 from .ops.newton_schulz import gram_polynomial, newton_schulz
 from .ops.recurrent import recurrent
 from .rules.bias import L2, AttentionalBias, Bias, DotProduct, Huber, Lp, RobustL2
@@ -26,11 +26,11 @@ from .rules.retention import (
     ElasticNet,
     FDivergence,
     Keep,
-    Kept,
     LinearRetention,
     LqNorm,
+    NewMatrix,
     NonLinearRetention,
-    Old,
+    OldMatrix,
     Retention,
     RowNorm,
     Sigmoid,
@@ -63,7 +63,6 @@ __all__ = [
     "Identity",
     "InnerOptimiser",
     "Keep",
-    "Kept",
     "Linear",
     "LinearRetention",
     "Lp",
@@ -71,9 +70,11 @@ __all__ = [
     "MemoryState",
     "Momentum",
     "Muon",
+    "MuonSpace",
     "Network",
+    "NewMatrix",
     "NonLinearRetention",
-    "Old",
+    "OldMatrix",
     "Optimiser",
     "Params",
     "Polynomial",
@@ -84,13 +85,12 @@ __all__ = [
     "Rule",
     "Sigmoid",
     "Softmax",
-    "Spaces",
     "State",
     "Window",
     "chunkwise",
     "compile_options",
+    "fused_recurrent",
     "gram_polynomial",
-    "incremental",
     "initial_state",
     "l2_normalise",
     "newton_schulz",

@@ -51,7 +51,7 @@ def recordings(module) -> int:
     )
 
 
-@pytest.mark.parametrize("rule", [name for name in RULES if not RULES[name].features.endless])
+@pytest.mark.parametrize("rule", [name for name in RULES if not RULES[name].features.infinite])
 def test_equals_the_same_layer_without(rule):
     layers = layer(rule)
     for seed in range(CALLS + 3):

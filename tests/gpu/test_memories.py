@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_memory.memory import RULES, MemoryState, chunkwise, incremental, recurrent
+from atlas_memory.memory import RULES, MemoryState, chunkwise, fused_recurrent, recurrent
 
 from ..ops.problems import Problem, everything, random_problem, resized, worst
 
-FORMS = {"chunkwise": chunkwise, "recomputed": partial(chunkwise, recompute=1), "incremental": incremental}
+FORMS = {"chunkwise": chunkwise, "recomputed": partial(chunkwise, recompute=1), "incremental": fused_recurrent}
 
 
 def on_gpu(problem: Problem) -> Problem:
@@ -70,4 +70,4 @@ def everything_once(problem: Problem) -> None:
     y, state = chunkwise(*problem.arguments())
     y.sum().backward()
     with torch.no_grad():
-        incremental(*problem.between(0, 2).arguments(), state)
+        fused_recurrent(*problem.between(0, 2).arguments(), state)

@@ -204,8 +204,8 @@ def test_an_anchored_cache_trains_what_its_states_began_with():
     starts[0, 5] = 1
     initial = [p for name, p in net.named_parameters() if ".initial." in name]
 
-    def gradients(anchored: bool, by_hand: bool):
-        cache = AtlasCache(net.config.num_hidden_layers, straight_through=anchored)
+    def gradients(straight_through: bool, by_hand: bool):
+        cache = AtlasCache(net.config.num_hidden_layers, straight_through=straight_through)
         net(input_ids=ids.flip(1), past_key_values=cache)
         for block, layer in zip(cache.blocks, net.model.layers, strict=True):
             if by_hand:
@@ -222,7 +222,10 @@ def test_an_anchored_cache_trains_what_its_states_began_with():
 @pytest.mark.parametrize("config", [{"rule": "deeptransformer"}, {"rule": "swdt"}, {"block": "attention"}])
 def test_an_anchored_cache_of_states_that_grow(config):
     net, ids = model(**config), torch.randint(0, 256, (2, 12))
-    cache, kept = (AtlasCache(net.config.num_hidden_layers, straight_through=anchored) for anchored in (True, False))
+    cache, kept = (
+        AtlasCache(net.config.num_hidden_layers, straight_through=straight_through)
+        for straight_through in (True, False)
+    )
     for _ in range(3):
         ours, theirs = (net(input_ids=ids, labels=ids, past_key_values=c).loss for c in (cache, kept))
         torch.testing.assert_close(ours, theirs)

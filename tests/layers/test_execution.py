@@ -78,7 +78,7 @@ def saved_bytes(memory, x) -> int:
 
 
 ULP = {"rtol": torch.finfo(torch.float32).eps, "atol": 1e-9}
-IN_FLOAT64 = RULES["atlas"].vary(optimiser={"bounded": False}, window={"chunk": 4})
+IN_FLOAT64 = RULES["atlas"].vary(optimiser={"normalised": False}, window={"chunk": 4})
 
 
 def test_recomputation_in_lower_precision():

@@ -76,7 +76,7 @@ def mac(layer: MemoryAsContext, x: Tensor) -> Tensor:
     for segment in x.split(size):
         weights = list(layer.memory.memory.params.initial)
         if state is not None:
-            weights = [w[0] for w in state.memory.shown(layer.memory.rule)]
+            weights = [w[0] for w in state.memory.readout_weights(layer.memory.rule)]
         h = torch.stack([ask(layer.memory, weights, token) for token in segment])
         for i in range(len(segment)):
             seen = torch.cat([p, h[: i + 1], segment[: i + 1]])
@@ -113,7 +113,7 @@ def test_equals_the_equations(equations, name, time):
 
 def test_a_memory_as_context_that_shows_what_waits_for_a_step():
     torch.manual_seed(0)
-    rule = RULES["atlas"].vary(network={"expansion": 1}, optimiser={"every": None, "shows": True})
+    rule = RULES["atlas"].vary(network={"expansion": 1}, optimiser={"every": None, "read_pending": True})
     options = {"attention_window": ATTENTION_WINDOW, "rule": rule, "chunk_size": 8, "eps": 1e-6}
     mixer = BLOCKS["mac"].make(DIM, HEADS, **options).double()
     x = torch.randn(1, 17, DIM, dtype=torch.float64)

@@ -371,7 +371,7 @@ def test_where_bare_steps_begin():
     """At that over the squared length of a lifted unit key, here 1 + 1 + 1/2, with a smaller constant 0.01 + 1 + 1/2;
     far from the largest if noise adds up."""
     for rule, eta in (("swla", 0.95 / 1.51), ("omeganet", 0.95 / 2.5), ("gated-deltanet", 0.5)):
-        gates = GateProjection(16, 2, RULES[rule].vary(optimiser={"bounded": False}))
+        gates = GateProjection(16, 2, RULES[rule].vary(optimiser={"normalised": False}))
         assert torch.allclose(gates(torch.zeros(1, 1, 16)).eta, torch.tensor(eta))
         assert gates.max_eta == (4.0 if rule == "swla" else 1.0)
 

@@ -22,9 +22,9 @@ HOPE = RULES["hope"].vary(window={"chunk": CHUNK}, network={"expansion": 2})
 VARIANTS = {
     "hope": HOPE,
     "every token": HOPE.vary(window={"chunk": 1}),
-    "unbounded": HOPE.vary(optimiser={"bounded": False}),
-    "to M_0": HOPE.vary(retention={"to_start": True}),
-    "frozen": HOPE.vary(optimiser={"live": False}),
+    "unbounded": HOPE.vary(optimiser={"normalised": False}),
+    "to M_0": HOPE.vary(retention={"to_initial": True}),
+    "frozen": HOPE.vary(optimiser={"online": False}),
     "without delta": HOPE.vary(optimiser={"kind": "GradientDescent"}),
 }
 
@@ -97,17 +97,17 @@ def equations(layer: SelfModifyingMemory, x: Tensor) -> tuple[Tensor, list[list[
                 at = tuple(w + torch.zeros_like(w) for w in before)
                 loss = (read(at, k) - target).square().sum()
                 hidden = F.gelu(before[0] @ k)
-                if rule.optimiser.live:  # the error at what W_2 answers now
+                if rule.optimiser.online:  # the error at what W_2 answers now
                     moved = 2 * (now[b][head][1] - before[1]) @ hidden
                     loss = loss + (moved * (at[1] @ F.gelu(at[0] @ k))).sum()
                 gradients = torch.autograd.grad(loss, at, create_graph=True)
-                sizes = steps(before, k, eta, delta) if rule.optimiser.bounded else (eta, eta)
+                sizes = steps(before, k, eta, delta) if rule.optimiser.normalised else (eta, eta)
                 inputs = (k, hidden)
                 updated = []
                 for w, g, f, m_0, step in zip(now[b][head], gradients, inputs, start, sizes, strict=True):
                     keep = alpha * torch.eye(len(f)).to(f) - delta * step * torch.outer(f, f)
                     updated.append(w @ keep - step * g)
-                    if rule.retention.to_start:
+                    if rule.retention.to_initial:
                         updated[-1] = updated[-1] + (1 - alpha) * m_0
                 new[b][head] = tuple(updated)
         now = new
@@ -190,7 +190,7 @@ def model(**changes) -> AtlasForCausalLM:
 def test_300_steps_on_random_tokens_stay_finite_and_learn_nothing():
     """A loss below ln V would mean that labels leak; the memories' own targets could feed on themselves. Fading as
     printed: fading to M_0 the same model is in test_training_contract.py, at a higher rate."""
-    options = {"network": {"expansion": 1}, "retention": {"to_start": False}}
+    options = {"network": {"expansion": 1}, "retention": {"to_initial": False}}
     net = model(block="hope", rule="hope", chunk_size=8, rule_options=options)
     optimiser = torch.optim.AdamW(net.parameters(), lr=3e-3)
     losses = []
@@ -213,7 +213,7 @@ def test_eps_is_above_zero():
 
 @pytest.mark.parametrize("kind", ["random", "constant", "periodic", "huge"])
 def test_memories_that_hardly_forget_stay_bounded_over_8192_tokens(kind):
-    layer = SelfModifyingMemory(16, 2, HOPE.vary(retention={"to_start": True}, window={"chunk": 16}))
+    layer = SelfModifyingMemory(16, 2, HOPE.vary(retention={"to_initial": True}, window={"chunk": 16}))
     torch.manual_seed(0)
     with torch.no_grad():
         layer.gates.bias[0], layer.gates.bias[1] = 4.0, 8.0
@@ -228,11 +228,11 @@ def test_memories_that_hardly_forget_stay_bounded_over_8192_tokens(kind):
 
 def test_as_printed_the_memories_fade_until_keys_are_values_and_to_start_keeps_them_apart():
     """The mean of four layers: one draw of M_0 differs from another by a tenth."""
-    for to_start in (False, True):
+    for to_initial in (False, True):
         apart = []
         for seed in range(4):
             torch.manual_seed(seed)
-            layer = SelfModifyingMemory(32, 2, RULES["hope"].vary(retention={"to_start": to_start}))
+            layer = SelfModifyingMemory(32, 2, RULES["hope"].vary(retention={"to_initial": to_initial}))
             with torch.no_grad():  # an M_0 of full size, and one gate for all, as printed
                 layer.memory.initial[-1].div_(START_M_0)
                 layer.gates.bias[:] = layer.gates.bias[:, :1]
@@ -243,7 +243,7 @@ def test_as_printed_the_memories_fade_until_keys_are_values_and_to_start_keeps_t
                 k, v = layer.memory.retrieve(asked, state.memory)[0, 2:6].split(2)
                 apart.append((k - v).norm(dim=-1).mean())
         mean = sum(apart) / len(apart)
-        assert mean > 0.3 if to_start else max(apart) < 0.01, f"to_start={to_start}: |k - v| = {apart}"
+        assert mean > 0.3 if to_initial else max(apart) < 0.01, f"to_start={to_initial}: |k - v| = {apart}"
 
 
 def test_writes_off_leaves_every_memory_as_it_is():

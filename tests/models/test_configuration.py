@@ -161,10 +161,10 @@ def test_presets_have_the_size_of_their_name(name: str) -> None:
 def test_rule_options_are_added_to_those_of_a_preset() -> None:
     config = AtlasConfig.preset("tiny", rule="atlas", rule_options={"optimiser": {"every": 4}})
     rule = config.memory_rule()
-    assert (rule.optimiser.every, rule.optimiser.shows, rule.network.expansion) == (4, True, 1)
+    assert (rule.optimiser.every, rule.optimiser.read_pending, rule.network.expansion) == (4, True, 1)
     assert AtlasConfig.preset("tiny", rule="atlas").memory_rule().every == 16
     other = AtlasConfig.preset("tiny", rule="titans", rule_options={"network": {"expansion": 2}})
-    assert other.rule_options == {"network": {"expansion": 2}, "retention": {"to_start": True}}
+    assert other.rule_options == {"network": {"expansion": 2}, "retention": {"to_initial": True}}
     assert other.memory_rule().window.size == 1
     assert AtlasConfig.preset("tiny", rule="deltanet").rule_options is None
     assert AtlasConfig.preset("tiny", rule="atlas++").memory_rule().every == 16
@@ -240,7 +240,10 @@ def test_a_part_of_another_kind_is_free_of_the_presets_options() -> None:
     "options,message",
     [
         ({"rule": "titans", "window": 2, "rule_options": {"window": {"size": 4}}}, "window=2 and rule_options' window"),
-        ({"rule": "hope", "rule_options": {"optimiser": {"bounded": "no"}}}, "bounded must be true or false, got 'no'"),
+        (
+            {"rule": "hope", "rule_options": {"optimiser": {"normalised": "no"}}},
+            "normalised must be true or false, got 'no'",
+        ),
         ({"rule": "moneta", "rule_options": {"bias": {"p": "three"}}}, "Lp p must be a finite number, got 'three'"),
         ({"rule_options": {"bias": {"kind": ["Huber"]}}}, "bias has no kind"),
         ({"block": "mac", "rule": "dot"}, "block='mac' with rule='[a-z]*': mac keeps a copy .*Exponential features"),
@@ -264,6 +267,6 @@ def test_combinations_that_cannot_be(options: dict[str, Any], message: str) -> N
 def test_every_rule_has_a_configuration(rule: str) -> None:
     """The mixer that it makes without weights, to be told what cannot be, needs none for any rule, printed or not."""
     hope = {"block": "hope"} if rule == "hope" else {}
-    for bounded in (True, False):
-        config = AtlasConfig(rule=rule, rule_options={"optimiser": {"bounded": bounded}}, **hope)
-        assert config.memory_rule() == RULES[rule].vary(optimiser={"bounded": bounded})
+    for normalised in (True, False):
+        config = AtlasConfig(rule=rule, rule_options={"optimiser": {"normalised": normalised}}, **hope)
+        assert config.memory_rule() == RULES[rule].vary(optimiser={"normalised": normalised})

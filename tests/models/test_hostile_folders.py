@@ -69,8 +69,8 @@ RULE = {
     "features": ["degree", "constant", "horizon"],
     "network": ["depth", "expansion", "bias", "activation", "norm", "residual"],
     "bias": ["p", "corner", "scale", "over", "threshold"],
-    "retention": ["to_start", "q", "lag", "scale", "threshold", "l1", "l2"],
-    "optimiser": ["steps", "every", "limit", "bounded", "live", "shows", "precise", "after_decay"],
+    "retention": ["to_initial", "q", "lag", "scale", "threshold", "l1", "l2"],
+    "optimiser": ["steps", "every", "limit", "normalised", "online", "read_pending", "precise", "after_decay"],
     "window": ["size", "chunk", "read"],
 }
 NAMES = """

@@ -81,7 +81,7 @@ def test_errors_are_those_of_the_memory_read_token_by_token(rule: str) -> None:
     plain = layer.rule.vary(window={"read": "after"})
     with torch.inference_mode():
         state = layer.initial_state()
-        k, v, gates = layer.lesson(seen[0], state)
+        k, v, gates = layer.write_inputs(seen[0], state)
         memory = state.memory
 
         def error(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

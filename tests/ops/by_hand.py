@@ -107,7 +107,7 @@ def inputs(network, w, f):
     return [f] if isinstance(network, Linear) else [*[f] * (len(w) - 1), hidden(network, *(m @ f for m in w[:-1]))]
 
 
-def gains(network, w, f):
+def jacobian_bounds(network, w, f):
     """|d body / d (W f)|^2, at most, of all matrices."""
     pre, found = [m @ f for m in w[:-1]], []
     for i, x in enumerate(pre):
@@ -126,8 +126,8 @@ def loss(bias, m, v, delta):
         case Lp(p):
             return (smooth(e) ** p).sum()
         case Huber("mixture", corner):
-            far = (e**2 + (corner * delta) ** 2 / len(e) + EPS).sqrt().sum()
-            return 0.5 * (e**2).sum() if e.norm() <= delta else delta * far
+            max_abs = (e**2 + (corner * delta) ** 2 / len(e) + EPS).sqrt().sum()
+            return 0.5 * (e**2).sum() if e.norm() <= delta else delta * max_abs
 
 
 def curvature(bias, m, v, delta):
@@ -143,7 +143,7 @@ def curvature(bias, m, v, delta):
             return v.new_ones(()) if size <= delta else len(v) ** 0.5 * (1 / corner if corner else delta / size)
 
 
-def settle(retention, a, frozen, m_0):
+def mirror_map(retention, a, frozen, m_0):
     """W at an exact token, of A, the memory before the chunk and M_0; None where the retention is linear."""
     match retention:
         case LqNorm(q):
@@ -173,7 +173,7 @@ def begin(retention, m_0):
             return 0 * m_0, scale * m_0.shape[1] * m_0.softmax(1)
         case Decay() | Keep() | RowNorm():
             return m_0, m_0
-    w = settle(retention, m_0, m_0, m_0)
+    w = mirror_map(retention, m_0, m_0, m_0)
     return again(retention, m_0, w), w
 
 
@@ -195,29 +195,29 @@ def run(problem, b, h):
     q, k, v = (x[b, h].detach() for x in (problem.q, problem.k, problem.v))
     gates, params = problem.gates.map(lambda g: g[b, h].detach()), problem.params.map(torch.Tensor.detach)
     gain, shift = (n[h] for n in params.norm) if network.norm else (None, None)
-    online = optimiser.live and not isinstance(bias, DotProduct)
+    online = optimiser.online and not isinstance(bias, DotProduct)
     momentum, delta_step = isinstance(optimiser, Momentum | Muon), isinstance(optimiser, DeltaGradientDescent)
 
     def features(x):
         return phi(rule.features, x, params.sqrt_a)
 
-    def body(w, x):
+    def pre_norm(w, x):
         return w[-1] @ inputs(network, w, features(x))[-1]
 
-    def normalised(body):
-        return (body - body.mean()) / (((body - body.mean()) ** 2).mean() + EPS).sqrt()
+    def normalised(pre_norm):
+        return (pre_norm - pre_norm.mean()) / (((pre_norm - pre_norm.mean()) ** 2).mean() + EPS).sqrt()
 
-    def ending(body, x):
-        out = gain * normalised(body) + shift if network.norm else body
+    def ending(pre_norm, x):
+        out = gain * normalised(pre_norm) + shift if network.norm else pre_norm
         return x + out if network.residual else out
 
     def free(m):
         """Without what is common to a row of a matrix, or to an input of one, where rows have fixed sums."""
         return m - m.mean(-1, keepdim=True) if isinstance(retention, Softmax | FDivergence) else m
 
-    def response(w, x, v_x, delta):
+    def curvature_bound(w, x, v_x, delta):
         """How fast the error at the body can grow with the body."""
-        out = body(w, x)
+        out = pre_norm(w, x)
         bound, m = curvature(bias, ending(out, x), v_x, delta), ending(out, x)
         if not network.norm:
             return bound
@@ -229,19 +229,19 @@ def run(problem, b, h):
 
     def normaliser(w, x, v_x, delta):
         """Of every matrix: response * (|d body / d (W f)|^2 + 0.05) (|f|^2 + 0.05) over its share of the step."""
-        r, f, earlier = response(w, x, v_x, delta), features(x), len(w) - 1
+        r, f, earlier = curvature_bound(w, x, v_x, delta), features(x), len(w) - 1
         shares = [0.1 / earlier] * earlier + [0.9] if earlier else [1.0]
-        each = zip(gains(network, w, f), map(free, inputs(network, w, f)), shares, strict=True)
+        each = zip(jacobian_bounds(network, w, f), map(free, inputs(network, w, f)), shares, strict=True)
         return torch.stack([(r * (g + FLOOR) + delta_step) * ((u**2).sum() + FLOOR) / s for g, u, s in each])
 
     m_0 = [in_basis(rule.features, m[h], k[:0]) if i == 0 else m[h] for i, m in enumerate(params.initial)]
     a_0, w_0 = zip(*(begin(retention, m) for m in m_0), strict=True)
-    a, w, settled, zero, y = a_0, w_0, w_0, [0 * m for m in m_0], []
+    a, w, mirrored, zero, y = a_0, w_0, w_0, [0 * m for m in m_0], []
     s, changed = zero, zero
     for t in range(len(q)):
         first, last, due = t % chunk == 0, (t + 1) % chunk == 0, (t + 1) % every == 0
         if first:
-            frozen, changed = settled, zero
+            frozen, changed = mirrored, zero
         eta, alpha, theta = gates.eta[t], gates.alpha[t], gates.theta[t]
         alpha = torch.ones(()).double() if isinstance(retention, Keep | RowNorm | FDivergence) else alpha
         window = [
@@ -250,21 +250,23 @@ def run(problem, b, h):
         ]
         written = -changed[-1] if isinstance(optimiser, Muon) else w[-1] - frozen[-1]
         moved = [
-            response(frozen, *x) * (written @ inputs(network, frozen, features(x[0]))[-1]) if online else 0 * x[0]
+            curvature_bound(frozen, *x) * (written @ inputs(network, frozen, features(x[0]))[-1])
+            if online
+            else 0 * x[0]
             for _, *x in window
         ]
 
         def objective(w, window=window, moved=moved):
-            terms = ((g, body(w, x), more, x, v_x, d) for (g, x, v_x, d), more in zip(window, moved, strict=True))
+            terms = ((g, pre_norm(w, x), more, x, v_x, d) for (g, x, v_x, d), more in zip(window, moved, strict=True))
             return sum(g * (loss(bias, ending(out, x), v_x, d) + more @ out) for g, out, more, x, v_x, d in terms)
 
         g = [free(m) for m in grad(objective)(list(frozen))]
         rate = plain = [eta] * len(g)
-        if optimiser.bounded:
+        if optimiser.normalised:
             weights = [*(x[0] for x in window[:-1]), 1.0]  # its own token at full weight
             total = sum(c * normaliser(frozen, *x) for c, (_, *x) in zip(weights, window, strict=True))
             plain = [eta / n for n in total]
-            late = chunk if isinstance(optimiser, Muon) and not optimiser.live else 1.0
+            late = chunk if isinstance(optimiser, Muon) and not optimiser.online else 1.0
             rate = [(1 - theta if momentum else 1.0) * p / late for p in plain]
         step = [spread(r, m) * m for r, m in zip(rate, g, strict=True)]
         if momentum:
@@ -279,20 +281,20 @@ def run(problem, b, h):
             each = zip(step, rate, old, f, strict=True)
             step = [x + spread(r, m) * own * torch.outer(m @ u, u) for x, r, m, u in each]
 
-        def kept(now, home, alpha=alpha, step=step):
-            home = home if getattr(retention, "to_start", False) else zero
-            each = zip(now, home, step, strict=True)
+        def kept(now, decay_target, alpha=alpha, step=step):
+            decay_target = decay_target if getattr(retention, "to_initial", False) else zero
+            each = zip(now, decay_target, step, strict=True)
             return [m + spread(alpha, m) * (x - m) - p for x, m, p in each]
 
         before, w, a = w, kept(w, w_0), kept(a, a_0)
-        settled = [settle(retention, *x) for x in zip(a, frozen, m_0, strict=True)]
-        if settled[0] is None:
-            settled = w
+        mirrored = [mirror_map(retention, *x) for x in zip(a, frozen, m_0, strict=True)]
+        if mirrored[0] is None:
+            mirrored = w
         elif first if getattr(retention, "lag", False) else last:
-            w = settled
-        a = [again(retention, *x) for x in zip(a, settled, strict=True)] if last else a
+            w = mirrored
+        a = [again(retention, *x) for x in zip(a, mirrored, strict=True)] if last else a
         shown = {"before": before, "after": w, "frozen": frozen}[rule.window.read]
-        if optimiser.shows and not due:  # what waits for a step
+        if optimiser.read_pending and not due:  # what waits for a step
             shown = [m - x for m, x in zip(w, s, strict=True)]
-        y.append(ending(body(shown, q[t]), q[t]))
+        y.append(ending(pre_norm(shown, q[t]), q[t]))
     return torch.stack(y), w

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atlas_memory import NeuralMemory
-from atlas_memory.memory import KINDS, RULES, Exponential, Features, Rule, chunkwise, incremental, recurrent
+from atlas_memory.memory import KINDS, RULES, Exponential, Features, Rule, chunkwise, fused_recurrent, recurrent
 
 from .problems import everything, random_problem, worst
 
@@ -49,7 +49,7 @@ def test_one_of_ones_own(features, name, monkeypatch):
     rule = replace(RULES[name], features=features)
     problem = random_problem(rule, 3, time=11)
     oracle = everything(recurrent, problem)
-    for form in (chunkwise, incremental):
+    for form in (chunkwise, fused_recurrent):
         gap, where = worst(everything(form, problem), oracle)
         assert gap < 1e-8, where
     layer = NeuralMemory(16, 2, rule).double()
@@ -57,7 +57,7 @@ def test_one_of_ones_own(features, name, monkeypatch):
     y, state = layer(x)
     first, state = layer(x[:, :7])
     assert torch.allclose(torch.cat([first, layer(x[:, 7:], state)[0]], 1), y, atol=1e-10)
-    if rule.network.lifted[0] and name != "gated-deltanet":
+    if rule.network.feature_mapped[0] and name != "gated-deltanet":
         unit = torch.nn.functional.normalize(torch.randn(500, 8), dim=-1)
         out = features.expand(unit) @ rule.initial_weights(1, 8)[0][0].mT
         assert 0.2 < out.square().mean() * (1 if rule.network.residual else 1 / 8) * 8 < 12

@@ -18,10 +18,10 @@ from atlas_memory.memory import (
     GradientDescent,
     InnerOptimiser,
     Keep,
-    Kept,
     LinearRetention,
     Momentum,
     Muon,
+    NewMatrix,
     NonLinearRetention,
     Rule,
 )
@@ -36,9 +36,9 @@ OURS = {axis: {kind() for kind in KINDS[axis]} | {getattr(rule, axis) for rule i
 )
 def test_the_librarys_own_pass(axis, part):
     check_part(axis, part)
-    if hasattr(part, "bounded"):
-        for bounded, live in ((False, True), (True, False), (False, False)):
-            check_part(axis, replace(part, bounded=bounded, live=live))
+    if hasattr(part, "normalised"):
+        for normalised, online in ((False, True), (True, False), (False, False)):
+            check_part(axis, replace(part, normalised=normalised, online=online))
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class Corner(Square):
     at: float = 5.0
 
     def value(self, prediction, v):
-        far = (prediction - v).abs()
-        return torch.where(far <= self.at, far.square(), 2.0 * self.at * far - self.at**2).sum(-1)
+        max_abs = (prediction - v).abs()
+        return torch.where(max_abs <= self.at, max_abs.square(), 2.0 * self.at * max_abs - self.at**2).sum(-1)
 
     def derivative(self, prediction, v):
         e = prediction - v
@@ -395,7 +395,7 @@ class Growing(Plain):
 
 
 class OfOneLength(Plain):
-    bounded = True
+    normalised = True
 
     def step(self, sums, weights, g, at):
         s = rows(at.theta, sums[0]) + rows(1.0 - at.theta, g)
@@ -403,7 +403,7 @@ class OfOneLength(Plain):
 
 
 class Unbounded(OfOneLength):
-    bounded = False
+    normalised = False
 
 
 class InItself(Plain):
@@ -433,22 +433,22 @@ class RatesOverTheBatch(Plain):
 
 
 class TurnsOverTheBatch(Plain):
-    def turn(self, sums):
+    def end_chunk(self, sums):
         return tuple(s - s.mean(0) for s in sums)
 
 
 class ShownOverTheBatch(Plain):
-    def shown(self, sums, weights, stepped):
+    def readout_weights(self, sums, weights, stepped):
         return weights - weights.mean(0)
 
 
 class ShownByOne(Plain):
-    def shown(self, sums, weights, stepped):
+    def readout_weights(self, sums, weights, stepped):
         return weights if stepped else weights - sums[0]
 
 
 class WrittenOverTheBatch(Plain):
-    def written(self, sums, weights, frozen):
+    def chunk_change(self, sums, weights, frozen):
         return weights - frozen.mean(0)
 
 
@@ -540,10 +540,10 @@ class NoStep(InnerOptimiser):
         (Assigns(), r"Assigns.step failed .*cannot assign to field.*returns in sums \(has_momentum = True\)"),
         (SumsInPlace(), r"SumsInPlace.step changes in place .*w.mul_"),
         (RatesOverTheBatch(), "RatesOverTheBatch.rates: apply of one sequence changes"),
-        (TurnsOverTheBatch(), "TurnsOverTheBatch.turn of one sequence changes"),
-        (ShownOverTheBatch(), "ShownOverTheBatch.shown of one sequence changes"),
-        (ShownByOne(), r"ShownByOne.shown failed for stepped=tensor.*\(pick of gates.py takes both\)"),
-        (WrittenOverTheBatch(), "WrittenOverTheBatch.written of one sequence changes"),
+        (TurnsOverTheBatch(), "TurnsOverTheBatch.end_chunk of one sequence changes"),
+        (ShownOverTheBatch(), "ShownOverTheBatch.readout_weights of one sequence changes"),
+        (ShownByOne(), r"ShownByOne.readout_weights failed for stepped=tensor.*\(pick of gates.py takes both\)"),
+        (WrittenOverTheBatch(), "WrittenOverTheBatch.chunk_change of one sequence changes"),
         (KeepsNoMomentum(), "KeepsNoMomentum.step does not use sum 0 that it is given"),
         (KeepsTheOldSum(), "KeepsTheOldSum.step does not use sum 0 that it is given"),
         (WithoutEta(), "WithoutEta.step does not use the gate eta: multiply the step by at.apply"),
@@ -581,19 +581,19 @@ class NoSettle(NonLinearRetention):
 
 
 class Narrow(NoSettle):
-    def settle(self, a, frozen, initial):
+    def mirror_map(self, a, frozen, initial):
         return a[..., 1:]
 
 
 class AmongHeads(NoSettle):
-    def settle(self, a, frozen, initial):
+    def mirror_map(self, a, frozen, initial):
         return a.softmax(-3)
 
 
 class NoSums(NoSettle):
-    fixed_sums = True
+    fixed_row_sums = True
 
-    def settle(self, a, frozen, initial):
+    def mirror_map(self, a, frozen, initial):
         return a
 
 
@@ -609,11 +609,11 @@ class Linearly(LinearRetention):
         else:
             kept = rows(alpha, old.weights).clamp(-0.05, 0.05)
         new = kept - step
-        return new if self.kind == "alone" else Kept(new, new, None)
+        return new if self.kind == "alone" else NewMatrix(new, new, None)
 
 
 def kept(w):
-    return Kept(w, w, None)
+    return NewMatrix(w, w, None)
 
 
 class Adds(Linearly):
@@ -653,7 +653,7 @@ class NotANumber(Linearly):
 
 
 class RootAtZero(NoSettle):
-    def settle(self, a, frozen, initial):
+    def mirror_map(self, a, frozen, initial):
         return a.abs().sqrt()
 
 
@@ -668,7 +668,7 @@ class CutsTheOld(Linearly):
 
 
 class CutsA(NoSettle):
-    def settle(self, a, frozen, initial):
+    def mirror_map(self, a, frozen, initial):
         return a.detach() / 2.0
 
 
@@ -680,21 +680,21 @@ class WithoutAlpha(Linearly):
 class HasAnAccumulator(Linearly):
     def keep(self, old, step, alpha, first, last):
         new = rows(alpha, old.weights) - step
-        return Kept(new, new, new)
+        return NewMatrix(new, new, new)
 
 
 class SettlesNothing(Linearly):
     def keep(self, old, step, alpha, first, last):
-        return Kept(rows(alpha, old.weights) - step, None, None)
+        return NewMatrix(rows(alpha, old.weights) - step, None, None)
 
 
 class SmallHome(Linearly):
-    def home(self, initial):
+    def decay_target(self, initial):
         return initial[0], None
 
 
 class OneHome(Linearly):
-    def home(self, initial):
+    def decay_target(self, initial):
         return initial
 
 
@@ -706,11 +706,14 @@ class OneHome(Linearly):
         (CutsSteps(), "CutsSteps.keep: weights changes with the step, and lets no gradient through.*detached"),
         (CutsTheOld(), "CutsTheOld.keep: weights changes with W, and lets no gradient through"),
         (CutsA(), "CutsA.keep: .* lets no gradient through"),
-        (OneHome(), r"OneHome.home must return a pair.*\(initial, None\)"),
-        (SmallHome(), r"SmallHome.home must be .*each None or shaped as M_0, here \[3, 8, 7\]; got shape \[8, 7\]"),
+        (OneHome(), r"OneHome.decay_target must return a pair.*\(initial, None\)"),
+        (
+            SmallHome(),
+            r"SmallHome.decay_target must be .*each None or shaped as M_0, here \[3, 8, 7\]; got shape \[8, 7\]",
+        ),
         (WithoutAlpha(), "WithoutAlpha.keep reads nothing of the gate alpha.*or set gated = False"),
-        (HasAnAccumulator(), "HasAnAccumulator.keep returns an accumulator.*set settles = True and let begin"),
-        (SettlesNothing(), "SettlesNothing.keep: settled must be shaped as W.*got None"),
+        (HasAnAccumulator(), "HasAnAccumulator.keep returns an accumulator.*set has_mirror_map = True and let begin"),
+        (SettlesNothing(), "SettlesNothing.keep: mirrored must be shaped as W.*got None"),
         (Adds(), "Adds.keep does not go down along the step"),
         (Drops(), "Drops.keep does not go down along the step"),
         (OfTitans(), "OfTitans.keep keeps less where alpha is larger.*Titans' letter"),
@@ -719,10 +722,10 @@ class OneHome(Linearly):
         (WorksInPlace(), "WorksInPlace.keep changes in place what it is given.*caller's state"),
         (AmongHeads(), r"AmongHeads.keep: weights of one sequence changes .*dim=\(-2, -1\)"),
         (Linearly("bare"), r"Linearly.keep failed for .*alpha \[2, 3, 4\] \(rows\(alpha, matrix\) multiplies them\)"),
-        (Linearly("alone"), r"Linearly.keep must return Kept\(.* got a Tensor$"),
-        (NoSettle(), r"NoSettle.begin failed .*NoSettle has no method settle\(a, frozen, initial\)"),
+        (Linearly("alone"), r"Linearly.keep must return NewMatrix\(.* got a Tensor$"),
+        (NoSettle(), r"NoSettle.begin failed .*NoSettle has no method mirror_map\(a, frozen, initial\)"),
         (NoSums(), "NoSums says fixed_sums.* a step changes the sums of its rows, or they differ"),
-        (Narrow(), r"Narrow.settle\(a, frozen, initial\) must be shaped as a"),
+        (Narrow(), r"Narrow.mirror_map\(a, frozen, initial\) must be shaped as a"),
     ],
     ids=lambda part: type(part).__name__,
 )
@@ -735,10 +738,10 @@ def test_what_is_inherited_is_no_field(monkeypatch):
     monkeypatch.setitem(KINDS, "optimiser", (*KINDS["optimiser"], Plain))
     rule = RULES["titans"].vary(optimiser={"kind": "Plain"})
     with pytest.raises(
-        ValueError, match="Plain has no field 'bounded'; it has no fields: Plain inherits bounded; declare"
+        ValueError, match="Plain has no field 'normalised'; it has no fields: Plain inherits normalised; declare"
     ):
-        rule.vary(optimiser={"bounded": False})
-    with pytest.raises(ValueError, match=r"Momentum has no field 'every'; choose one of bounded, live\.$"):
+        rule.vary(optimiser={"normalised": False})
+    with pytest.raises(ValueError, match=r"Momentum has no field 'every'; choose one of normalised, online\.$"):
         RULES["titans"].vary(optimiser={"every": 4})
 
 
@@ -752,7 +755,7 @@ def test_only_what_does_not_read_entries_goes_with_endless_features():
         Plain(),
     ):
         assert takes_any_columns(known)
-    for other in (Muon(), Muon(bounded=False), Sign()):
+    for other in (Muon(), Muon(normalised=False), Sign()):
         assert not takes_any_columns(other)
     with pytest.raises(ValueError, match="Sign reads the entries of a matrix, and Exponential"):
         replace(RULES["dot"], optimiser=Sign())
@@ -775,10 +778,15 @@ def test_it_is_tried_in_any_mode_and_draws_nothing():
 
 def test_what_waits_is_known_without_being_said():
     class Estimated(Plain):
-        def written(self, sums, weights, frozen):
+        def chunk_change(self, sums, weights, frozen):
             return -sums[-1]
 
-    assert Estimated.waits and Muon.waits and not Plain.waits and not Momentum.waits
+    assert (
+        Estimated.estimates_change
+        and Muon.estimates_change
+        and not Plain.estimates_change
+        and not Momentum.estimates_change
+    )
 
 
 @dataclass(frozen=True)

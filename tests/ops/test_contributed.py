@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from atlas_memory.memory import RULES, Momentum, chunkwise, incremental, recurrent
+from atlas_memory.memory import RULES, Momentum, chunkwise, fused_recurrent, recurrent
 from atlas_memory.rules.gates import rows
-from atlas_memory.rules.retention import Kept, LinearRetention, faded
+from atlas_memory.rules.retention import LinearRetention, NewMatrix, decayed
 from atlas_memory.rules.step import InnerOptimiser
 
 from .problems import error, everything, random_problem, resized, worst
@@ -18,8 +18,8 @@ from .problems import error, everything, random_problem, resized, worst
 class SignMomentum(InnerOptimiser):
     """S_t = theta_t S_{t-1} + g_t;  W_t = alpha_t W_{t-1} - s_t sign(S_t)."""
 
-    bounded: bool = True
-    live: bool = True
+    normalised: bool = True
+    online: bool = True
     has_momentum = True
 
     def step(self, sums, weights, g, at):
@@ -49,13 +49,13 @@ class Rounded(LinearRetention):
 
     gated = True
 
-    def home(self, initial):
+    def decay_target(self, initial):
         return None, None
 
     def keep(self, old, step, alpha, first, last):
-        new = faded(alpha, old.weights, None) - step
+        new = decayed(alpha, old.weights, None) - step
         kept = torch.where(torch.arange(new.shape[-1]) % 2 == 0, new, old.weights)
-        return Kept(kept, kept, None)
+        return NewMatrix(kept, kept, None)
 
 
 @pytest.mark.parametrize("part", [SignMomentum(), Heavier()], ids=lambda part: type(part).__name__)
@@ -68,7 +68,7 @@ def test_an_optimiser_of_which_only_the_step_is_known(name, part):
     rule = resized(replace(RULES[name], optimiser=part), 3, 4)
     problem = random_problem(rule, 0, time=13)
     oracle = everything(recurrent, problem)
-    for form in (chunkwise, incremental):
+    for form in (chunkwise, fused_recurrent):
         gap, where = worst(everything(form, problem), oracle)
         assert gap < 1e-8, where
     plain = random_problem(replace(rule, optimiser=Momentum()), 0, time=13)
@@ -89,7 +89,7 @@ class SumOfDirections(SignMomentum):
 def test_directions_between_steps():
     problem = random_problem(resized(replace(RULES["titans"], optimiser=SumOfDirections()), 1, 4), 0, time=13)
     oracle = everything(recurrent, problem)
-    for form in (chunkwise, incremental):
+    for form in (chunkwise, fused_recurrent):
         gap, where = worst(everything(form, problem), oracle)
         assert gap < 1e-8, where
 
@@ -107,23 +107,23 @@ def test_a_retention_of_which_only_keep_is_known(recompute):
     assert gap < 1e-8, where
     whole, state, pieces = oracle["y"], None, []
     for start, stop in ((0, 5), (5, 6), (6, 13)):  # a state carried from one form to the next
-        y, state = (chunkwise, incremental, recurrent)[stop % 3](*problem.between(start, stop).arguments(), state)
+        y, state = (chunkwise, fused_recurrent, recurrent)[stop % 3](*problem.between(start, stop).arguments(), state)
         pieces.append(y)
     assert error(torch.cat(pieces, 2), whole) < 1e-10
 
 
 @dataclass(frozen=True)
 class Reset(SignMomentum):
-    """Forgets its momentum at every chunk's end; that there is a ``turn`` is known without being said."""
+    """Forgets its momentum at every chunk's end; that there is a ``end_chunk`` is known without being said."""
 
-    def turn(self, sums):
+    def end_chunk(self, sums):
         return tuple(map(torch.zeros_like, sums))
 
 
 def test_a_turn_is_made_by_every_form():
-    assert Reset.turns and not SignMomentum.turns
+    assert Reset.ends_chunk and not SignMomentum.ends_chunk
     problem = random_problem(replace(RULES["titans"], optimiser=Reset()), 0, time=35)
     oracle = everything(recurrent, problem)
-    for form in (chunkwise, incremental):
+    for form in (chunkwise, fused_recurrent):
         gap, where = worst(everything(form, problem), oracle)
         assert gap < 1e-8, where

@@ -13,7 +13,7 @@ from atlas_memory.memory import (
     resolve_rule,
 )
 from atlas_memory.ops.cost import multiply_adds, state_bytes
-from atlas_memory.ops.muon_space import TOGETHER, Spaces
+from atlas_memory.ops.muon_space import TOGETHER, MuonSpace
 from tests.counting import flop_counter, triangular
 
 from .problems import Problem, random_problem
@@ -22,11 +22,11 @@ from .problems import Problem, random_problem
 # several blocks.
 VARIANTS = {
     "every-third": RULES["atlas-linear"].vary(optimiser={"every": 3}, window={"chunk": 9}),
-    "to-start": RULES["titans"].vary(retention={"to_start": True}),
-    "delta-to-start": RULES["hope"].vary(retention={"to_start": True}),
-    "frozen-gradients": RULES["omeganet"].vary(optimiser={"live": False}),
-    "frozen-momentum": RULES["titans"].vary(optimiser={"live": False}),
-    "printed": RULES["omeganet"].vary(retention={"to_start": False}, optimiser={"bounded": False}),
+    "to-start": RULES["titans"].vary(retention={"to_initial": True}),
+    "delta-to-start": RULES["hope"].vary(retention={"to_initial": True}),
+    "frozen-gradients": RULES["omeganet"].vary(optimiser={"online": False}),
+    "frozen-momentum": RULES["titans"].vary(optimiser={"online": False}),
+    "printed": RULES["omeganet"].vary(retention={"to_initial": False}, optimiser={"normalised": False}),
     "frozen": RULES["titans"].vary(window={"read": "frozen"}),
     "three": RULES["omeganet"].vary(network={"depth": 3, "expansion": 2}),
     "muon-settles": RULES["atlas-identity"].vary(retention={"kind": "LqNorm"}, optimiser={"every": None}),
@@ -35,7 +35,7 @@ VARIANTS = {
     "blocks-momentum": RULES["titans"].vary(window={"size": 5, "chunk": 56}),
     "blocks-muon": RULES["atlas"].vary(window={"chunk": 40}, optimiser={"every": 8}),
     "muon-frozen": RULES["atlas"].vary(
-        optimiser={"live": False, "every": 3}, window={"size": 3, "chunk": 9}, retention={"kind": "RowNorm"}
+        optimiser={"online": False, "every": 3}, window={"size": 3, "chunk": 9}, retention={"kind": "RowNorm"}
     ),
 }
 
@@ -67,7 +67,7 @@ def test_multiply_adds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(rule, 3 * b, dim=8)
     for time in (2 * b, 3 * b):
         with torch.no_grad(), flop_counter() as counter:
-            chunkwise(*given.between(0, time).arguments(), spaces=Spaces(together=TOGETHER, eigenvalues=False))
+            chunkwise(*given.between(0, time).arguments(), muon_space=MuonSpace(together=TOGETHER, eigenvalues=False))
         counts.append(counter.get_total_flops() / 2)
     uncounted = 2 * triangular(rule, 8)
     ratio = (multiply_adds(rule, dim=8, heads=2) * b - uncounted) / (counts[1] - counts[0])

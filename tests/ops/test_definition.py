@@ -33,7 +33,7 @@ RETENTIONS = {
 
 def agree(rule, chunk, scale=1.0):
     rule = rule.vary(window={"size": min(rule.window.size, 3), "chunk": chunk})
-    dim, channels = 2 if rule.features.endless else 3, rule.network.norm and not rule.optimiser.mixes_rows
+    dim, channels = 2 if rule.features.infinite else 3, rule.network.norm and not rule.optimiser.mixes_rows
     problem = random_problem(rule, 0, 1, 2, TIME, dim, channels=channels)
     problem.gates = replace(problem.gates, eta=scale * problem.gates.eta.detach())
     y, state = recurrent(*problem.arguments())
@@ -54,13 +54,15 @@ def test_every_rule_as_it_stands(name, chunk):
 @pytest.mark.parametrize("name", RULES)
 def test_frozen_gradients_and_decay_to_zero(name):
     """Normalised steps alone."""
-    agree(RULES[name].printed().vary(optimiser={"bounded": True}), 4)
+    agree(RULES[name].printed().vary(optimiser={"normalised": True}), 4)
 
 
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.live and not rule.optimiser.waits])
+@pytest.mark.parametrize(
+    "name", [name for name, rule in RULES.items() if rule.online and not rule.optimiser.estimates_change]
+)
 def test_online_gradients_alone(name):
-    scale = 1e-5 if RULES[name].retention.settles else 0.002 if RULES[name].network.norm else 0.03
-    agree(RULES[name].printed().vary(optimiser={"live": True}), 4, scale)
+    scale = 1e-5 if RULES[name].retention.has_mirror_map else 0.002 if RULES[name].network.norm else 0.03
+    agree(RULES[name].printed().vary(optimiser={"online": True}), 4, scale)
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
@@ -71,9 +73,9 @@ def test_every_retention(retention, chunk):
 
 @pytest.mark.parametrize("name", ["lact", "atlas"])
 def test_the_pending_update_is_shown(name):
-    agree(RULES[name].vary(optimiser={"every": None, "shows": True}), 4)
-    with pytest.raises(ValueError, match="shows=True"):
-        RULES[name].vary(optimiser={"bounded": False, "shows": True})
+    agree(RULES[name].vary(optimiser={"every": None, "read_pending": True}), 4)
+    with pytest.raises(ValueError, match="read_pending=True"):
+        RULES[name].vary(optimiser={"normalised": False, "read_pending": True})
 
 
 @pytest.mark.parametrize("name", ["titans", "atlas", "hope"])

@@ -21,17 +21,17 @@ from atlas_memory.memory import (
     Rule,
     Window,
     chunkwise,
-    incremental,
+    fused_recurrent,
     l2_normalise,
     recurrent,
 )
 
 from .problems import error, random_problem
 
-FORMS = {"recurrent": recurrent, "chunkwise": chunkwise, "incremental": incremental}
+FORMS = {"recurrent": recurrent, "chunkwise": chunkwise, "incremental": fused_recurrent}
 DEGREE = 16  # 1/17! = 3e-15
 NAMED = [name for name, rule in RULES.items() if isinstance(rule.features, Exponential)]
-LINEAR = Rule(Exponential(), Linear(), DotProduct(), Keep(), GradientDescent(bounded=False), Window(1, 4))
+LINEAR = Rule(Exponential(), Linear(), DotProduct(), Keep(), GradientDescent(normalised=False), Window(1, 4))
 
 
 def randn(seed, *shape):
@@ -53,14 +53,14 @@ def test_it_is_the_limit_of_the_polynomial_kernels(name, form):
     size = 1 if RULES[name].window.size == 1 else 3
     rule = RULES[name].vary(window={"size": size, "chunk": 4}, features={"kind": "Exponential", "horizon": None})
     problem = random_problem(rule, 0, batch=1, time=11, dim=2)
-    lifted = Polynomial(DEGREE)
-    finite = replace(rule, features=lifted)
+    feature_mapped = Polynomial(DEGREE)
+    finite = replace(rule, features=feature_mapped)
     shapes = finite.shapes(2)
     initial = tuple(
         F.pad(m, (1, shape[1] - 1 - m.shape[-1])) if up else m
-        for m, shape, up in zip(problem.params.initial, shapes, rule.network.lifted, strict=True)
+        for m, shape, up in zip(problem.params.initial, shapes, rule.network.feature_mapped, strict=True)
     )
-    other = replace(problem, rule=finite, params=Params(initial, lifted.initial_sqrt_a()))
+    other = replace(problem, rule=finite, params=Params(initial, feature_mapped.initial_sqrt_a()))
     ours, theirs = (outputs_and_gradients(FORMS[form], p, problem.params.initial) for p in (problem, other))
     assert max(error(a, b) for a, b in zip(ours, theirs, strict=True)) < 1e-8
 
@@ -85,7 +85,7 @@ def test_deep_transformer_with_a_matrix_is_softmax_attention_without_its_denomin
 def test_dot_with_a_matrix_is_the_delta_rule_in_its_feature_space(form):
     """ATLAS Eqs. 27-28, c = 1: a coefficient a token, u_t = 2 eta_t (v_t - sum_{i<t} A_{t-1,i} u_i exp(k_i.k_t)), A the
     products of alpha, and y_t = sum_{i<=t} A_{t,i} u_i exp(k_i.q_t)."""
-    rule = replace(RULES["dot"], network=Linear(), optimiser=GradientDescent(bounded=False), window=Window(1, 1))
+    rule = replace(RULES["dot"], network=Linear(), optimiser=GradientDescent(normalised=False), window=Window(1, 1))
     problem = random_problem(rule, 0, batch=1, heads=1, time=12, dim=3)
     problem.params = Params((torch.zeros(1, 3, 3).double(),))
     q, k, v = (x[0, 0].detach() for x in (problem.q, problem.k, problem.v))

@@ -37,17 +37,17 @@ from atlas_memory.memory import (
     Softmax,
     Window,
     chunkwise,
-    incremental,
+    fused_recurrent,
     recurrent,
 )
 from atlas_memory.ops import fast_weight
-from atlas_memory.ops import triangular as live
-from atlas_memory.ops.muon_space import Spaces
+from atlas_memory.ops import triangular as online
+from atlas_memory.ops.muon_space import MuonSpace
 from atlas_memory.rules.retention import LqNorm, RowNorm
 
 from .problems import Problem, error, everything, nudged, random_problem, resized, worst
 
-FORMS = {"chunkwise": chunkwise, "recomputed": partial(chunkwise, recompute=1), "incremental": incremental}
+FORMS = {"chunkwise": chunkwise, "recomputed": partial(chunkwise, recompute=1), "incremental": fused_recurrent}
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
 
 endings = {"residual": st.booleans(), "norm": st.booleans()}
@@ -78,7 +78,7 @@ axes = {
         st.builds(Huber, st.just("mixture"), st.sampled_from([0.3, 1.0])),
     ),
     "retention": st.one_of(
-        st.sampled_from([Decay(), Decay(to_start=True), Keep()]),
+        st.sampled_from([Decay(), Decay(to_initial=True), Keep()]),
         st.sampled_from([kind() for kind in KINDS["retention"]] + [Softmax(lag=False), ElasticNet(local=False)]),
     ),
     "optimiser": st.one_of(
@@ -87,7 +87,7 @@ axes = {
             Muon,
             steps=st.integers(1, 5),
             limit=st.sampled_from([0.25, 1.0]),
-            shows=st.booleans(),
+            read_pending=st.booleans(),
         ),
     ),
     "window": st.one_of(
@@ -118,7 +118,7 @@ def rules(draw) -> Rule:
         network=MLP(depth=1, expansion=3, activation="silu"),
         bias=Lp(1.5),
         retention=LqNorm(q=4.0),
-        optimiser=Momentum(bounded=True, live=True),
+        optimiser=Momentum(normalised=True, online=True),
         window=Window(size=9, chunk=1),
     ),
     **dict(seed=3258, batch=1, heads=2, time=15, dim=3, channels=True, eigenvalues=False, block=128, recompute=None),
@@ -144,7 +144,7 @@ def rules(draw) -> Rule:
     dim=st.integers(1, 5),
     channels=st.booleans(),
     eigenvalues=st.booleans(),
-    block=st.sampled_from([1, 6, 20, live.BLOCK]),
+    block=st.sampled_from([1, 6, 20, online.BLOCK]),
     recompute=st.sampled_from([None, 1, 2]),
 )
 def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, eigenvalues, block, recompute):
@@ -155,9 +155,9 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, 
     dim = dim + 2 * rule.network.norm + signs
     problem = random_problem(rule, seed, batch, heads, time, dim, channels=channels)
     oracle = everything(recurrent, problem)
-    chunks = partial(chunkwise, spaces=Spaces(eigenvalues=eigenvalues), recompute=recompute)
-    for name, form in {"chunkwise": chunks, "incremental": incremental}.items():
-        with patch.object(live, "BLOCK", block):
+    chunks = partial(chunkwise, muon_space=MuonSpace(eigenvalues=eigenvalues), recompute=recompute)
+    for name, form in {"chunkwise": chunks, "incremental": fused_recurrent}.items():
+        with patch.object(online, "BLOCK", block):
             gap, where = worst(everything(form, problem), oracle)
         # A memory on phi* is zero at first, and a layer norm of zero is so steep that one ulp of k moves the definition
         # itself by 1e-9.
@@ -174,10 +174,10 @@ def test_forms_agree_on_any_rule(rule, seed, batch, heads, time, dim, channels, 
 @pytest.mark.parametrize("every", [1, 2, None])
 @pytest.mark.parametrize("name", ["atlas", "atlas++", "atlas-linear", "lact"])
 def test_forms_agree_on_printed_muon(name, every):
-    rule = RULES[name].vary(optimiser={"every": every, "bounded": False}, window={"chunk": 4})
+    rule = RULES[name].vary(optimiser={"every": every, "normalised": False}, window={"chunk": 4})
     problem = random_problem(rule, 1, time=11)
     oracle = everything(recurrent, problem)
-    for form in (chunkwise, incremental):
+    for form in (chunkwise, fused_recurrent):
         gap, where = worst(everything(form, problem), oracle)
         assert gap < 1e-8, where
 
@@ -215,7 +215,7 @@ def with_channels(names: list[str]) -> list[tuple[str, bool]]:
     return [(name, many) for name in names for many in (False, True) if not (many and RULES[name].optimiser.mixes_rows)]
 
 
-LIVE = [name for name in NAMES if RULES[name].live and RULES[name].window.size > 1]
+LIVE = [name for name in NAMES if RULES[name].online and RULES[name].window.size > 1]
 
 
 @pytest.mark.parametrize("name,channels", with_channels(LIVE))
@@ -225,7 +225,7 @@ def test_errors_of_windows_in_blocks(monkeypatch, name, channels):
     problem = random_problem(rule, 4, time=31, channels=channels)
     oracle = everything(recurrent, problem)
     for block in (1, 7, 24):
-        monkeypatch.setattr(live, "BLOCK", block)
+        monkeypatch.setattr(online, "BLOCK", block)
         gap, where = worst(everything(chunkwise, problem), oracle)
         assert gap < 1e-8, (where, block)
 
@@ -246,7 +246,7 @@ def test_muon_every_r_tokens(every):
     problem = random_problem(rule, 3, time=21)
     oracle = everything(recurrent, problem)
     for eigenvalues in (False, True):
-        form = partial(chunkwise, spaces=Spaces(eigenvalues=eigenvalues))
+        form = partial(chunkwise, muon_space=MuonSpace(eigenvalues=eigenvalues))
         gap, where = worst(everything(form, problem), oracle)
         assert gap < 1e-8, (where, eigenvalues)
 
@@ -258,7 +258,7 @@ def test_any_split_into_calls_gives_the_whole(name):
     with torch.no_grad():
         whole, end = recurrent(*problem.arguments())
     cuts = ([5], [1, 2, 10], [7], [0, 15, 16])  # at a chunk's end, within chunks, at both ends
-    for form, at in [*product((chunkwise, incremental), cuts), (recurrent, [0, 1, 5, 7, 15, 16])]:
+    for form, at in [*product((chunkwise, fused_recurrent), cuts), (recurrent, [0, 1, 5, 7, 15, 16])]:
         state, pieces = None, []
         with torch.set_grad_enabled(form is not recurrent):
             for start, stop in pairwise([0, *at, 16]):
@@ -288,7 +288,7 @@ def test_rows_of_different_length_and_phase(name):
     lengths = torch.tensor([9, 3, 0]), torch.tensor([2, 7, 5])
     calls = [*zip((first, replace(second, params=first.params)), lengths, strict=True)]
     alone = [read_alone(calls, row) for row in range(3)]
-    for form in (recurrent, chunkwise, incremental):
+    for form in (recurrent, chunkwise, fused_recurrent):
         state, outputs = None, []
         for problem, length in calls:
             gates = replace(problem.gates, length=length)
@@ -325,7 +325,7 @@ def latest_columns(a, b, dim=4):
     return torch.cat([a[..., :dim], a[..., dim + more :]], -1)
 
 
-@pytest.mark.parametrize("form", [recurrent, chunkwise, incremental])
+@pytest.mark.parametrize("form", [recurrent, chunkwise, fused_recurrent])
 def test_inference_mode_gives_the_same_numbers(form):
     problem = random_problem(RULES["atlas"].vary(window={"size": 2, "chunk": 4}), 0, time=9)
     y, end = form(*problem.arguments())
@@ -336,7 +336,7 @@ def test_inference_mode_gives_the_same_numbers(form):
     assert y3.isfinite().all()
 
 
-@pytest.mark.parametrize("form", [recurrent, chunkwise, incremental])
+@pytest.mark.parametrize("form", [recurrent, chunkwise, fused_recurrent])
 def test_closed_gates_and_gates_left_out(form):
     """alpha = theta = 0 and hard gamma are exact, with gradients; gates that are None mean 1, 0 and 1."""
     rule = RULES["atlas"].vary(window={"size": 2, "chunk": 4})
@@ -397,7 +397,7 @@ def test_wrong_shapes_are_named():
             chunkwise(rule, params, q, k, v, replace(gates, **{name: torch.full_like(gates.eta, value)}))
     with pytest.raises(ValueError, match=r"params\.initial must have shapes"):
         chunkwise(RULES["titans"], params, q, k, v, Gates(gates.eta))
-    for form in (recurrent, chunkwise, incremental):
+    for form in (recurrent, chunkwise, fused_recurrent):
         with pytest.raises(ValueError, match=r"gate alpha must have .* heads come before time: transpose\(1, 2\)"):
             form(rule, params, q, k, v, replace(gates, alpha=gates.eta.transpose(1, 2)))
         for length in ([-1, 5], [5, 99]):

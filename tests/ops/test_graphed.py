@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from atlas_memory.memory import RULES, chunkwise, incremental
+from atlas_memory.memory import RULES, chunkwise, fused_recurrent
 from atlas_memory.ops import cuda_graphs as graphed
 from atlas_memory.ops.cuda_graphs import CALLS, KEPT, Graphs, Recording
 
@@ -82,7 +82,7 @@ def test_forms_and_missing_gates_are_told_apart(graphs):
     bare = given.gates.map(lambda g: g)
     bare = type(bare)(bare.eta, gamma=bare.gamma)
     for _ in range(CALLS + 1):
-        for form in (chunkwise, incremental):
+        for form in (chunkwise, fused_recurrent):
             for gates in (given.gates, bare):
                 y, _ = graphs(form, given.rule, given.params, given.q, given.k, given.v, gates)
                 expected, _ = form(given.rule, given.params, given.q, given.k, given.v, gates)
@@ -151,7 +151,7 @@ def test_under_checkpointing_nothing_is_recorded_or_replayed(monkeypatch):
 
 
 def test_another_rule_is_another_recording(graphs):
-    given, other = problem("titans", time=11), RULES["titans"].vary(optimiser={"bounded": False})
+    given, other = problem("titans", time=11), RULES["titans"].vary(optimiser={"normalised": False})
     other = resized(other, 3, 4)
     for rule in (given.rule, other):
         for _ in range(CALLS + 1):
@@ -165,7 +165,7 @@ def test_ever_new_shapes_are_forgotten(graphs, monkeypatch):
     with torch.no_grad():
         for time in range(1, 20):
             graphs(chunkwise, *problem(time=time).arguments())
-            assert len(graphs.met) <= 5
+            assert len(graphs.seen_shapes) <= 5
 
 
 def test_what_cannot_be_recorded_is_computed_and_said_once(graphs, monkeypatch):
@@ -194,11 +194,11 @@ def test_copies_begin_without_recordings(graphs):
     for _ in range(CALLS + 1):
         graphs(chunkwise, *problem(time=11).arguments())
     for copied in (copy.deepcopy(graphs), pickle.loads(pickle.dumps(graphs))):
-        assert graphs.recordings and not copied.recordings and not copied.met
+        assert graphs.recordings and not copied.recordings and not copied.seen_shapes
 
 
 def test_on_a_cpu_nothing_is_recorded():
     graphs = Graphs()
     for _ in range(CALLS + 2):
         graphs(chunkwise, *problem(time=11).arguments())
-    assert not graphs.recordings and not graphs.met
+    assert not graphs.recordings and not graphs.seen_shapes

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atlas_memory.memory import RULES, Gates, Params, chunkwise, initial_state, l2_normalise, recurrent
-from atlas_memory.ops.chunk_layout import Grid, groups, place_of_all
+from atlas_memory.ops.chunk_layout import ChunkLayout, groups, place_of_all
 
 CHUNK, HEADS, DIM, TIME = 12, 2, 4, 29
 
@@ -31,9 +31,9 @@ CHUNK, HEADS, DIM, TIME = 12, 2, 4, 29
 )
 def test_a_call_shorter_than_a_chunk_has_few_empty_slots(rule, options, before, time, slots) -> None:
     rule = RULES[rule].vary(window={"chunk": CHUNK}, optimiser=options)
-    grid = Grid.of(rule, time, None, None, before)
-    assert (grid.chunk, grid.count) == (slots, -(-time // slots))
-    assert grid.filled(0) == (before + time >= CHUNK)
+    layout = ChunkLayout.of(rule, time, None, None, before)
+    assert (layout.chunk, layout.count) == (slots, -(-time // slots))
+    assert layout.filled(0) == (before + time >= CHUNK)
 
 
 @pytest.mark.parametrize("whole", [False, True])

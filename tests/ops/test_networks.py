@@ -50,29 +50,29 @@ def instance(network, features, dim=3, time=4):
     norm = tuple(n.double() for n in norm) if network.norm else None
 
     def apply_with(weights):
-        return lambda i, u: (features.expand(u) if network.lifted[i] else u) @ weights[i].mT
+        return lambda i, u: (features.expand(u) if network.feature_mapped[i] else u) @ weights[i].mT
 
     def predict(weights, x):
         return network.forward(apply_with(weights), x, norm)
 
-    return rule, weights, x, v, predict, network.trace(apply_with(weights), x, norm), norm
+    return rule, weights, x, v, predict, network.forward_cache(apply_with(weights), x, norm), norm
 
 
 @pytest.mark.parametrize("bias", BIASES, ids=str)
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("network", NETWORKS, ids=str)
 def test_deltas_are_the_gradient(network, features, bias):
-    _rule, weights, x, v, predict, trace, norm = instance(network, features)
+    _rule, weights, x, v, predict, cache, norm = instance(network, features)
     if bias.has_delta:  # thresholds below and above the errors
         v = torch.cat([v, torch.tensor([0.1, 1.0, 3.0, 50.0]).double()[:, None]], -1)
-    assert error(trace.prediction, predict(weights, x)) < 1e-12
+    assert error(cache.prediction, predict(weights, x)) < 1e-12
     leaves = tuple(w.clone().requires_grad_() for w in weights)
     autograd = torch.autograd.grad(
         bias.value(predict(leaves, x), v).sum(), leaves, allow_unused=True, materialize_grads=True
     )
-    deltas = network.back(weights, trace, network.body_error(trace, bias.derivative(trace.prediction, v), norm))
-    for delta, u, lifted, grad in zip(deltas, trace.inputs, network.lifted, autograd, strict=True):
-        assert error(delta.mT @ (features.expand(u) if lifted else u), grad) < 1e-10
+    deltas = network.back(weights, cache, network.pre_norm_error(cache, bias.derivative(cache.prediction, v), norm))
+    for delta, u, feature_mapped, grad in zip(deltas, cache.inputs, network.feature_mapped, autograd, strict=True):
+        assert error(delta.mT @ (features.expand(u) if feature_mapped else u), grad) < 1e-10
 
 
 @pytest.mark.parametrize("features", FEATURES)
@@ -80,23 +80,23 @@ def test_deltas_are_the_gradient(network, features, bias):
 def test_gains_bound_the_jacobians(network, features):
     """The largest singular values of d body / d (W_l f_l). What power iteration misses of the matrices between the two
     is given back: how much that may be is tested below."""
-    _rule, weights, x, _v, _predict, trace, _norm = instance(network, features)
-    gains = network.gains(weights, trace)
+    _rule, weights, x, _v, _predict, cache, _norm = instance(network, features)
+    jacobian_bounds = network.jacobian_bounds(weights, cache)
 
-    def body(moved, t):
+    def pre_norm(moved, t):
         def apply(i, u):
-            return (features.expand(u) if network.lifted[i] else u) @ weights[i].mT + moved[i]
+            return (features.expand(u) if network.feature_mapped[i] else u) @ weights[i].mT + moved[i]
 
-        return network.body(apply, x[t : t + 1])[0]
+        return network.pre_norm(apply, x[t : t + 1])[0]
 
     missed = [1.0] * len(weights)
-    for i in (i for i, lifted in enumerate(network.lifted) if not lifted):
+    for i in (i for i, feature_mapped in enumerate(network.feature_mapped) if not feature_mapped):
         w = weights[i][:, : weights[i - 1].shape[0]]  # without the column of a bias
         missed[i] = torch.linalg.matrix_norm(w, 2) ** 2 / squared_spectral_norm(w)
 
     for t in range(len(x)):
         still = tuple(torch.zeros(len(w), dtype=w.dtype) for w in weights)
-        for i, (gain, jacobian) in enumerate(zip(gains, jacrev(body)(still, t), strict=True)):
+        for i, (gain, jacobian) in enumerate(zip(jacobian_bounds, jacrev(pre_norm)(still, t), strict=True)):
             bound = gain[t] * math.prod(missed[i + 1 :])
             assert torch.linalg.matrix_norm(jacobian, 2) ** 2 <= bound * (1 + 1e-9)
 
@@ -109,30 +109,32 @@ def test_response_bounds_how_fast_the_error_at_a_layer_norm_grows(bias, length):
     of 0.9 never turns the answer past the value."""
     network, exact = Linear(norm=True), 0
     for equal in (False, True):
-        body = 0.5 * torch.randn(200, 6).double()
+        pre_norm = 0.5 * torch.randn(200, 6).double()
         gain = torch.full((6,), 1.3).double() if equal else 1 + 0.3 * torch.randn(6).double()
         norm, x = (gain, 0.3 * torch.randn(6).double()), torch.randn(200, 6).double()
-        trace = network.traced(x, [(x, ())], body, norm)
+        cache = network.make_cache(x, [(x, ())], pre_norm, norm)
         direction = torch.randn(200, 6).double()
-        v = trace.prediction + torch.linspace(0.1, 3, 200).double()[:, None] * direction
+        v = cache.prediction + torch.linspace(0.1, 3, 200).double()[:, None] * direction
         v = norm[1] + length * nn.functional.normalize(v - norm[1], dim=-1)
-        slope = bias.derivative(trace.prediction, v)
-        curvature = bias.curvature(trace.prediction, v)
-        found = network.response(trace, curvature, slope, norm)
-        along = network.body_error(trace, slope, norm)
+        slope = bias.derivative(cache.prediction, v)
+        curvature = bias.curvature(cache.prediction, v)
+        found = network.curvature_bound(cache, curvature, slope, norm)
+        along = network.pre_norm_error(cache, slope, norm)
 
-        def loss(moved, body=body, x=x, norm=norm, v=v):
+        def loss(moved, pre_norm=pre_norm, x=x, norm=norm, v=v):
             return bias.value(network.end(x, moved, norm), v).sum()
 
-        second = (torch.func.jvp(torch.func.grad(loss), (body,), (along,))[1] * along).sum(-1) / along.square().sum(-1)
+        second = (torch.func.jvp(torch.func.grad(loss), (pre_norm,), (along,))[1] * along).sum(-1) / along.square().sum(
+            -1
+        )
         assert (second <= found * (1 + 1e-3)).all()  # the layer norm's epsilon
         if equal:
-            least = 0.5 * curvature * gain[0] ** 2 / body.var(-1, correction=0).clamp_max(1.0)
-            tight = (found > least * (1 + 1e-3)) & (body.var(-1, correction=0) < 1)
+            least = 0.5 * curvature * gain[0] ** 2 / pre_norm.var(-1, correction=0).clamp_max(1.0)
+            tight = (found > least * (1 + 1e-3)) & (pre_norm.var(-1, correction=0) < 1)
             torch.testing.assert_close(found[tight], second[tight], rtol=1e-3, atol=1e-6)
             exact += int(tight.sum())
-            short = body.std(-1, correction=0) < 1
-            ways = (body, body - 0.9 * along / found[:, None], v - norm[1])
+            short = pre_norm.std(-1, correction=0) < 1
+            ways = (pre_norm, pre_norm - 0.9 * along / found[:, None], v - norm[1])
             before, after, goal = (nn.functional.normalize(way - way.mean(-1, keepdim=True), dim=-1) for way in ways)
             turned, due = ((before * other).sum(-1).clamp(-1, 1).acos() for other in (after, goal))
             assert (turned <= due + 1e-6)[short].all()

@@ -78,7 +78,7 @@ def test_ttt_linear(form):
     """Their mini-batch is our chunk. There LN(W k + b) learns v - k, here k + LN(W k + b) learns v: the same step.
     Their writes of a mini-batch all have the rate of the token that reads, so rates are constant in each here."""
     theirs = naive("ttt").chunk_ttt_linear_ref
-    rule = RULES["ttt-linear"].vary(window={"chunk": 8}, optimiser={"bounded": False})
+    rule = RULES["ttt-linear"].vary(window={"chunk": 8}, optimiser={"normalised": False})
     problem = random_problem(rule, 0, BATCH, HEADS, TIME, DIM)
     problem.params = Params(problem.params.initial, None, problem.params.norm)
     eta = 0.05 * problem.gates.eta.detach()[..., ::8].repeat_interleave(8, -1)
@@ -106,5 +106,5 @@ def test_ttt_linear(form):
         _, state = form(*problem.between(t, t + 1).arguments(), state)
         w = state.weights[0]
         bodies.append(w[..., 1:] @ problem.q[:, :, t, :, None] + w[..., :1])
-    body = torch.cat(bodies, -1).mT
-    assert error(y - problem.q + body, expected.transpose(1, 2)) < 1e-5
+    pre_norm = torch.cat(bodies, -1).mT
+    assert error(y - problem.q + pre_norm, expected.transpose(1, 2)) < 1e-5

@@ -36,14 +36,14 @@ def test_softmax_solves_kullback_leibler_with_entropy(scale, seed):
     """eta <g, W> + scale (KL(W, W_prev) + beta sum W log W) on the scaled simplex: alpha = 1 / (1 + beta), and
     eta / (1 + beta) is the paper's eta' (Eqs. 20-21, where scale is 1)."""
     retention = Softmax(scale)
-    previous, g, eta, beta = retention.settle(*3 * [randn(seed, ROWS, COLUMNS)]), randn(9, ROWS, COLUMNS), 0.7, 0.4
+    previous, g, eta, beta = retention.mirror_map(*3 * [randn(seed, ROWS, COLUMNS)]), randn(9, ROWS, COLUMNS), 0.7, 0.4
 
     def objective(w):
         divergence = (w * (w / previous).log() - w + previous).sum()
         return eta * (g * w).sum() + scale * (divergence + beta * (w * w.log()).sum())
 
     a = scale * previous.log() / (1 + beta) - eta / (1 + beta) * g
-    w = retention.settle(a, previous, previous)
+    w = retention.mirror_map(a, previous, previous)
     assert torch.allclose(w.mean(-1), torch.full((ROWS,), scale).double())
     assert max(spread_of_the_gradient(objective, w)) < 1e-10
 
@@ -60,12 +60,12 @@ def test_f_divergence_solves_pearsons(scale, size):
     def objective(w):
         return (step * w).sum() + (previous * (w / previous - 1) ** 2).sum() / 2
 
-    w = retention.settle(-step, previous, previous)
+    w = retention.mirror_map(-step, previous, previous)
     assert (w >= 0).all() and torch.allclose(w.mean(-1), torch.full((ROWS,), scale).double())
     assert bool((w == 0).any()) == (size > 0.1)
     assert max(spread_of_the_gradient(objective, w)) < 1e-9
     # What is at zero stays there, multiplied, and takes nothing from the rest.
-    again = retention.settle(-step, w, previous)
+    again = retention.mirror_map(-step, w, previous)
     assert (again[w == 0] == 0).all() and torch.allclose(again.mean(-1), torch.full((ROWS,), scale).double())
 
 
@@ -83,7 +83,7 @@ def test_elastic_net_solves_its_problem(local):
     else:
         threshold, accumulated = eta / a, previous - eta * g
         curvature, slope = 1.0, -accumulated
-    w = ElasticNet(threshold, local).settle(accumulated[None], previous[None], previous[None])[0]
+    w = ElasticNet(threshold, local).mirror_map(accumulated[None], previous[None], previous[None])[0]
     # Zero lies in curvature w + slope + (eta / a) d|w|: sign(w) where w is not zero, [-1, 1] where it is.
     residual = curvature * w + slope
     assert torch.allclose(residual[w != 0], -(eta / a) * w[w != 0].sign(), atol=1e-12)
@@ -95,9 +95,9 @@ def test_elastic_net_forgets_what_falls_below_and_ftrl_does_not():
     for local, end in ((True, 0.0), (False, 0.2)):
         retention, a = ElasticNet(1.0, local), zero
         for _ in range(2):
-            settled = retention.settle(a + write, zero, zero)
-            a = retention.restart(a + write, settled)
-        assert settled.item() == pytest.approx(end)
+            mirrored = retention.mirror_map(a + write, zero, zero)
+            a = retention.restart(a + write, mirrored)
+        assert mirrored.item() == pytest.approx(end)
     initial = torch.tensor([[0.5, 2.0]])
     assert ElasticNet(1.0).begin(initial)[1].tolist() == [[0.0, 1.0]]  # it starts as it goes on, from W
     assert ElasticNet(1.0, local=False).begin(initial)[1] is initial
@@ -108,8 +108,8 @@ def test_sigmoid_is_a_bregman_step(scale):
     """eta <g, W> + D_F(W, W_prev), F' = logit(W / scale): F'(W) = F'(W_prev) - eta g, and entries stay inside."""
     retention, step = Sigmoid(scale), 5 * randn(1, ROWS, COLUMNS)
     a = randn(0, ROWS, COLUMNS)
-    previous = retention.settle(a, a, a)
-    w = retention.settle(a - step, previous, a)
+    previous = retention.mirror_map(a, a, a)
+    w = retention.mirror_map(a - step, previous, a)
     assert ((w > 0) & (w < scale)).all()
     assert torch.allclose((w / scale).logit(), (previous / scale).logit() - step)
 
@@ -119,7 +119,7 @@ def test_l_q_is_the_mirror_map_of_half_the_squared_norm(q):
     """FTRL with |W|_p^2 / 2, 1/p + 1/q = 1, has W = grad |A|_q^2 / 2 = sign(A) |A|^(q - 1) / |A|_q^(q - 2). The paper's
     Eq. 24 keeps A where this has sign(A) |A|^(q - 1), which for q = 2 is the same; what we hold is Eq. 24."""
     a = randn(0, ROWS, COLUMNS)
-    w = LqNorm(q).settle(a, a, a)
+    w = LqNorm(q).mirror_map(a, a, a)
     assert error(w, a / torch.linalg.vector_norm(a, q) ** (q - 2)) < 1e-12
     if q == 2.0:
         assert torch.equal(w, a)
@@ -128,14 +128,14 @@ def test_l_q_is_the_mirror_map_of_half_the_squared_norm(q):
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-3, 1e3, 1e12])
 def test_l_q_at_any_size(size):
     a = (size * torch.randn(ROWS, COLUMNS)).requires_grad_()
-    w = LqNorm().settle(a, a, a)
+    w = LqNorm().mirror_map(a, a, a)
     (grad,) = torch.autograd.grad(w.sum(), a)
     assert w.isfinite().all() and grad.isfinite().all()
 
 
 def test_row_norm_keeps_lengths_and_directions():
     initial, a = randn(0, ROWS, COLUMNS), 7 * randn(1, ROWS, COLUMNS)
-    w = RowNorm().settle(a, a, initial)
+    w = RowNorm().mirror_map(a, a, initial)
     assert torch.allclose(w.norm(dim=-1), initial.norm(dim=-1))
     assert torch.allclose(torch.cosine_similarity(w, a, dim=-1), torch.ones(ROWS).double())
 

@@ -32,7 +32,7 @@ from atlas_memory.memory import (
     Softmax,
     Window,
     chunkwise,
-    incremental,
+    fused_recurrent,
     recurrent,
     resolve_rule,
 )
@@ -50,7 +50,7 @@ def test_a_new_rule_is_a_row():
     rule = replace(RULES["yaad"], retention=Keep(), optimiser=Momentum(), window=Window(size=4, chunk=8))
     problem = random_problem(rule, seed=0, time=19)
     definition = everything(recurrent, problem)
-    for form in (chunkwise, incremental):  # outputs, state and every outer gradient
+    for form in (chunkwise, fused_recurrent):  # outputs, state and every outer gradient
         assert worst(everything(form, problem), definition)[0] < 1e-8
     y, end = chunkwise(*problem.arguments())
     first, state = chunkwise(*problem.between(0, 7).arguments())  # any split into calls gives the whole
@@ -60,23 +60,23 @@ def test_a_new_rule_is_a_row():
 
 
 # What tests/reference cannot check, since it starts at the printed rows: what the rows are themselves.
-FADING = Decay(to_start=True)  # deep memories do not come back from zero; the papers print Decay()
+FADING = Decay(to_initial=True)  # deep memories do not come back from zero; the papers print Decay()
 ROWS = {
     "atlas": (Polynomial(2), MLP(2, 4), FADING, Muon(steps=5, every=1)),
     "atlas++": (Polynomial(2), GatedMLP(4), FADING, Muon()),
     "omeganet": (Polynomial(2), MLP(2, 4), FADING, GradientDescent()),
     "dla": (Polynomial(2), MLP(2, 4), FADING, GradientDescent()),
-    "swla": (Polynomial(2, constant=0.1), Linear(), Decay(), GradientDescent(bounded=False)),
+    "swla": (Polynomial(2, constant=0.1), Linear(), Decay(), GradientDescent(normalised=False)),
     "deeptransformer": (Exponential(), MLP(2, 4), FADING, GradientDescent()),
     "swdt": (Exponential(64), MLP(2, 4), FADING, GradientDescent()),
     "dot": (Exponential(), MLP(2, 4), FADING, GradientDescent()),
     "titans": (Identity(), MLP(2, 4), FADING, Momentum()),
-    "moneta": (Identity(), MLP(2, 4, norm=True), LqNorm(4, to_start=True), GradientDescent()),
+    "moneta": (Identity(), MLP(2, 4, norm=True), LqNorm(4, to_initial=True), GradientDescent()),
     "yaad": (Identity(), MLP(2, 4, norm=True), FADING, GradientDescent()),
-    "memora": (Identity(), MLP(2, 4, norm=True), Softmax(scale=0.5, to_start=True), GradientDescent()),
+    "memora": (Identity(), MLP(2, 4, norm=True), Softmax(scale=0.5, to_initial=True), GradientDescent()),
     "hope": (Identity(), MLP(2, 4), FADING, DeltaGradientDescent()),
-    "deltanet": (Identity(), Linear(), Keep(), DeltaGradientDescent(bounded=False)),
-    "gated-deltanet": (Identity(), Linear(), Decay(), DeltaGradientDescent(bounded=False, after_decay=True)),
+    "deltanet": (Identity(), Linear(), Keep(), DeltaGradientDescent(normalised=False)),
+    "gated-deltanet": (Identity(), Linear(), Decay(), DeltaGradientDescent(normalised=False, after_decay=True)),
     "ttt-linear": (Polynomial(1), Linear(residual=True, norm=True), Keep(), GradientDescent()),
     "ttt-mlp": (Polynomial(1), MLP(2, 4, bias=True, norm=True), Keep(), GradientDescent()),
     "lact": (Identity(), GatedMLP(1, "silu", residual=False), RowNorm(), Muon(every=None)),
@@ -97,9 +97,9 @@ class Doubled(L2):
 
 
 def test_printed_leaves_what_no_paper_prints_otherwise():
-    rule = replace(RULES["lact"], bias=Doubled(), optimiser=Muon(steps=3, every=4, shows=True))
+    rule = replace(RULES["lact"], bias=Doubled(), optimiser=Muon(steps=3, every=4, read_pending=True))
     printed = rule.printed()
-    assert printed == replace(rule, optimiser=Muon(3, 4, bounded=False, live=False)) == printed.printed()
+    assert printed == replace(rule, optimiser=Muon(3, 4, normalised=False, online=False)) == printed.printed()
     assert RULES["lact"].printed().window == Window(1, 64, read="frozen")  # one step a chunk
 
 
@@ -171,7 +171,7 @@ def test_every_none_is_once_a_chunk():
     assert once.every == 4 and RULES["atlas"].every == 1 and RULES["titans"].every == 1
     problem = random_problem(once, 0, time=11)
     at_the_end = replace(problem, rule=once.vary(optimiser={"every": 4}))
-    for form in (recurrent, chunkwise, incremental):
+    for form in (recurrent, chunkwise, fused_recurrent):
         assert worst(everything(form, problem), everything(form, at_the_end))[0] == 0.0
 
 
@@ -232,7 +232,7 @@ def test_vary_changes_only_what_it_names():
             {"optimiser": {"rate": 1}},
             "optimiser Muon has no field 'rate'; choose one of steps, every, precise",
         ),
-        ({"retention": {"alpha": 1}}, "retention Decay has no field 'alpha'; choose one of to_start"),
+        ({"retention": {"alpha": 1}}, "retention Decay has no field 'alpha'; choose one of to_initial"),
         ({"optimiser": 3}, "must be a mapping"),
         ({"optimiser": {"steps": 0}}, "Muon steps must be an integer >= 1"),
         ({"features": {"degree": 0}}, "degree must be an integer >= 1"),

@@ -17,7 +17,7 @@ chunkwise_form = importlib.import_module("atlas_memory.ops.chunkwise")
 VARIED = {
     "gated-deltanet": RULES["gated-deltanet"],
     "deltanet": RULES["deltanet"],
-    "fades to M_0": RULES["gated-deltanet"].vary(retention={"to_start": True}),
+    "fades to M_0": RULES["gated-deltanet"].vary(retention={"to_initial": True}),
     "residual": replace(RULES["gated-deltanet"], network=Linear(residual=True)),
     "before the decay": RULES["gated-deltanet"].vary(optimiser={"after_decay": False}),
 }
@@ -92,10 +92,10 @@ def test_who_is_read_at_once(scanned):
 class Halved(Linear):
     """A network of one's own."""
 
-    def end(self, x, body, norm):
-        return 0.5 * body
+    def end(self, x, pre_norm, norm):
+        return 0.5 * pre_norm
 
-    def body_error(self, trace, error, norm):
+    def pre_norm_error(self, cache, error, norm):
         return 0.5 * error
 
 

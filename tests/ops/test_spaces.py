@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from atlas_memory.memory import RULES, DotProduct, Gates, Linear, Polynomial, chunkwise, incremental, recurrent
+from atlas_memory.memory import RULES, DotProduct, Gates, Linear, Polynomial, chunkwise, fused_recurrent, recurrent
 from atlas_memory.ops import muon_steps
-from atlas_memory.ops.muon_space import Spaces
+from atlas_memory.ops.muon_space import MuonSpace
 from atlas_memory.rules.state import initial_state
 
 from .problems import Problem, error, everything, random_problem, worst
@@ -53,7 +53,7 @@ def test_more_steps_than_are_taken_together(every, read):
     problem = random_problem(rule, 2, time=47, dim=3)
     oracle = everything(recurrent, problem)
     for space in ("features", "outputs"):
-        form = partial(chunkwise, spaces=Spaces(space, together=4))
+        form = partial(chunkwise, muon_space=MuonSpace(space, together=4))
         gap, where = worst(everything(form, problem), oracle)
         assert gap < 1e-8, (where, space)
 
@@ -77,36 +77,36 @@ def test_newton_schulz_runs_as_often_as_the_rule_says(name, every, monkeypatch):
 
                 monkeypatch.setattr(module, face, counted)
     problem: Problem = random_problem(rule, 0, time=time)
-    for form in (chunkwise, incremental):
+    for form in (chunkwise, fused_recurrent):
         counts.update(dict.fromkeys(counts, 0))
         form(*problem.arguments())
         assert sum(counts.values()) == 2 * 2 * len(problem.params.initial) * (time // every)
     apart = replace(initial_state(rule, problem.params.initial, problem.k), seen=torch.tensor([0, 1]))
     due = sum((t + 1) % every == 0 or (t + 2) % every == 0 for t in range(time))
     counts.update(dict.fromkeys(counts, 0))
-    incremental(*problem.arguments(), apart)
+    fused_recurrent(*problem.arguments(), apart)
     assert sum(counts.values()) == 2 * 2 * len(problem.params.initial) * due
 
 
-@pytest.mark.parametrize("bounded", [True, False])
-def test_no_gradient_no_step(bounded):
+@pytest.mark.parametrize("normalised", [True, False])
+def test_no_gradient_no_step(normalised):
     """Printed, no outer gradient either; a bounded step has a slope of one where S is zero."""
     rule = replace(CASES["wide"], network=Linear(), bias=DotProduct()).vary(window={"size": 1, "chunk": 1})
-    problem = random_problem(rule.vary(optimiser={"bounded": bounded}), 0, time=7)
+    problem = random_problem(rule.vary(optimiser={"normalised": normalised}), 0, time=7)
     v = torch.zeros_like(problem.v).requires_grad_()
     for space in ("features", "outputs"):
-        form = partial(chunkwise, spaces=Spaces(space))
+        form = partial(chunkwise, muon_space=MuonSpace(space))
         y, _ = form(*replace(problem, v=v, gates=Gates(problem.gates.eta)).arguments())
         assert error(y, form(*replace(problem, gates=Gates(0 * problem.gates.eta)).arguments())[0]) < 1e-12
         (grad,) = torch.autograd.grad(y.square().sum(), v)
-        assert grad.isfinite().all() and bool(grad.count_nonzero()) is bounded
+        assert grad.isfinite().all() and bool(grad.count_nonzero()) is normalised
 
 
 def test_a_state_with_other_sums_is_refused():
     problem = random_problem(CASES["small"], 0)
     _, state = chunkwise(*problem.arguments())
     assert all(len(m.sums) == 2 for m in state.matrices)
-    problem.rule = problem.rule.vary(optimiser={"live": False})
+    problem.rule = problem.rule.vary(optimiser={"online": False})
     with pytest.raises(ValueError, match=r"state keeps 2 sums a matrix, where Muon.* keeps 1: it is of another rule"):
         chunkwise(*problem.arguments(), state)
 

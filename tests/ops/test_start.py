@@ -5,11 +5,11 @@ import torch
 from torch.nn import functional as F
 
 from atlas_memory import RULES, OmegaMemory
-from atlas_memory.memory import MLP, GatedMLP, Gates, Identity, Linear, Params, Polynomial, Rule, incremental
-from atlas_memory.rules.initialisation import Lift, isometry, normal, on_keys
+from atlas_memory.memory import MLP, GatedMLP, Gates, Identity, Linear, Params, Polynomial, Rule, fused_recurrent
+from atlas_memory.rules.initialisation import FeatureLayout, isometry, normal, on_keys
 
 # Where the retention settles, M_0 is not W.
-DEEP = [name for name, rule in RULES.items() if isinstance(rule.network, MLP) and not rule.retention.settles]
+DEEP = [name for name, rule in RULES.items() if isinstance(rule.network, MLP) and not rule.retention.has_mirror_map]
 DIM, KEYS = 32, 200
 
 
@@ -22,15 +22,15 @@ def fresh(rule: Rule, x: torch.Tensor, matrices: int | None = None) -> torch.Ten
     m_0 = rule.initial_weights(x.shape[1], x.shape[3])
 
     def apply(i: int, u: torch.Tensor) -> torch.Tensor:
-        see = rule.network.lifted[i] and not rule.features.endless
+        see = rule.network.feature_mapped[i] and not rule.features.infinite
         return (rule.features.expand(u) if see else u) @ m_0[i].mT
 
     if matrices is None:
         return rule.network.forward(apply, x)
     outputs: list[torch.Tensor] = []
     for i in range(matrices):
-        outputs.append(apply(i, rule.network.sees(i, x, outputs)[0]))
-    return rule.network.sees(matrices, x, outputs)[0]
+        outputs.append(apply(i, rule.network.matrix_input(i, x, outputs)[0]))
+    return rule.network.matrix_input(matrices, x, outputs)[0]
 
 
 @pytest.mark.parametrize("expansion", [1, 4])
@@ -82,8 +82,8 @@ def test_gates_without_a_constant_begin_as_isometries_of_variance_one():
     gate, value, _ = rule.initial_weights(heads=4, dim=32)
     for matrix in (gate, value):
         assert abs((keys(4) @ matrix.mT).var().item() - 1) < 0.1
-    lifted = Rule(network=GatedMLP(norm=True)).initial_weights(heads=4, dim=32)[0]
-    assert not lifted[..., 0].any() and not lifted[..., 33:].any()
+    feature_mapped = Rule(network=GatedMLP(norm=True)).initial_weights(heads=4, dim=32)[0]
+    assert not feature_mapped[..., 0].any() and not feature_mapped[..., 33:].any()
 
 
 @pytest.mark.parametrize(("expansion", "constant"), [(1, 1.0), (4, 1.0), (4, 0.1)])
@@ -115,7 +115,7 @@ def test_an_isometry_keeps_angles():
     assert torch.allclose(q.mT @ q, torch.eye(5).double() * 12 / 5, atol=1e-5)
     assert not torch.equal(q[0], q[1])
     assert abs(isometry(200, 2, 2)[:, 0, 0].mean()) < 0.2  # of either sign
-    assert on_keys(q, Lift(9, slice(1, 6), 1.0)).shape == (2, 12, 9)
+    assert on_keys(q, FeatureLayout(9, slice(1, 6), 1.0)).shape == (2, 12, 9)
     assert abs(normal(4, 50, 60).var().item() * 60 - 1) < 0.1
 
 
@@ -125,7 +125,7 @@ def test_the_first_write_stores_the_value_itself():
     params = Params(rule.initial_weights(heads=2, dim=32))
     k, v = F.normalize(torch.randn(2, 1, 2, 1, 32), dim=-1)
     gates = Gates(*(torch.full((1, 2, 1), x) for x in (1.0, 1.0, 0.0)))
-    y, _ = incremental(rule, params, k, k, v, gates)
+    y, _ = fused_recurrent(rule, params, k, k, v, gates)
     assert F.cosine_similarity(y, v, dim=-1).min() > 0.9
 
 

@@ -58,8 +58,8 @@ def _cumprod(x):
 
 def test_shift_right_with_a_shift_a_row():
     x = torch.arange(1.0, 7.0).view(2, 1, 3, 1)
-    grid = shift_right(x, torch.tensor([0, 2]), 5)
-    assert grid[0, 0, :3, 0].tolist() == [1, 2, 3] and grid[1, 0, 2:, 0].tolist() == [4, 5, 6]
+    layout = shift_right(x, torch.tensor([0, 2]), 5)
+    assert layout[0, 0, :3, 0].tolist() == [1, 2, 3] and layout[1, 0, 2:, 0].tolist() == [4, 5, 6]
 
 
 @pytest.mark.parametrize("count,width,step", [(4, 9, 8), (1, 5, 3), (5, 11, 4), (3, 2, 2)])

@@ -139,7 +139,7 @@ def problem_of(name, window, chunk, dim, time):
     """A problem, and the tensors by which gradients are compared."""
     rule = RULES[name].printed()
     rule = rule.vary(window={"size": window if rule.window.size > 1 else 1, "chunk": chunk})
-    dim, channels = 2 if rule.features.endless else dim, name in ("moneta", "yaad", "memora")
+    dim, channels = 2 if rule.features.infinite else dim, name in ("moneta", "yaad", "memora")
     problem = random_problem(rule, len(name) + time, 1, 1, time, dim, channels=channels)
     gates = problem.gates
     eta = (ETA[name] * gates.eta).detach().requires_grad_()
@@ -172,7 +172,7 @@ def test_a_page_is_the_printed_rule(name, shape):
     y, weights = PAGES[name](Case(problem))
     expected, state = recurrent(*problem.arguments())
     matrices = [w[0, 0] for w in state.weights]
-    if problem.rule.features.endless:  # held as M_0 and a column a key
+    if problem.rule.features.infinite:  # held as M_0 and a column a key
         initial, columns = matrices[0][:, :2], matrices[0][:, 2:]
         keys = torch.stack([atlas.exponential(k) for k in state.keys[0, 0]])
         matrices[0] = F.pad(initial, (1, keys.shape[1] - 3)) + columns @ keys

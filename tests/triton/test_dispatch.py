@@ -66,13 +66,13 @@ def refused(why: str, **call) -> None:
 @pytest.mark.parametrize(
     "options,why",
     [
-        ({"retention": {"to_start": True}}, "fades to M_0: retention must have to_start=False"),
+        ({"retention": {"to_initial": True}}, "decays to M_0: retention must have to_initial=False"),
         ({"network": {"norm": True}}, "knows the layer norm: network must have norm=False"),
         ({"network": {"kind": "MLP"}}, "knows MLP: network must be Linear"),
         ({"window": {"read": "before"}}, "reads 'before': window must have read='after'"),
         ({"window": {"chunk": 8}}, "has chunks of 8: window must have chunk=16 or 32 or 64"),
         ({"window": {"chunk": 128}}, "has chunks of 128"),
-        ({"optimiser": {"bounded": True}}, "knows bounded steps: optimiser must have bounded=False"),
+        ({"optimiser": {"normalised": True}}, "knows normalised steps: optimiser must have normalised=False"),
         ({"bias": {"kind": "L2"}}, "knows L2: bias must be DotProduct"),
     ],
 )

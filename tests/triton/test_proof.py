@@ -32,7 +32,7 @@ def test_the_delta_rule_passes(name):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_convolution_passes(dtype):
-    assert proven("convolution", dtype, 4, CPU)
+    assert proven("conv_kernel", dtype, 4, CPU)
 
 
 def test_what_is_wrong_is_not_taken_and_says_so_once(monkeypatch):
@@ -46,7 +46,7 @@ def test_what_is_wrong_is_not_taken_and_says_so_once(monkeypatch):
     monkeypatch.setattr(delta, "_launch", wrong)
     rule = RULES["gated-deltanet"].vary(window={"chunk": 16})
     with pytest.warns(
-        UserWarning, match=r"the Triton kernels delta are not taken on this GPU: it was off by [19].*e.02 times"
+        UserWarning, match=r"the Triton kernels delta_rule are not taken on this GPU: it was off by [19].*e.02 times"
     ):
         assert not _proven(rule, 16, CPU)
     with warnings.catch_warnings():
@@ -60,7 +60,7 @@ def test_what_fails_is_not_taken(monkeypatch):
 
     monkeypatch.setattr(convolution, "_launch", failing)
     with pytest.warns(UserWarning, match="not taken on this GPU: RuntimeError: out of resource: shared memory, Req"):
-        assert not proven("convolution", torch.float32, 4, CPU)
+        assert not proven("conv_kernel", torch.float32, 4, CPU)
 
 
 def test_what_cannot_be_imported_is_not_taken():
@@ -72,7 +72,7 @@ def test_in_a_backward_pass_nothing_is_tried():
     """Its thread would wait for a trial that waits for it."""
     found = []
     x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda _: found.append(proven("convolution", torch.float32, 4, CPU)))
+    x.register_hook(lambda _: found.append(proven("conv_kernel", torch.float32, 4, CPU)))
     (2 * x).backward()
     assert found == [False] and not proof._found
 
@@ -80,7 +80,7 @@ def test_in_a_backward_pass_nothing_is_tried():
 def test_the_dtype_of_the_caller_does_not_matter():
     try:
         torch.set_default_dtype(torch.bfloat16)
-        assert proven("convolution", torch.float32, 2, CPU)
+        assert proven("conv_kernel", torch.float32, 2, CPU)
         assert _proven(RULES["gated-deltanet"].vary(window={"chunk": 16}), 16, CPU)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -89,7 +89,7 @@ def test_the_dtype_of_the_caller_does_not_matter():
 def test_nor_does_whether_gradients_are_wanted():
     """The delta rule is tried in inference mode above."""
     with torch.no_grad():
-        assert proven("convolution", torch.float32, 2, CPU)
+        assert proven("conv_kernel", torch.float32, 2, CPU)
 
 
 def test_what_is_no_number_is_far():

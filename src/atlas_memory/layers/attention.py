@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.banded import overlapping, take
-from ..rules.autograd import at_hand
+from ..rules.autograd import is_cheap_to_read
 from ..rules.state import State, check_count
 from ..rules.validation import LONGEST, check_size
 from .nonfinite_inputs import FAR_OF_ATTENTION, admit, passes, spoilt
@@ -70,7 +70,7 @@ class _Attention(Stateful):
         `[batch, slots]`, whose keys and values are zero. None: none, or they were left NaN, as in `admit`."""
         keys, values = state.keys.to(k.dtype), state.values.to(v.dtype)
         before = values[:, 0, :, 0].isnan()
-        if passes(k[:, 0]) or (bad is None and at_hand(before) and not bool(before.any())):
+        if passes(k[:, 0]) or (bad is None and is_cheap_to_read(before) and not bool(before.any())):
             bad = None
         else:
             keys, values = (x.masked_fill(before[:, None, :, None], 0.0) for x in (keys, values))

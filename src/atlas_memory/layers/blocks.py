@@ -173,14 +173,14 @@ class MemoryBlock(nn.Module):
             state: Where an earlier call stopped; None: nothing has been read.
             mask: `[batch, time]`, nonzero at real tokens; at others y is zero, whatever x is there.
             document_starts: `[batch, time]`, nonzero where documents begin; or the cuts that `Documents.of` made of it.
-            anchor: Let gradients flow from `state` to M_0 (`State.anchored`). It is done here and not by the caller: a
+            anchor: Let gradients flow from `state` to M_0 (`State.straight_through`). It is done here and not by the caller: a
                 block whose weights are sharded has its M_0 only while it is called.
 
         Returns:
             y `[batch, time, dim]` and the state.
         """
         if state is not None and anchor and torch.is_grad_enabled():
-            state = state.anchored(cast(Stateful, self.mixer).initial_state())
+            state = state.straight_through(cast(Stateful, self.mixer).initial_state())
         if mask is not None:  # what stands at padding would reach the gradients of norms and MLP
             x = x.where(mask.bool()[..., None], 0.0)
         mixed, state = read_documents(self.mixer, self.mixer_norm(x), state, mask, document_starts)

@@ -6,12 +6,13 @@ measurement (docs/starting.md):
 * alpha: heads forget at different rates, with half-lives spread evenly in logarithm over ``HALF_LIVES`` tokens;
 * theta: ``START_THETA``, however often the memory makes a step (``every``), since theta acts once a step;
 * eta: in (0, 1), a share of a full write, starting at ``START_ETA`` in a memory of one matrix and at ``DEEP_ETA`` in a
-  deeper one, ``MOMENTUM_ETA`` if steps have momentum or rows have fixed sums. Where steps are bare (``bounded=False``),
-  it starts at that over the squared length of a lifted unit key. Bare steps of Muon have the length eta, whatever the
+  deeper one, ``MOMENTUM_ETA`` if steps have momentum or rows have fixed sums. Where steps are raw
+  (``normalised=False``), it starts at that over the squared length of a feature-mapped unit key. Raw steps of Muon have
+  the length eta, whatever the
   gradient: there eta is at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most
-  about 1, and it starts at a quarter of that (``largest_step`` and ``bare_eta`` of the optimiser). Where what is
+  about 1, and it starts at a quarter of that (``largest_step`` and ``raw_eta`` of the optimiser). Where what is
   written does not depend on what is answered (``is_linear``, and nothing is taken out), noise adds up: there, with
-  bounded steps, eta starts lower and all gates with larger weights, to learn soon which tokens to leave out
+  normalised steps, eta starts lower and all gates with larger weights, to learn soon which tokens to leave out
   (``HEBBIAN_ETA``, ``HEBBIAN_SPREAD``), and with bare ones eta may be larger (``HEBBIAN_LARGEST``);
 * delta: no sigmoid but a softplus, starting where the bias says;
 * gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
@@ -38,14 +39,14 @@ START_ETA, DEEP_ETA, MOMENTUM_ETA = 0.5, 0.95, 0.7
 """A write of the first leaves a matrix a quarter of the squared error at its key, and more of what was written before:
 layers learn sooner which tokens to write (docs/starting.md). A deep memory answers less of what a step aims at.
 Momentum repeats a step in those after it, 1 / (1 - theta) in all, unless steps get their length anew, as Muon's do.
-Rows with fixed sums (``memora``) move in a straight line within a chunk and are settled once in it: from 0.95 on writes
-that hardly fade drove them to where gradients grow a thousand times within 4,096 tokens (docs/starting.md)."""
+Rows with fixed sums (``memora``) move in a straight line within a chunk and are mapped once in it: from 0.95 on writes
+that hardly decay drove them to where gradients grow a thousand times within 4,096 tokens (docs/starting.md)."""
 START_THETA, SPREAD = 0.2, 0.2
 HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.475, 0.35, 1.0
 """The same of Hebbian rules, which write a value whatever is answered; the second eta where writes wait for a step
 (``every`` above 1)."""
 HEBBIAN_LARGEST = 4.0
-"""The largest eta of a matrix that is written so, by bare steps: with what it begins at it is then far from the upper
+"""The largest eta of a matrix that is written so, by raw steps: with what it begins at it is then far from the upper
 end of its sigmoid, where tokens that are written and tokens that are left out come to differ by more."""
 START_GATE, HEBBIAN_GATE = 1.28, 0.3
 """Where the gate at a layer's output starts on average, before SiLU. SiLU makes 1.00 of the first: what the heads
@@ -84,11 +85,11 @@ class GateProjection(nn.Module):
             )
         self.window = rule.window.size
         self.max_eta = rule.optimiser.largest_step(rule.every, rule.window.chunk)
-        if _is_hebbian(rule) and not rule.optimiser.bounded and len(rule.network.lifted) == 1:
+        if _is_hebbian(rule) and not rule.optimiser.normalised and len(rule.network.feature_mapped) == 1:
             self.max_eta = HEBBIAN_LARGEST
         self.start_eta = self._first_eta(rule)
         self.spread = SPREAD
-        if _is_hebbian(rule) and rule.optimiser.bounded:
+        if _is_hebbian(rule) and rule.optimiser.normalised:
             self.start_eta = HEBBIAN_ETA if rule.every == 1 else HEBBIAN_WAITING_ETA
             self.spread = HEBBIAN_SPREAD
         self.gain = gain_of(dim, HEBBIAN_NARROW if _is_hebbian(rule) else NARROW)
@@ -106,16 +107,16 @@ class GateProjection(nn.Module):
         self.reset_parameters()
 
     def _first_eta(self, rule: Rule) -> float:
-        """Where eta starts. Bare steps write under a key k in proportion to eta |phi(k)|^2."""
+        """Where eta starts. Raw steps write under a key k in proportion to eta |phi(k)|^2."""
         width, start = self.dim // self.heads, DEEP_ETA
-        if len(rule.network.lifted) == 1 and not _is_hebbian(rule):
+        if len(rule.network.feature_mapped) == 1 and not _is_hebbian(rule):
             start = START_ETA
-        elif rule.retention.fixed_sums or (rule.optimiser.has_momentum and not rule.optimiser.mixes_rows):
+        elif rule.retention.fixed_row_sums or (rule.optimiser.has_momentum and not rule.optimiser.mixes_rows):
             start = MOMENTUM_ETA
-        if rule.optimiser.bounded:
+        if rule.optimiser.normalised:
             return start
-        if rule.optimiser.bare_eta:
-            return rule.optimiser.bare_eta
+        if rule.optimiser.raw_eta:
+            return rule.optimiser.raw_eta
         with torch.device("cpu"):
             key = torch.full((width,), width**-0.5)
             return start / max(1.0, float(rule.features.squared_norm(key))) / self.max_eta
@@ -176,9 +177,9 @@ def _logit(p: float) -> float:
 
 
 def start_gate(rule: Rule) -> float:
-    """What the bias of the gate at the output of a layer with this rule starts with. A memory that is settled, whose
+    """What the bias of the gate at the output of a layer with this rule starts with. A memory that is mapped, whose
     rows keep their length or their sum, answers no louder for all the noise that it has written."""
-    return HEBBIAN_GATE if _is_hebbian(rule) and not rule.retention.settles else START_GATE
+    return HEBBIAN_GATE if _is_hebbian(rule) and not rule.retention.has_mirror_map else START_GATE
 
 
 def _is_hebbian(rule: Rule) -> bool:

@@ -8,9 +8,9 @@ memory itself does. A head has five: M_memory answers the query, the other four 
     y_t = M_memory,t-1(q_t)
 
 with v^_t the target that each M makes for itself. By chunks (Eq. 90), k, v, eta, alpha, every v^ and every gradient are
-made by the memories as they stood before the chunk, so that the five are one call of the chunkwise form with five times
-as many heads. Errors see what the chunk has written to the last matrices, memories fade to M_0, and all but M_memory
-write slowly at first: these are ours (rules/step.py, retention.py, hope.py).
+made by the memories as they carried_prediction before the chunk, so that the five are one call of the chunkwise form
+with five times as many heads. Errors see what the chunk has written to the last matrices, memories decay to M_0, and
+all but M_memory write slowly at first: these are ours (rules/step.py, retention.py, hope.py).
 
 The gates of self-modifying Titans, read from what two of their memories answer (Nested Learning, Eq. 88).
 """
@@ -36,9 +36,9 @@ from ..memory import (
     l2_normalise,
 )
 from ..ops.chunk import read_chunk
-from ..ops.chunk_context import Chunk, Held
-from ..ops.chunk_layout import Grid, starts_chunk
-from ..ops.compiling import compiled_for_rule, laid_out
+from ..ops.chunk_context import Chunk, MatrixState
+from ..ops.chunk_layout import ChunkLayout, starts_chunk
+from ..ops.compiling import compiled_for_rule, with_own_strides
 from ..ops.dispatch import has_chunks
 from ..ops.fused_recurrent import read_out
 from ..ops.precision import cast, check_inputs, kept_dtype, narrowed
@@ -56,7 +56,7 @@ START_M_0 = 0.3
 Queries ask for keys, which M_k makes: what it adds to x at random tells them apart."""
 
 
-class _Lesson(NamedTuple):
+class _WriteInputs(NamedTuple):
     """What the memories make of tokens: k and each memory's own target v^, ``[batch, 5 heads, time, dim]`` with dim the
     width of a head, and the gates ``[batch, 5 heads, time]``."""
 
@@ -96,8 +96,8 @@ class SelfModifyingMemory(Stateful):
         ValueError: a width that is no multiple of ``heads``, a size below 1, a ``key_lag`` that the convolution does
             not reach, or a rule that is unknown or needs more than k, v, eta and alpha of the current token.
 
-    As printed, with ``Decay()``, M_0 fades away and with it what makes k differ from v, but for a lag; then nothing is
-    left to learn. The rule therefore fades to M_0: see docs/hope.md.
+    As printed, with ``Decay()``, M_0 decays away and with it what makes k differ from v, but for a lag; then nothing is
+    left to learn. The rule therefore decays to M_0: see docs/hope.md.
     """
 
     def __init__(
@@ -179,10 +179,10 @@ class SelfModifyingMemory(Stateful):
             return read_documents(self, x, state, mask, document_starts)
         return self.read_real(x, state, mask)
 
-    def lesson(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
+    def write_inputs(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
         """What the memories would be taught by x, all of one chunk; as in ``NeuralMemory``, of 5 times the heads."""
         _, u, _ = self._look(x, state.past, None)
-        found = _lesson(self.rule, self.memory.params, self.gates.read_with, u, state.memory.frozen)
+        found = _write_inputs(self.rule, self.memory.params, self.gates.read_with, u, state.memory.frozen)
         return found.k, found.target, Gates(found.eta, found.alpha)
 
     def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
@@ -222,19 +222,19 @@ class SelfModifyingMemory(Stateful):
             return q, state
         params = self.memory.params.map(cast(u.dtype))
         phase = None if aligned else state.seen % chunk
-        grid = Grid(chunk, time, phase, length)
-        inside = grid.inside(u.device).unflatten(-1, (grid.count, chunk))[:, None]
+        layout = ChunkLayout(chunk, time, phase, length)
+        inside = layout.inside(u.device).unflatten(-1, (layout.count, chunk))[:, None]
         read = partial(_read_chunks, rule, self.memory.compiled, params)
         if self.memory.recompute is not None and torch.is_grad_enabled() and not is_transformed(u):
             read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
-        group, gate = self.memory.recompute or grid.count, self.gates.read_with
-        memory, outputs = tuple(Held.of(m, aligned) for m in state.matrices), []
-        parts = zip(*(z.split(group, 2) for z in (grid.chunks(q), grid.chunks(u), inside)), strict=True)
+        group, gate = self.memory.recompute or layout.count, self.gates.read_with
+        memory, outputs = tuple(MatrixState.of(m, aligned) for m in state.matrices), []
+        parts = zip(*(z.split(group, 2) for z in (layout.chunks(q), layout.chunks(u), inside)), strict=True)
         for i, (q_i, u_i, real) in enumerate(parts):
-            y, memory = read(gate, q_i, u_i, real, grid.end - i * group * chunk, memory)
+            y, memory = read(gate, q_i, u_i, real, layout.end - i * group * chunk, memory)
             outputs.append(y)
         state = replace(state, matrices=tuple(held.matrix for held in memory))
-        y = grid.back(torch.cat(outputs, -2))
+        y = layout.from_chunks(torch.cat(outputs, -2))
         return y, replace(state, seen=state.seen + (time if length is None else length))
 
     def _learn_by_token(
@@ -244,14 +244,14 @@ class SelfModifyingMemory(Stateful):
         outputs, gate = [q[..., :0, :]], self.gates.read_with
         for t in range(u.shape[-2]):
             now = slice(t, t + 1)
-            k, target, eta, alpha = _lesson(self.rule, self.memory.params, gate, u[..., now, :], state.frozen)
+            k, target, eta, alpha = _write_inputs(self.rule, self.memory.params, gate, u[..., now, :], state.frozen)
             real = None if length is None else (length > t).long()
             y, state = self.memory(for_all(q[..., now, :]), k, target, Gates(eta, alpha, length=real), state)
             outputs.append(_answer(y, self.heads))
         return torch.cat(outputs, -2), state
 
 
-Memory = tuple[Held, ...]  # the matrices of all five memories of each head, between two chunks
+Memory = tuple[MatrixState, ...]  # the matrices of all five memories of each head, between two chunks
 
 
 def _read_chunks(
@@ -279,7 +279,7 @@ def _read_chunks(
         own = compiled and filled is True and not torch.compiler.is_compiling()
         form = compiled_for_rule(_read_chunk, rule, q.device.type) if own else _read_chunk
         if own:
-            q_j, u_j, real = laid_out(q_j), laid_out(u_j), laid_out(real)
+            q_j, u_j, real = with_own_strides(q_j), with_own_strides(u_j), with_own_strides(real)
         y, memory = form(rule, params, gate, q_j, u_j, real, filled, memory)
         outputs.append(y)
     return torch.cat(outputs, -2), memory
@@ -297,27 +297,28 @@ def _read_chunk(
 ) -> tuple[Tensor, Memory]:
     """One chunk: q ``[batch, heads, b, dim]``, u of twice the heads, ``real`` as ``inside`` above, the rest as in
     ``read_chunk``."""
-    lesson = _lesson(rule, params, gate, u, tuple(held.start for held in memory))
+    write_inputs = _write_inputs(rule, params, gate, u, tuple(held.start for held in memory))
     tokens = Chunk(
-        kq=torch.cat([lesson.k, for_all(q)], -2),
-        v=lesson.target,
+        kq=torch.cat([write_inputs.k, for_all(q)], -2),
+        v=write_inputs.target,
         window=real.to(u.dtype),
-        alpha=torch.where(real, lesson.alpha, 1.0),
-        theta=torch.zeros_like(lesson.eta),
-        eta=torch.where(real, lesson.eta, 0.0),
+        alpha=torch.where(real, write_inputs.alpha, 1.0),
+        theta=torch.zeros_like(write_inputs.eta),
+        eta=torch.where(real, write_inputs.eta, 0.0),
         inside=real,
     )
     y, memory = read_chunk(rule, params, memory, tokens, filled)
     return _answer(y, q.shape[1]), memory
 
 
-def _lesson(rule: Rule, params: Params, gate: Readout, u: Tensor, frozen: tuple[Tensor, ...]) -> _Lesson:
-    """What the ``frozen`` memories, as they stood before the current chunk, make of its tokens u: their lesson."""
+def _write_inputs(rule: Rule, params: Params, gate: Readout, u: Tensor, frozen: tuple[Tensor, ...]) -> _WriteInputs:
+    """What the ``frozen`` memories, as they carried_prediction before the current chunk, make of its tokens u: their
+    lesson."""
     u, for_k = u.chunk(2, 1)
     asked = read_out(rule, params, torch.cat([u, for_k, u, u, u], 1), frozen).unflatten(1, (len(MEMORIES), -1))
     _, k, v, eta, alpha = asked.unbind(1)
     target = read_out(rule, params, for_all(l2_normalise(v)), frozen)
-    return _Lesson(for_all(l2_normalise(k)), target, *gate.gates(eta, alpha))
+    return _WriteInputs(for_all(l2_normalise(k)), target, *gate.gates(eta, alpha))
 
 
 def _answer(y: Tensor, heads: int) -> Tensor:
@@ -330,9 +331,9 @@ def check_rule(rule: Rule) -> None:
     wrong = {
         "a window of more than one token": rule.window.size > 1,
         type(rule.optimiser).__name__: rule.optimiser.has_momentum or not has_chunks(rule),
-        type(rule.retention).__name__: rule.retention.settles or not rule.retention.gated,
+        type(rule.retention).__name__: rule.retention.has_mirror_map or not rule.retention.gated,
         f"the delta of {type(rule.bias).__name__}": rule.bias.has_delta,
-        "Exponential features": rule.features.endless,
+        "Exponential features": rule.features.infinite,
     }
     found = [what for what, is_wrong in wrong.items() if is_wrong]
     if found:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
-from ..ops.chunkwise import Reading, begin, end, read_on
+from ..ops.chunkwise import GroupState, begin, end, read_on
 from ..ops.precision import kept_dtype, narrowed
 from ..rules.initialisation import at_right_angles
 from ..rules.names import DEFAULT_RULE
@@ -221,7 +221,7 @@ class NeuralMemory(Stateful):
         q = F.silu(q).to(kept_dtype(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self._project(self.memory.retrieve(l2_normalise(q), memory), x)
 
-    def lesson(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
+    def write_inputs(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
         """What the memory would be taught by x ``[batch, time, dim]`` after ``state``: keys and values
         ``[batch, heads, time, dim / heads]``, and the gates, which a hierarchy has for each of its memories."""
         _, k, v, _ = self._look(x, state.past, None)
@@ -262,11 +262,11 @@ class NeuralMemory(Stateful):
         self,
         memory: OmegaMemory,
         params: Params,
-        reading: Reading,
+        reading: GroupState,
         x: Tensor,
         past: Tensor | None,
         length: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Reading]:
+    ) -> tuple[Tensor, Tensor, GroupState]:
         q, k, v, past = self._look(x, past, length)
         gates = replace(self.gates(x), length=length)
         y, reading = read_on(memory.rule, memory.compiled, params, reading, q, k, v, gates)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..ops.precision import are_finite, are_near
-from ..rules.autograd import at_hand
+from ..rules.autograd import is_cheap_to_read
 
-FAR = 1e10
-"""Entries of x are cut to +-``FAR``, so that whatever is finite gives finite outputs and gradients: products of what is
-made of larger ones overflow in float32."""
+MAX_ABS = 1e10
+"""Entries of x are cut to +-``MAX_ABS``, so that whatever is finite gives finite outputs and gradients: products of
+what is made of larger ones overflow in float32."""
 FAR_OF_ATTENTION = 1e4
 """The same for attention, which in its backward pass takes exp of a difference of two scores: from about 1e9 on their
 roundings alone are too large."""
@@ -24,13 +24,13 @@ FAR_OF_FLOAT16 = 1e3
 """The same in float16, whose largest number is 65,504. Gradients may overflow there."""
 
 
-def admit(x: Tensor, far: float = FAR) -> tuple[Tensor, Tensor | None]:
-    """What is read of tokens ``[batch, time, width]``: x cut to +-``far``, and zero at tokens that are no numbers; and
-    which these are, bool ``[batch, time]``. None: there is none, or they are left NaN (``passes``)."""
-    far = FAR_OF_FLOAT16 if x.dtype == torch.float16 else far
-    if at_hand(x) and are_near(x, far):
+def admit(x: Tensor, max_abs: float = MAX_ABS) -> tuple[Tensor, Tensor | None]:
+    """What is read of tokens ``[batch, time, width]``: x cut to +-``max_abs``, and zero at tokens that are no numbers;
+    and which these are, bool ``[batch, time]``. None: there is none, or they are left NaN (``passes``)."""
+    max_abs = FAR_OF_FLOAT16 if x.dtype == torch.float16 else max_abs
+    if is_cheap_to_read(x) and are_near(x, max_abs):
         return x, None
-    bad, x = ~are_finite(x), x.clamp(-far, far)
+    bad, x = ~are_finite(x), x.clamp(-max_abs, max_abs)
     if passes(x):
         return spoilt(x, bad), None
     return x.masked_fill(bad[..., None], 0.0), bad

@@ -14,7 +14,7 @@ from ..memory import (
     Params,
     Rule,
     chunkwise,
-    incremental,
+    fused_recurrent,
     initial_state,
     resolve_rule,
     retrieve,
@@ -93,7 +93,7 @@ class OmegaMemory(Stateful):
     @property
     def grows(self) -> bool:  # type: ignore[override]
         """Whether the state is longer the more has been read, as with ``Exponential`` features."""
-        return self.rule.features.endless
+        return self.rule.features.infinite
 
     @property
     def params(self) -> Params:
@@ -142,7 +142,7 @@ class OmegaMemory(Stateful):
                     "this memory was made with gates=False: pass gates=Gates(eta=..., ...) with every call"
                 )
             gates = self.gates(k.transpose(1, 2).flatten(2))
-        form: Form = incremental
+        form: Form = fused_recurrent
         if state is None or k.shape[-2] > INCREMENTAL_TOKENS:
             starts = starts_chunk(self.rule, state)
             form = partial(chunkwise, recompute=self.recompute, compiled=self.compiled, starts=starts)

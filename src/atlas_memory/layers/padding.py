@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rules.autograd import at_hand
+from ..rules.autograd import is_cheap_to_read
 
 
 def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +58,7 @@ def check_mask(name: str, mask: Tensor) -> None:
     """Raise ValueError for a mask that would be added to scores, or that holds NaN or complex numbers."""
     if mask.is_complex():
         raise ValueError(f"{name} must be bool or numbers, got {mask.dtype}")
-    if mask.dtype != torch.bool and at_hand(mask) and not bool((mask >= 0).all()):
+    if mask.dtype != torch.bool and is_cheap_to_read(mask) and not bool((mask >= 0).all()):
         raise ValueError(
             f"{name} has negative numbers or NaN; it is not added to anything: give 1 for real tokens, 0 for padding"
         )

@@ -126,7 +126,7 @@ class _Convolution(Function):
 
 
 def _has_kernel(x: Tensor, w: Tensor) -> bool:
-    unasked = partial(proven, "convolution", x.dtype, w.shape[1], x.device) if kernel_support.on_cuda(x) else None
+    unasked = partial(proven, "conv_kernel", x.dtype, w.shape[1], x.device) if kernel_support.on_cuda(x) else None
     return kernel_support.taken(None, kernel_support.convolution_refusal, x.device.type, x.dtype, unasked=unasked)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..rules.state import State, check_numbers
-from .nonfinite_inputs import FAR, admit, spoilt, spoilt_rows
+from .nonfinite_inputs import MAX_ABS, admit, spoilt, spoilt_rows
 from .padding import pack, unpack
 
 FORMAT = "atlas-memory state, 1"
@@ -25,7 +25,7 @@ class Stateful(nn.Module):
 
     dim: int
     """Width of x; each layer sets it. Of ``OmegaMemory``, which reads q, k and v, it is the width of a head."""
-    far = FAR
+    max_abs = MAX_ABS
     """To what entries of x are cut."""
     grows = False
     """Whether the state is longer the more has been read."""
@@ -83,7 +83,7 @@ class Stateful(nn.Module):
         length, order = None, None
         if mask is not None:
             x, length, order = pack(x, mask)
-        x, bad = admit(x, self.far)
+        x, bad = admit(x, self.max_abs)
         y, after = self._read(x, state, length)
         if bad is not None:
             y, after = spoilt(y, bad.cumsum(1) > 0), spoilt_rows(after, bad.any(1))

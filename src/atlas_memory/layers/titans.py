@@ -80,7 +80,7 @@ class ContextState(State):
 
     Attributes:
         memory: The memory's state.
-        start: The memory's matrices as they stood when the segment began.
+        start: The memory's matrices as they carried_prediction when the segment began.
         keys, values: `[batch, heads, 2, segment, head_dim]` of the segment so far: first those of h, which the memory
             answered, then those of the tokens; keys are unrotated. Slots that a row has not reached yet hold the
             segment before.
@@ -105,7 +105,7 @@ class MemoryAsContext(Stateful):
     """The mixer "mac": attention within segments over persistent tokens, memories and tokens (Titans, Eqs. 21-25).
 
     For each segment of tokens x, with p the persistent tokens, M* a read of the memory, and M_s* a read of it as it
-    stood when the segment began (the paper's M_0),
+    carried_prediction when the segment began (the paper's M_0),
 
         h = M_s*(x)    y = x + Attn([p || h || x])    o = (norm(y) + b) * silu(norm(M*(y)))
 
@@ -125,7 +125,7 @@ class MemoryAsContext(Stateful):
         ValueError: A bad argument.
     """
 
-    far = FAR_OF_ATTENTION
+    max_abs = FAR_OF_ATTENTION
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class MemoryAsContext(Stateful):
             raise ValueError(
                 "hierarchy has no use in mac, which keeps a copy of one memory as it was when a segment began"
             )
-        if self.memory.rule.features.endless:
+        if self.memory.rule.features.infinite:
             raise ValueError(
                 "mac keeps a copy of the memory as each segment began, and Exponential features have none of constant "
                 "size; take Polynomial features, or the memory in mag or mal"
@@ -183,7 +183,7 @@ class MemoryAsContext(Stateful):
             memory = self.memory(x[:, :0])[1]
             empty = x.new_zeros(x.shape[0], self.heads, 2, self.segment, x.shape[2] // self.heads)
             none = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-            state = ContextState(memory, memory.memory.shown(self.memory.rule), empty, empty, none)
+            state = ContextState(memory, memory.memory.readout_weights(self.memory.rule), empty, empty, none)
         check_count(state.seen)
         phase = state.seen % self.segment
         if phase.shape[0] != x.shape[0]:
@@ -235,17 +235,17 @@ class MemoryAsContext(Stateful):
         ended = (slot + count == self.segment)[:, None, None, None]
         start = tuple(
             torch.where(ended, w, s.to(w.dtype))
-            for w, s in zip(memory.memory.shown(self.memory.rule), state.start, strict=True)
+            for w, s in zip(memory.memory.readout_weights(self.memory.rule), state.start, strict=True)
         )
         return self.gate(y, recalled), ContextState(memory, start, keys, values, state.seen + count)
 
     def _place(self, new: Tensor, old: Tensor, slot: Tensor, count: Tensor) -> Tensor:
         """`old`, the keys or values of a segment, with the first `count` `[batch]` tokens of `new`
         `[batch, heads, 2, width, head_dim]` in its slots from `slot` `[batch]` on."""
-        grid = shift_right(new, slot, self.segment)
+        layout = shift_right(new, slot, self.segment)
         at = torch.arange(self.segment, device=slot.device) - slot[:, None]
         inside = (at >= 0) & (at < count[:, None])
-        return torch.where(inside[:, None, None, :, None], grid, old.to(grid.dtype))
+        return torch.where(inside[:, None, None, :, None], layout, old.to(layout.dtype))
 
     def _attend(self, x: Tensor, slot: Tensor, keys: Tensor, values: Tensor, persistent: Tensor | None) -> Tensor:
         """Attention of x `[batch, width, dim]`, whose first token has slot `slot` `[batch]` of its segment, over

@@ -3,11 +3,11 @@
     o_t = f(V_{start of t's global chunk}, q_t) + sum over i of f(W_t^(i), P_t q_t)                    (Eqs. 7 and 15)
 
 f(W, q) is what the memory network with the matrices W answers to q. V is the global memory, written in large chunks one
-after the other (Eq. 5), and q_t reads it as it stood before its chunk. Each W^(i) is a local memory. It is written in
-small chunks, and goes back to its learned M_0 at every ``shard``-th token (Eqs. 6 and 14). The stretches between, the
-shards, are independent of one another, and here they are read together as rows of one batch (tnt.py). P_t projects
-the query onto the keys that a local memory has been taught (tnt.py). Any rule can be the inner step; the paper's
-is ``RULES["tnt"]``.
+after the other (Eq. 5), and q_t reads it as it carried_prediction before its chunk. Each W^(i) is a local memory. It is
+written in small chunks, and goes back to its learned M_0 at every ``shard``-th token (Eqs. 6 and 14). The stretches
+between, the shards, are independent of one another, and here they are read together as rows of one batch (tnt.py). P_t
+projects the query onto the keys that a local memory has been taught (tnt.py). Any rule can be the inner step; the
+paper's is ``RULES["tnt"]``.
 
 Tokens cut where shards end, for memories that begin anew there (tnt.py).
 
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ..memory import Gates, MemoryState, Rule, initial_state, l2_normalise, resolve_rule
 from ..ops.banded import take
-from ..ops.chunk_layout import Grid
+from ..ops.chunk_layout import ChunkLayout
 from ..ops.precision import are_finite, kept_dtype
 from ..ops.precision import cast as cast_to
 from ..rules.autograd import no_autocast
@@ -109,7 +109,7 @@ class Hierarchy:
         Raises:
             ValueError: a rule that cannot be read as it was before a chunk, or that cannot be reset.
         """
-        if rule.features.endless:
+        if rule.features.infinite:
             raise ValueError(
                 "a hierarchy resets its local memories, and those of Exponential features have columns for tokens of "
                 "the shards before; take Polynomial or Identity features"
@@ -439,15 +439,15 @@ def project_since_chunk(
         phase: ``[batch]``, how far in its chunk each row is; None: at the start. ``carried`` belongs to that chunk.
         chunk: tokens in a chunk. P is zero again after the last of them.
     """
-    grid = Grid(chunk, q.shape[-2], phase, length)
-    asked = grid.chunks(q)
-    unit = _unit(grid.lay(k), grid.inside(k.device))
-    y = _causal(asked, unit.unflatten(2, (grid.count, chunk)))
+    layout = ChunkLayout(chunk, q.shape[-2], phase, length)
+    asked = layout.chunks(q)
+    unit = _unit(layout.place(k), layout.inside(k.device))
+    y = _causal(asked, unit.unflatten(2, (layout.count, chunk)))
     y = torch.cat([y[:, :, :1] + asked[:, :, :1] @ carried[:, :, None], y[:, :, 1:]], 2).flatten(2, 3)
-    # The chunk in which each row stopped: the one behind the grid, which is empty, where that is full.
-    stopped = (torch.zeros(len(q), dtype=torch.int64, device=q.device) + grid.end)[:, None] // chunk
+    # The chunk in which each row stopped: the one behind the layout, which is empty, where that is full.
+    stopped = (torch.zeros(len(q), dtype=torch.int64, device=q.device) + layout.end)[:, None] // chunk
     last = take(F.pad(unit, (0, 0, 0, chunk)), stopped * chunk + torch.arange(chunk, device=q.device))
-    return grid.back(y), last.mT @ last + torch.where((stopped == 0)[..., None, None], carried, 0.0)
+    return layout.from_chunks(y), last.mT @ last + torch.where((stopped == 0)[..., None, None], carried, 0.0)
 
 
 def _causal(q: Tensor, k: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from transformers.utils.generic import TransformersKwargs
 
 from ..layers.padding import check_mask, check_tensor
 from ..layers.varlen import at_real_tokens, before_each
-from ..rules.autograd import at_hand, can_look
+from ..rules.autograd import can_read, is_cheap_to_read
 
 logger = logging.get_logger(__name__)
 IGNORE_INDEX = -100
@@ -63,7 +63,7 @@ def check_labels(name: str, labels: Any, inputs: Tensor, vocab_size: int, ignore
     the vocabulary or `ignore_index`."""
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.shape != inputs.shape[:2]:
         raise ValueError(f"{name} must be int64 [batch, time] = {list(inputs.shape[:2])}, got {_got(labels)}")
-    if at_hand(labels):
+    if is_cheap_to_read(labels):
         also = f", or {ignore_index} where a token does not count"
         _check_range(name, labels[labels != ignore_index], vocab_size, also)
 
@@ -73,7 +73,7 @@ def _got(value: Any) -> str:
 
 
 def _check_range(name: str, ids: Tensor, vocab_size: int, also: str = "") -> None:
-    if ids.numel() and at_hand(ids):
+    if ids.numel() and is_cheap_to_read(ids):
         low, high = map(int, torch.aminmax(ids))
         if low < 0 or high >= vocab_size:
             raise ValueError(f"{name} must be from 0 to {vocab_size - 1}{also}; they are from {low} to {high}")
@@ -96,7 +96,7 @@ def mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, x: Tensor, has_
     check_mask("attention_mask", mask)
     mask = mask[:, mask.shape[1] - time :].bool()
     # Most masks mask nothing; layers are faster without one. A compiled graph must not branch on data.
-    return None if can_look(mask) and mask.all() else mask
+    return None if can_read(mask) and mask.all() else mask
 
 
 def one_mask(mask: Tensor | dict[str, Tensor | None] | None) -> Tensor | None:
@@ -117,7 +117,7 @@ def mask_labels(labels: Tensor, unpredicted: Tensor, ignore_index: int, argument
         return kept
     before, after = ((x != ignore_index).sum() for x in (labels, kept))
     items = torch.as_tensor(arguments["num_items_in_batch"], device=before.device)
-    if can_look(before) and after < before and (items != before).any():
+    if can_read(before) and after < before and (items != before).any():
         warnings.warn(
             f"num_items_in_batch={int(items.max())} counts labels behind padding, which do not count, of other batches "
             f"than this one with {int(before)}: the loss of this step is close to the mean over its labels, and not "

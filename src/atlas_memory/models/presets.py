@@ -29,11 +29,11 @@ class Preset:
 
 # What two cores can afford of any rule: a memory no wider than its head, and one Newton-Schulz a chunk, until which
 # what waits for it is read too (0.1 bits a byte less: docs/diary.md). Trained on short windows, a memory must also
-# read on past them: rules that fade to zero elsewhere fade to M_0 (`Decay.to_start`).
+# read on past them: rules that decay to zero elsewhere decay to M_0 (`Decay.to_initial`).
 LAPTOP = {
     "network": {"expansion": 1},
-    "retention": {"to_start": True},
-    "optimiser": {"every": None, "shows": True},
+    "retention": {"to_initial": True},
+    "optimiser": {"every": None, "read_pending": True},
 }
 
 

@@ -198,7 +198,7 @@ def write_inputs(layer: LAYERS, x: Tensor, state: LayerState) -> Iterator[list[W
     """
     parts = list(_parts(layer, x, state))
     for n, part in enumerate(parts):
-        k, v, gates = layer.lesson(part, state)
+        k, v, gates = layer.write_inputs(part, state)
         memory = layer.memory
         if isinstance(memory, HierarchicalMemory):
             members = cast(list[OmegaMemory], list(memory.members))

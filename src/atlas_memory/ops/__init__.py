@@ -4,7 +4,7 @@
     chunk.py           one chunk, matrix by matrix dispatch.py    which optimisers have a fast form, and theirs
     chunk_context.py           what a chunk is made of     chunk_layout.py            where tokens lie in chunks
     matrix_inputs.py         phi of keys and queries     kernel_cache.py         matrices on phi*
-    online_gradient.py, triangular.py errors that see the chunk   mirror_map.py        retentions that settle
+    online_gradient.py, triangular.py errors that see the chunk   mirror_map.py        retentions with a mirror map
     triangular.py          those of windows > 1        delta_scan.py            all chunks at once, for the delta rule
     fast_weight.py     one matrix over one chunk, on which all of this rests    decay_masks.py, banded.py   its weights
     muon_steps.py      the same under Muon         muon_space.py          in which space that is computed

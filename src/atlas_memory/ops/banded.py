@@ -114,10 +114,10 @@ class _RunningProduct(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         factor, output = ctx.saved_tensors
-        h, onward, step = g, F.pad(factor[..., 1:], (0, 1)), 1
+        h, inter_block, step = g, F.pad(factor[..., 1:], (0, 1)), 1
         while step < factor.shape[-1]:  # h_m of the next `step` tokens, then of twice as many
-            h = h + onward * F.pad(h[..., step:], (0, step))
-            onward = onward * F.pad(onward[..., step:], (0, step))
+            h = h + inter_block * F.pad(h[..., step:], (0, step))
+            inter_block = inter_block * F.pad(inter_block[..., step:], (0, step))
             step *= 2
         return F.pad(output[..., :-1], (1, 0), value=1.0) * h
 
@@ -225,11 +225,11 @@ class _StretchesAdded(Function):
 
 
 def shift_right(x: Tensor, by: Tensor | None, length: int) -> Tensor:
-    """Place each row of ``x`` ``[batch, ..., time, dim]`` at its offset ``by`` ``[batch]`` (None: 0) in a grid of
+    """Place each row of ``x`` ``[batch, ..., time, dim]`` at its offset ``by`` ``[batch]`` (None: 0) in a layout of
     ``length`` slots.
 
     Returns:
-        the grid ``[batch, ..., length, dim]``. Slots that no token of x has hold anything.
+        the layout ``[batch, ..., length, dim]``. Slots that no token of x has hold anything.
     """
     time = x.shape[-2]
     if by is None:  # padding by nothing would copy

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..rules.rule import Rule
 from ..rules.state import Matrix
-from .fast_weight import Schedule, Seen, Tokens, scale_rows
-from .muon_space import Spaces
-from .triangular import Pairs
+from .fast_weight import DecayMasks, Inputs, Updates, scale_rows
+from .muon_space import MuonSpace
+from .triangular import WindowPairs
 
-Where = Tensor | bool
+Condition = Tensor | bool
 """Whether something holds: for all sequences of the batch, or for each, ``[batch]``."""
 
 
@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
     inside: Tensor
 
 
-class Held(NamedTuple):
+class MatrixState(NamedTuple):
     """One matrix of the memory between two chunks: ``Matrix`` (rules/state.py), except that ``frozen`` is None
     where it equals ``weights``, as at the start of every chunk under a linear retention."""
 
@@ -52,20 +52,20 @@ class Held(NamedTuple):
     dual: Tensor | None = None
 
     @staticmethod
-    def of(matrix: Matrix, together: bool) -> Held:
+    def of(matrix: Matrix, together: bool) -> MatrixState:
         """From a state in which, if ``together``, all sequences of the batch stand at the start of a chunk."""
         frozen = None if together and matrix.dual is None else matrix.frozen
-        return Held(matrix.weights, frozen, matrix.sums, matrix.dual)
+        return MatrixState(matrix.weights, frozen, matrix.sums, matrix.dual)
 
     @property
     def start(self) -> Tensor:
-        """The frozen matrix, W as it stood at the start of the chunk."""
+        """The frozen matrix, W as it carried_prediction at the start of the chunk."""
         return self.weights if self.frozen is None else self.frozen
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Held:
+    def map(self, fn: Callable[[Tensor], Tensor]) -> MatrixState:
         """The same with ``fn`` applied to every tensor."""
         frozen, dual = (None if x is None else fn(x) for x in (self.frozen, self.dual))
-        return Held(fn(self.weights), frozen, tuple(map(fn, self.sums)), dual)
+        return MatrixState(fn(self.weights), frozen, tuple(map(fn, self.sums)), dual)
 
     @property
     def matrix(self) -> Matrix:
@@ -73,51 +73,51 @@ class Held(NamedTuple):
         return Matrix(self.weights, self.start, self.sums, self.dual)
 
 
-class Setting(NamedTuple):
+class ChunkContext(NamedTuple):
     """What all matrices of a memory have in common over a chunk.
 
     Attributes:
         rule, chunk: the rule, and the chunk's tokens.
         filled: whether the chunk is read to its end.
-        pairs: the pairs of triangular.py, where errors are live and windows longer than one token; else None.
+        pairs: the pairs of triangular.py, where errors are online and windows longer than one token; else None.
         spaces: how Muon orthogonalises.
     """
 
     rule: Rule
     chunk: Chunk
-    filled: Where
-    pairs: Pairs | None
-    spaces: Spaces
+    filled: Condition
+    pairs: WindowPairs | None
+    muon_space: MuonSpace
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixContext:
     """One matrix of the memory over one chunk.
 
     Attributes:
         setting: what all matrices have in common.
         held: the matrix before the chunk.
         initial: its M_0, ``[heads, rows, columns]``.
-        home, dual_home: what W and its accumulator A fade to, None for zero; on phi* the columns of M_0 only.
+        home, dual_home: what W and its accumulator A decay to, None for zero; on phi* the columns of M_0 only.
         keys: how the matrix sees the window tokens.
-        write: the function that adds to it under the window tokens; see ``Tokens``.
+        write: the function that adds to it under the window tokens; see ``Updates``.
         plan: how much of every update is in it after each token.
     """
 
-    setting: Setting
-    held: Held
+    context: ChunkContext
+    held: MatrixState
     initial: Tensor
-    home: Tensor | None
-    dual_home: Tensor | None
-    keys: Seen
+    decay_target: Tensor | None
+    dual_target: Tensor | None
+    keys: Inputs
     write: Callable[[Tensor, Tensor], Tensor]
-    plan: Schedule
+    masks: DecayMasks
 
-    def tokens(self, deltas: Tensor) -> Tokens:
+    def tokens(self, deltas: Tensor) -> Updates:
         """The window tokens with their updates ``deltas``, ``[..., N, rows]``, or ``[..., b c, rows]`` of pairs."""
 
         def summed(numbers: Tensor) -> Tensor:
             weighted = scale_rows(numbers, deltas)
-            return weighted if self.setting.pairs is None else self.setting.pairs.fold(weighted)
+            return weighted if self.context.pairs is None else self.context.pairs.fold(weighted)
 
-        return Tokens(self.keys, deltas, self.write, summed)
+        return Updates(self.keys, deltas, self.write, summed)

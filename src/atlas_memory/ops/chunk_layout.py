@@ -1,4 +1,4 @@
-"""The grid of chunks: where the tokens of a call lie when its rows (the sequences of its batch) begin at different
+"""The layout of chunks: where the tokens of a call lie when its rows (the sequences of its batch) begin at different
 places of their chunks, and how a call is cut into groups of chunks."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..rules.autograd import can_look
+from ..rules.autograd import can_read
 from ..rules.rule import Rule
 from ..rules.state import MemoryState
 from .banded import band, overlapping, shift_right, take
@@ -20,7 +20,7 @@ ALIGNED = 8
 
 
 @dataclass(frozen=True)
-class Grid:
+class ChunkLayout:
     """``time`` tokens of each row, laid on chunks of ``chunk`` slots, the first token at slot ``phase`` of its row.
 
     Attributes:
@@ -38,21 +38,21 @@ class Grid:
     whole: int | None = None
 
     @staticmethod
-    def of(rule: Rule, time: int, phase: Tensor | None, length: Tensor | None, before: int = 0) -> Grid:
-        """The grid of a group of chunks, which is cut short where its tokens lie in one chunk and all rows begin there
-        at the same slot. An empty slot costs as much as a token, under Muon a step."""
+    def of(rule: Rule, time: int, phase: Tensor | None, length: Tensor | None, before: int = 0) -> ChunkLayout:
+        """The layout of a group of chunks, which is cut short where its tokens lie in one chunk and all rows begin
+        there at the same slot. An empty slot costs as much as a token, under Muon a step."""
         whole = rule.window.chunk
-        if phase is not None or before + time > whole or (before == 0 and time == whole) or rule.features.endless:
-            return Grid(whole, time, phase, length)
+        if phase is not None or before + time > whole or (before == 0 and time == whole) or rule.features.infinite:
+            return ChunkLayout(whole, time, phase, length)
         slots = time
         if before + time < whole:
-            multiple = rule.every if rule.optimiser.waits else ALIGNED
+            multiple = rule.every if rule.optimiser.estimates_change else ALIGNED
             slots = min(-(-time // multiple) * multiple, whole - before)
-        return Grid(slots, time, None, length, before, whole)
+        return ChunkLayout(slots, time, None, length, before, whole)
 
     @property
     def count(self) -> int:
-        """How many chunks the grid has."""
+        """How many chunks the layout has."""
         return -(-(self.time if self.phase is None else self.time + self.chunk - 1) // self.chunk)
 
     @property
@@ -69,15 +69,15 @@ class Grid:
         """Whether chunk j is read to its end, of each row ``[batch]`` or of all."""
         return (j + 1) * (self.whole or self.chunk) <= self.before + self.end
 
-    def lay(self, x: Tensor, before: int = 0) -> Tensor:
-        """Lay tokens on the grid: from ``[batch, ..., before + time, dim]`` to
+    def place(self, x: Tensor, before: int = 0) -> Tensor:
+        """Lay tokens on the layout: from ``[batch, ..., before + time, dim]`` to
         ``[batch, ..., before + count * chunk, dim]``. Slots without a token are undefined. The ``before`` earlier
         tokens come directly before each row's first."""
         return shift_right(x, self.phase, self.count * self.chunk + before)
 
     def chunks(self, x: Tensor) -> Tensor:
-        """Lay tokens on the grid, by chunks: ``[batch, ..., time, dim]`` -> ``[batch, ..., count, chunk, dim]``."""
-        return self.lay(x).unflatten(-2, (self.count, self.chunk))
+        """Lay tokens on the layout, by chunks: ``[batch, ..., time, dim]`` -> ``[batch, ..., count, chunk, dim]``."""
+        return self.place(x).unflatten(-2, (self.count, self.chunk))
 
     def inside(self, device: torch.device, before: int = 0) -> Tensor:
         """Which slots hold a token of the call or one of those ``before``, bool ``[batch or 1, before + count *
@@ -86,30 +86,30 @@ class Grid:
         tokens = before + (self.time if self.length is None else self.length[:, None])
         return ((slot >= 0) & (slot < tokens)).view(-1, slot.shape[-1])
 
-    def back(self, y: Tensor) -> Tensor:
-        """The inverse of ``lay``: take tokens from the grid, ``[batch, ..., count * chunk, dim]`` ->
+    def from_chunks(self, y: Tensor) -> Tensor:
+        """The inverse of ``place``: take tokens from the layout, ``[batch, ..., count * chunk, dim]`` ->
         ``[batch, ..., time, dim]``."""
         if self.phase is None:
             return y[..., : self.time, :]
         return take(y, self.start + torch.arange(self.time, device=y.device))
 
 
-def lay_out(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Grid, first: Tensor) -> Chunk:
-    """The tokens of a group laid out on its grid, as a ``Chunk`` of which every tensor has the chunks as its first
+def to_chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, layout: ChunkLayout, first: Tensor) -> Chunk:
+    """The tokens of a group laid out on its layout, as a ``Chunk`` of which every tensor has the chunks as its first
     dimension. ``first`` ``[batch]`` is how many tokens each row has before the group's first chunk, some of which may
     lie in an earlier call."""
     q, k, v, alpha, theta, eta, gamma = tokens
-    size, chunk, count = rule.window.size, grid.chunk, grid.count
+    size, chunk, count = rule.window.size, layout.chunk, layout.count
     reach = tokens_before(chunk, size)
     spare = reach - (size - 1)
     past_k, past_v = (
         torch.cat([past.new_zeros(*past.shape[:-2], spare, past.shape[-1]), past, new], -2)
         for past, new in ((state.k, k), (state.v, v))
     )
-    inside = grid.inside(q.device)
+    inside = layout.inside(q.device)
 
     def on_grid(values: Tensor, neutral: float) -> Tensor:
-        laid, channels = grid.lay(values[..., None] if values.dim() == 3 else values), values.dim() == 4
+        laid, channels = layout.place(values[..., None] if values.dim() == 3 else values), values.dim() == 4
         laid = torch.where(inside[:, None, :, None], laid, neutral)
         return (laid if channels else laid[..., 0]).unflatten(2, (count, chunk))
 
@@ -117,13 +117,13 @@ def lay_out(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, grid: Gr
     theta, eta, gamma = on_grid(theta, 1.0), on_grid(eta, 0.0), on_grid(gamma, 0.0)
     windows = gamma[..., 0]
     if size > 1:  # tokens before the sequence's first are not in any window
-        exists = grid.inside(q.device, reach)
+        exists = layout.inside(q.device, reach)
         exists = exists & (first[:, None] + torch.arange(exists.shape[1], device=q.device) >= reach)
         # The spare places count as still older tokens, of weight 0.
         windows = band(F.pad(gamma, (0, spare)), exists.unfold(-1, chunk + reach, chunk)[:, None])
-    k_windows, v_windows = (overlapping(grid.lay(x, reach), chunk + reach, chunk) for x in (past_k, past_v))
+    k_windows, v_windows = (overlapping(layout.place(x, reach), chunk + reach, chunk) for x in (past_k, past_v))
     inside = inside.unflatten(-1, (count, chunk))[:, None]
-    laid = Chunk(torch.cat([k_windows, grid.chunks(q)], -2), v_windows, windows, alpha, theta, eta, inside)
+    laid = Chunk(torch.cat([k_windows, layout.chunks(q)], -2), v_windows, windows, alpha, theta, eta, inside)
     return Chunk(laid.kq.movedim(2, 0).contiguous(), *(x.movedim(2, 0) for x in laid[1:]))
 
 
@@ -142,7 +142,7 @@ def starts_chunk(rule: Rule, state: MemoryState | None) -> bool:
     cannot be looked at, as under a compiler, it is not known, and so False."""
     if state is None:
         return True
-    return can_look(state.seen) and not (state.seen % rule.window.chunk).any()
+    return can_read(state.seen) and not (state.seen % rule.window.chunk).any()
 
 
 def place_of_all(rule: Rule, state: MemoryState | None, length: Tensor | None = None) -> int:
@@ -151,18 +151,19 @@ def place_of_all(rule: Rule, state: MemoryState | None, length: Tensor | None = 
     for."""
     if state is None or length is not None:
         return 0
-    if state.seen.device.type != "cpu" or not can_look(state.seen) or not len(state.seen):
+    if state.seen.device.type != "cpu" or not can_read(state.seen) or not len(state.seen):
         return 0
     places = state.seen % rule.window.chunk
     place = int(places[0])
-    # Steps are counted from the first slot, and the exact token of a lag retention is the chunk's first.
-    alone = place % rule.every == 0 and not rule.retention.lag and not rule.features.endless
+    # Steps are counted from the first slot, and the token of the chunk-boundary update of a lag retention is the
+    # chunk's first.
+    alone = place % rule.every == 0 and not rule.retention.lag and not rule.features.infinite
     return place if alone and bool((places == place).all()) else 0
 
 
 def groups(time: int, place: int, width: int, chunk: int, whole: bool) -> list[int]:
     """How many tokens are read at a time: what is left of a chunk of which all rows have read ``place``; then up to
-    ``width``; and alone what is left at the end and fills no chunk, for its grid is cut short. That not where chunks
+    ``width``; and alone what is left at the end and fills no chunk, for its layout is cut short. That not where chunks
     are read at once (``whole``), nor under a compiler, which would unroll both."""
     sizes = [min(chunk - place, time)] if place else []
     rest = time - sum(sizes)

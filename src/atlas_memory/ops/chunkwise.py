@@ -24,15 +24,15 @@ from ..rules.validation import UNBOUNDED, check_size
 from . import delta_scan
 from .banded import take
 from .chunk import read_chunk
-from .chunk_context import Chunk, Held
-from .chunk_layout import Grid, groups, lay_out, place_of_all, starts_chunk
-from .compiling import compiled_for_rule, laid_out
-from .decay_masks import Fading
+from .chunk_context import Chunk, MatrixState
+from .chunk_layout import ChunkLayout, groups, place_of_all, starts_chunk, to_chunks
+from .compiling import compiled_for_rule, with_own_strides
+from .decay_masks import GateDecay
 from .dispatch import has_chunks, has_scan
 from .fused_recurrent import read_tokens
-from .kernel_cache import Columns, OnKeys
-from .muon_space import DEFAULT, Spaces
-from .precision import Broken, cast, check_inputs, compute, kept_dtype, working_dtype
+from .kernel_cache import KernelCache, KernelColumns
+from .muon_space import DEFAULT, MuonSpace
+from .precision import NonFinite, cast, check_inputs, compute, kept_dtype, working_dtype
 from .triton import kernel_support
 from .triton.kernel_check import proven
 
@@ -52,7 +52,7 @@ def chunkwise(
     *,
     recompute: int | None = None,
     compiled: bool = False,
-    spaces: Spaces = DEFAULT,
+    muon_space: MuonSpace = DEFAULT,
     kernels: bool | None = None,
     starts: bool | None = None,
 ) -> tuple[Tensor, MemoryState]:
@@ -82,14 +82,14 @@ def chunkwise(
     """
     if recompute is not None:
         check_size("recompute, a number of chunks,", recompute, UNBOUNDED)
-    form = partial(_chunkwise, recompute, compiled, spaces, kernels, starts)
+    form = partial(_chunkwise, recompute, compiled, muon_space, kernels, starts)
     return compute(form, rule, params, q, k, v, gates, state)
 
 
 def _chunkwise(
     recompute: int | None,
     compiled: bool,
-    spaces: Spaces,
+    muon_space: MuonSpace,
     kernels: bool | None,
     starts: bool | None,
     rule: Rule,
@@ -116,21 +116,21 @@ def _chunkwise(
 
         return delta_recurrence(rule, q, k, v, gate, state, partial(_delta, rule), recompute)
     tokens, length = _tokens(rule, q, k, v, gates), gates.length
-    read_group = partial(_read_group, rule, compiled, spaces)
+    read_group = partial(_read_group, rule, compiled, muon_space)
     if recompute is not None and torch.is_grad_enabled() and not is_transformed(q):
         read_group = partial(checkpoint, read_group, use_reentrant=False, preserve_rng_state=False)
     width = (recompute or GROUP) * rule.window.chunk
-    reading = Reading(state, None if starts else state.seen % rule.window.chunk, starts)
+    group_state = GroupState(state, None if starts else state.seen % rule.window.chunk, starts)
     place = 0 if starts else place_of_all(rule, state, length)
     if place:  # what is left of a chunk that all rows have begun is read alone
-        reading = reading._replace(phase=None, before=place)
+        group_state = group_state._replace(phase=None, before=place)
     sizes, begins, outputs = groups(q.shape[-2], place, width, rule.window.chunk, whole=has_scan(rule)), 0, []
     for size, group in zip(sizes, zip(*(x.split(sizes, 2) for x in tokens), strict=True), strict=True):
         left = None if length is None else (length - begins).clamp(0, size)
-        y, reading = read_group(params, group, left, reading)
+        y, group_state = read_group(params, group, left, group_state)
         outputs.append(y)
         begins += size
-    return torch.cat(outputs, 2), end(reading, q)
+    return torch.cat(outputs, 2), end(group_state, q)
 
 
 def _delta(
@@ -147,7 +147,7 @@ def _delta(
 
 def _proven(rule: Rule, dim: int, device: torch.device) -> bool:
     """Whether the kernels of the delta rule compute the same on this GPU."""
-    return proven("delta", _delta, rule, dim, device)
+    return proven("delta_rule", _delta, rule, dim, device)
 
 
 def _no_kernel(rule: Rule, q: Tensor, length: Tensor | None, gate: CompleteGates, starts: bool) -> str | None:
@@ -160,7 +160,7 @@ def _no_kernel(rule: Rule, q: Tensor, length: Tensor | None, gate: CompleteGates
     return why
 
 
-class Reading(NamedTuple):
+class GroupState(NamedTuple):
     """A memory between two groups of chunks of one call. A row is a sequence of the batch.
 
     Attributes:
@@ -179,7 +179,7 @@ class Reading(NamedTuple):
 
 def begin(
     rule: Rule, params: Params, q: Tensor, state: MemoryState | None, starts: bool | None = None
-) -> tuple[Params, Reading]:
+) -> tuple[Params, GroupState]:
     """Begin to read a sequence of which only a group of chunks is at hand at a time. Returns ``params`` in the working
     precision, and what ``read_on`` goes on from.
 
@@ -190,28 +190,28 @@ def begin(
     up = cast(working_dtype(rule, q))
     params = params.map(up)
     if state is None:
-        return params, Reading(initial_state(rule, params.initial, up(q)), None, True)
+        return params, GroupState(initial_state(rule, params.initial, up(q)), None, True)
     if starts_chunk(rule, state) if starts is None else starts:
-        return params, Reading(state.map(up), None, True)
-    return params, Reading(state.map(up), state.seen % rule.window.chunk, False)
+        return params, GroupState(state.map(up), None, True)
+    return params, GroupState(state.map(up), state.seen % rule.window.chunk, False)
 
 
 def read_on(
-    rule: Rule, compiled: bool, params: Params, reading: Reading, q: Tensor, k: Tensor, v: Tensor, gates: Gates
-) -> tuple[Tensor, Reading]:
+    rule: Rule, compiled: bool, params: Params, group_state: GroupState, q: Tensor, k: Tensor, v: Tensor, gates: Gates
+) -> tuple[Tensor, GroupState]:
     """Read the next whole chunks, or the last tokens: y, and what to go on from. ``params`` are those that ``begin``
     returned; q, k, v and gates are of these tokens only."""
     up = cast(working_dtype(rule, q))
     with no_autocast(q.device):
-        k, v, gates, broken = Broken.apart(rule, k, v, gates)
+        k, v, gates, nonfinite = NonFinite.apart(rule, k, v, gates)
         tokens = _tokens(rule, up(q), up(k), up(v), gates.map(up))
-        y, reading = _read_group(rule, compiled, DEFAULT, params, tokens, gates.length, reading)
-    return broken.outputs(y).to(q.dtype), reading._replace(state=reading.state.map(broken.state))
+        y, group_state = _read_group(rule, compiled, DEFAULT, params, tokens, gates.length, group_state)
+    return nonfinite.outputs(y).to(q.dtype), group_state._replace(state=group_state.state.map(nonfinite.state))
 
 
-def end(reading: Reading, q: Tensor) -> MemoryState:
+def end(group_state: GroupState, q: Tensor) -> MemoryState:
     """The state after the last token, in the dtype in which states are kept for inputs like ``q``."""
-    return reading.state.map(cast(kept_dtype(q)))
+    return group_state.state.map(cast(kept_dtype(q)))
 
 
 def _tokens(rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, ...]:
@@ -224,48 +224,48 @@ def _tokens(rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[
 def _read_group(
     rule: Rule,
     compiled: bool,
-    spaces: Spaces,
+    muon_space: MuonSpace,
     params: Params,
     tokens: tuple[Tensor, ...],
     length: Tensor | None,
-    reading: Reading,
-) -> tuple[Tensor, Reading]:
+    group_state: GroupState,
+) -> tuple[Tensor, GroupState]:
     """Read the tokens (see ``_tokens``) of a few chunks: y, and what to go on from. Of each row the first ``length``
     ``[batch]`` are real; None: all."""
     q, k, v, alpha, theta, eta, gamma = tokens
     if not has_chunks(rule):
         gate = CompleteGates(eta, alpha, theta, gamma, theta)  # the last is no delta: v has it
-        y, state = read_tokens(rule, params, q, k, v, gate, length, reading.state)
-        return y, reading._replace(state=state)
-    state, phase = reading.state, reading.phase
-    grid = Grid.of(rule, q.shape[-2], phase, length, reading.before)
-    keys = OnKeys.of(rule, state, k, grid) if rule.features.endless else None
-    memory = tuple(Held.of(m, reading.together) for m in state.matrices)
+        y, state = read_tokens(rule, params, q, k, v, gate, length, group_state.state)
+        return y, group_state._replace(state=state)
+    state, phase = group_state.state, group_state.phase
+    layout = ChunkLayout.of(rule, q.shape[-2], phase, length, group_state.before)
+    keys = KernelCache.of(rule, state, k, layout) if rule.features.infinite else None
+    memory = tuple(MatrixState.of(m, group_state.together) for m in state.matrices)
     memory = memory if keys is None else keys.widen(memory)
     first = state.seen if phase is None else state.seen - phase
-    chunks = lay_out(rule, tokens, state, grid, first)
-    if _at_once(rule, compiled, grid, q, alpha, eta):
-        y, held = delta_scan.read_chunks(rule, params, memory[0], chunks, bool(grid.filled(grid.count - 1)))
-        return grid.back(y), _after(rule, reading, grid, (held,), None, k, v)
+    chunks = to_chunks(rule, tokens, state, layout, first)
+    if _at_once(rule, compiled, layout, q, alpha, eta):
+        y, held = delta_scan.read_chunks(rule, params, memory[0], chunks, bool(layout.filled(layout.count - 1)))
+        return layout.from_chunks(y), _after(rule, group_state, layout, (held,), None, k, v)
     outputs = []
     # What the gates do does not depend on the memory. Where chunks are compiled, it is fused with what reads it.
-    fadings = [None] * grid.count if compiled else Fading.of_each(rule, chunks)
+    gate_decays = [None] * layout.count if compiled else GateDecay.of_each(rule, chunks)
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     for j, inputs in enumerate(map(Chunk._make, zip(*(x.unbind() for x in chunks), strict=True))):
-        filled, columns = grid.filled(j), None if keys is None else keys.columns(j)
-        own = compiled and _compilable(grid, filled, columns)
+        filled, columns = layout.filled(j), None if keys is None else keys.columns(j)
+        own = compiled and _compilable(layout, filled, columns)
         form = compiled_for_rule(read_chunk, rule, q.device.type) if own else read_chunk
-        inputs = Chunk(*map(laid_out, inputs)) if own else inputs
-        y, memory = form(rule, params, memory, inputs, filled, columns, spaces, fadings[j])
+        inputs = Chunk(*map(with_own_strides, inputs)) if own else inputs
+        y, memory = form(rule, params, memory, inputs, filled, columns, muon_space, gate_decays[j])
         if keys is not None and columns is not None:
             memory = keys.forget(memory, columns, filled)
         outputs.append(y)
-    return grid.back(torch.cat(outputs, -2)), _after(rule, reading, grid, memory, keys, k, v)
+    return layout.from_chunks(torch.cat(outputs, -2)), _after(rule, group_state, layout, memory, keys, k, v)
 
 
-def _compilable(grid: Grid, filled: Tensor | bool, columns: Columns | None) -> bool:
+def _compilable(layout: ChunkLayout, filled: Tensor | bool, columns: KernelColumns | None) -> bool:
     """Whether a chunk is as most are, so that the code that is compiled for it serves again."""
-    whole = filled is True and not grid.before and columns is None
+    whole = filled is True and not layout.before and columns is None
     return whole and not torch.compiler.is_compiling()
 
 
@@ -274,25 +274,31 @@ SMALL = 2**13
 of 64 with chunks of 16. More are read faster chunk by chunk, whose numbers stay in cache."""
 
 
-def _at_once(rule: Rule, compiled: bool, grid: Grid, q: Tensor, alpha: Tensor, eta: Tensor) -> bool:
+def _at_once(rule: Rule, compiled: bool, layout: ChunkLayout, q: Tensor, alpha: Tensor, eta: Tensor) -> bool:
     """Whether the chunks of a group are read all at once (delta_scan.py), which takes products of dim^3 where chunk by
     chunk takes some of b dim^2."""
-    several = grid.phase is None and grid.length is None and grid.count > 1 and q.shape[-1] <= 4 * grid.chunk
-    pays = q.device.type != "cpu" or (not compiled and q[:, :, 0].numel() * grid.chunk <= SMALL)
+    several = layout.phase is None and layout.length is None and layout.count > 1 and q.shape[-1] <= 4 * layout.chunk
+    pays = q.device.type != "cpu" or (not compiled and q[:, :, 0].numel() * layout.chunk <= SMALL)
     return several and pays and alpha.dim() == 3 and eta.dim() == 3 and has_scan(rule)
 
 
 def _after(
-    rule: Rule, reading: Reading, grid: Grid, memory: tuple[Held, ...], keys: OnKeys | None, k: Tensor, v: Tensor
-) -> Reading:
+    rule: Rule,
+    group_state: GroupState,
+    layout: ChunkLayout,
+    memory: tuple[MatrixState, ...],
+    keys: KernelCache | None,
+    k: Tensor,
+    v: Tensor,
+) -> GroupState:
     """What to go on from after a group of chunks, with keys k and values v, that has left ``memory``."""
-    state, length = reading.state, grid.length
-    count = torch.full_like(state.seen, grid.time) if length is None else length
+    state, length = group_state.state, layout.length
+    count = torch.full_like(state.seen, layout.time) if length is None else length
     matrices = tuple(h.matrix for h in memory)
     end = MemoryState(matrices, *_past(rule, state, k, v, length), state.keys, state.seen + count)
     # If all rows began at the start of a chunk, they are at one before every group, unless one of them has ended.
-    together = (grid.filled(0) is True if grid.before else reading.together) and length is None
-    return Reading(end if keys is None else keys.narrow(end, count), grid.phase, together)
+    together = (layout.filled(0) is True if layout.before else group_state.together) and length is None
+    return GroupState(end if keys is None else keys.narrow(end, count), layout.phase, together)
 
 
 def _past(rule: Rule, state: MemoryState, k: Tensor, v: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:

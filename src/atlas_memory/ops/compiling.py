@@ -44,7 +44,7 @@ def compile_options(device: str | torch.device = "cpu") -> dict[str, Any]:
     return options
 
 
-def laid_out(x: Tensor) -> Tensor:
+def with_own_strides(x: Tensor) -> Tensor:
     """x with the strides of a tensor that is no part of another. The strides of a chunk cut from a sequence depend on
     the sequence's length, and a compiler makes new code for every new stride, even of a dimension of size 1."""
     return x.contiguous().flatten().view(x.shape)

@@ -43,7 +43,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.calls = CALLS
-        self.met: Counter[Any] = Counter()
+        self.seen_shapes: Counter[Any] = Counter()
         self.recordings: dict[Any, Recording | None] = {}  # None: it could not be recorded
         self.lock = Lock()
 
@@ -96,10 +96,10 @@ class Graphs:
         if key not in self.recordings:
             if len(self.recordings) >= KEPT:
                 return None
-            if len(self.met) >= SHAPES:  # a state that grows has another at every token
-                self.met.clear()
-            self.met[key] += 1
-            if self.met[key] <= self.calls:
+            if len(self.seen_shapes) >= SHAPES:  # a state that grows has another at every token
+                self.seen_shapes.clear()
+            self.seen_shapes[key] += 1
+            if self.seen_shapes[key] <= self.calls:
                 return None
             self.recordings[key] = None
             try:

@@ -14,15 +14,15 @@ from ..rules.networks import Linear
 from ..rules.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon
 from ..rules.retention import LinearRetention, NonLinearRetention
 from ..rules.rule import Rule
-from .chunk_context import Part
-from .fast_weight import Steps, Tokens, identity_steps, last_momentum
+from .chunk_context import MatrixContext
+from .fast_weight import ChunkSteps, Updates, identity_steps, last_momentum
 from .muon_steps import muon_steps, muon_sums
 from .work import Count, Work, muon_work, plain_work
 
 Sums = tuple[Tensor, ...]
 
 
-class Counterpart(NamedTuple):
+class ChunkForm(NamedTuple):
     """The fast form of one inner optimiser.
 
     Attributes:
@@ -31,41 +31,41 @@ class Counterpart(NamedTuple):
         work: the function that counts the multiply-adds of both.
     """
 
-    steps: Callable[[Part, Tokens], Steps]
-    sums: Callable[[Part, Tokens], Sums]
+    steps: Callable[[MatrixContext, Updates], ChunkSteps]
+    sums: Callable[[MatrixContext, Updates], Sums]
     work: Callable[[Work], Count]
 
 
-def plain_steps(part: Part, tokens: Tokens) -> Steps:
+def plain_steps(part: MatrixContext, tokens: Updates) -> ChunkSteps:
     """The steps of gradient descent, the delta step and momentum."""
     sums = part.held.sums
-    return identity_steps(part.held.weights, sums[0] if sums else None, tokens, part.plan)
+    return identity_steps(part.held.weights, sums[0] if sums else None, tokens, part.masks)
 
 
-def plain_sums(part: Part, tokens: Tokens) -> Sums:
+def plain_sums(part: MatrixContext, tokens: Updates) -> Sums:
     """The momentum S after the chunk, where there is one."""
-    return tuple(last_momentum(s, tokens, part.plan) for s in part.held.sums)
+    return tuple(last_momentum(s, tokens, part.masks) for s in part.held.sums)
 
 
-PLAIN = Counterpart(plain_steps, plain_sums, plain_work)
+PLAIN = ChunkForm(plain_steps, plain_sums, plain_work)
 
-COUNTERPARTS: dict[type, Counterpart] = {
+CHUNK_FORMS: dict[type, ChunkForm] = {
     GradientDescent: PLAIN,
     DeltaGradientDescent: PLAIN,
     Momentum: PLAIN,
-    Muon: Counterpart(muon_steps, muon_sums, muon_work),
+    Muon: ChunkForm(muon_steps, muon_sums, muon_work),
 }
 
 
-def counterpart(rule: Rule) -> Counterpart:
-    """The counterpart of a rule's optimiser, if the rule ``has_chunks``."""
-    return COUNTERPARTS[type(rule.optimiser)]
+def chunk_form(rule: Rule) -> ChunkForm:
+    """The fast form of a rule's optimiser, if the rule ``has_chunks``."""
+    return CHUNK_FORMS[type(rule.optimiser)]
 
 
 def has_chunks(rule: Rule) -> bool:
     """Whether the tokens of a chunk can be read together, and not one after the other."""
     keep = type(rule.retention).keep
-    return type(rule.optimiser) in COUNTERPARTS and keep in (LinearRetention.keep, NonLinearRetention.keep)
+    return type(rule.optimiser) in CHUNK_FORMS and keep in (LinearRetention.keep, NonLinearRetention.keep)
 
 
 SCANNED: dict[str, type] = {
@@ -80,5 +80,5 @@ SCANNED: dict[str, type] = {
 def has_scan(rule: Rule) -> bool:
     """Whether all chunks of a sequence can be read at once."""
     parts = all(type(getattr(rule, part)) is kind for part, kind in SCANNED.items()) and has_chunks(rule)
-    plain = not (rule.network.norm or rule.optimiser.bounded or rule.retention.settles)
+    plain = not (rule.network.norm or rule.optimiser.normalised or rule.retention.has_mirror_map)
     return parts and plain and rule.window.read == "after"

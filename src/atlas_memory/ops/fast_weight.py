@@ -16,7 +16,7 @@ window token. phi_q and Delta have phi(q_t) and delta_i as rows:
 
 * O = identity: y = cA (phi_q W_0^T) - (D_alpha diag(e) cT) (phi_q S_0^T) - (R * K_qk) Delta with R = D_alpha diag(e) P,
   which is attention with a decaying, windowed mask.
-* Live errors and the delta step: the same with updates that solve a triangular system in place of Delta
+* Online errors and the delta step: the same with updates that solve a triangular system in place of Delta
   (triangular.py). With windows of c > 1 tokens each of the b tokens has c updates of its own, the b c *pairs*.
 * O = Newton-Schulz: muon_steps.py.
 """
@@ -35,14 +35,14 @@ from ..rules.autograd import Function, call, without_autocast
 from .banded import EVERYTHING
 
 
-class Inertia(NamedTuple):
-    """What the momentum adds to a ``Schedule``, with the same leading dimensions.
+class MomentumCoefficients(NamedTuple):
+    """What the momentum adds to a ``DecayMasks``, with the same leading dimensions.
 
     Attributes:
         carried: cT ``[..., b]``, how much of S_0 is in the momentum after each token.
         at_steps: cT at the J tokens after which a step is taken, ``[..., J]``.
         last: P at the chunk's last token, ``[..., N]``, or ``[..., b c]`` where updates are those of pairs.
-        plain: under Muon with live errors, how much of each update is in D (step.py) after each token,
+        plain: under Muon with online errors, how much of each update is in D (step.py) after each token,
             ``[..., b, b c]``.
         shown: where the memory answers with W - S between steps, how much of S_0 and of each update the query of each
             token meets in S, ``[..., b]`` and ``[..., b, N]`` (or ``b c``); 0 just after a step.
@@ -52,17 +52,17 @@ class Inertia(NamedTuple):
     at_steps: Tensor
     last: Tensor
     plain: Tensor | None = None
-    shown: tuple[Tensor, Tensor] | None = None
+    pending: tuple[Tensor, Tensor] | None = None
 
 
-Onward = tuple[tuple[Tensor, Tensor], ...]
+InterBlock = tuple[tuple[Tensor, Tensor], ...]
 """For W and, where there is a momentum, for S (under Muon for D of step.py alone), what later tokens t meet of it from
 each of E tokens n on (triangular.py): how much of the matrix as it is after n is in W_t (under Muon in D_t),
 ``[..., b, E]``; and how much of each update of a pair is in the matrix after n, R[n] or P[n], ``[..., E, b c]``."""
 
 
 @dataclass(frozen=True)
-class Schedule:
+class DecayMasks:
     """The numbers by which W_0, S_0 and the updates of one matrix are weighted over one chunk of b tokens. Leading
     dimensions ``[batch, heads, C]``, with C = dim channels where alpha or eta are channel-wise, else C = 1.
 
@@ -76,7 +76,7 @@ class Schedule:
         every: a step is taken after every so many tokens.
         before: whether query t reads M_{t-1} instead of M_t.
         inertia: what the momentum needs; None without momentum.
-        mix: R ``[..., b, b c]``, how much of each update is in the matrix after each token, where errors are live and
+        mix: R ``[..., b, b c]``, how much of each update is in the matrix after each token, where errors are online and
             steps are not Muon's; None: R is ``decay`` times ``in_sum``.
         onward: for the errors of pairs, from the last token of each block on; else empty.
     """
@@ -86,16 +86,16 @@ class Schedule:
     in_sum: Tensor
     every: int
     before: bool
-    inertia: Inertia | None
+    inertia: MomentumCoefficients | None
     mix: Tensor | None = None
-    onward: Onward = ()
+    inter_block: InterBlock = ()
 
     def started(self) -> Tensor:
         """How much of S_0 the steps have brought into the matrix after each token, ``[..., b]``."""
         return (self.decay @ self.moving.at_steps[..., None]).squeeze(-1)
 
     @property
-    def moving(self) -> Inertia:
+    def moving(self) -> MomentumCoefficients:
         """``inertia``, where there is a momentum."""
         assert self.inertia is not None
         return self.inertia
@@ -119,9 +119,9 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Inputs:
     """How a matrix sees n tokens, its window tokens or its queries: by their inputs f, which are phi(u) where the
-    matrix is lifted, else u.
+    matrix is feature-mapped, else u.
 
     Attributes:
         inputs: u ``[..., n, d]``.
@@ -146,7 +146,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Updates:
     """What is written to a matrix of m rows under the window tokens.
 
     Attributes:
@@ -157,22 +157,22 @@ class Tokens:
             for pairs are ``[..., C, b c]``; what belongs to one window token is then summed.
     """
 
-    inputs: Seen
+    inputs: Inputs
     deltas: Tensor
     write: Callable[[Tensor, Tensor], Tensor]
     summed: Callable[[Tensor], Tensor]
 
 
-class Steps(NamedTuple):
+class ChunkSteps(NamedTuple):
     """The steps that one matrix makes over a chunk, as two functions: ``read(queries)`` gives W_t f for every query,
     ``[..., b, m]``; ``weights(t, w, home)`` makes the matrix after token t (0: the first, -1: the last) if it makes
-    these steps from the matrix ``w`` on and fades to ``home``; None: to zero."""
+    these steps from the matrix ``w`` on and decays to ``decay_target``; None: to zero."""
 
-    read: Callable[[Seen], Tensor]
+    read: Callable[[Inputs], Tensor]
     weights: Callable[[int, Tensor, Tensor | None], Tensor]
 
 
-def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) -> Steps:
+def identity_steps(w: Tensor, s: Tensor | None, tokens: Updates, masks: DecayMasks) -> ChunkSteps:
     """The steps of gradient descent and momentum, O = identity.
 
     Args:
@@ -181,31 +181,31 @@ def identity_steps(w: Tensor, s: Tensor | None, tokens: Tokens, plan: Schedule) 
         tokens, plan: the updates, and the numbers that weigh them.
     """
 
-    def read(queries: Seen) -> Tensor:
-        out = scale_rows(plan.retained_for_queries(), queries.held(w))
+    def read(queries: Inputs) -> Tensor:
+        out = scale_rows(masks.retained_for_queries(), queries.held(w))
         if s is not None:
-            started = plan.for_queries(plan.started()[..., None]).squeeze(-1)
+            started = masks.for_queries(masks.started()[..., None]).squeeze(-1)
             out = out - scale_rows(started, queries.apply(s))
-        mask = -plan.for_queries(plan.mixing())
+        mask = -masks.for_queries(masks.mixing())
         if mask.shape[-3] == 1:
             return add_product(out, mask.squeeze(-3) * queries.kernel(), tokens.deltas)
         deltas = split_channels(tokens.deltas, mask.shape[-3])
         return out + join_channels((mask * queries.kernel()[..., None, :, :]) @ deltas)
 
-    def weights(row: int, start: Tensor, home: Tensor | None) -> Tensor:
-        mixing = plan.mixing(slice(row, row + 1 or None)).squeeze(-2)
-        end = faded(plan.retained[..., row], start, home)
+    def weights(row: int, start: Tensor, decay_target: Tensor | None) -> Tensor:
+        mixing = masks.mixing(slice(row, row + 1 or None)).squeeze(-2)
+        end = decayed(masks.retained[..., row], start, decay_target)
         if s is not None:
-            taken = (plan.decay[..., row, :] * plan.moving.at_steps).sum(-1)
+            taken = (masks.decay[..., row, :] * masks.moving.at_steps).sum(-1)
             end = torch.addcmul(end, _by_row(-taken, s), s)
         return tokens.write(end, tokens.summed(-mixing))
 
-    return Steps(read, weights)
+    return ChunkSteps(read, weights)
 
 
-def last_momentum(s: Tensor, tokens: Tokens, plan: Schedule) -> Tensor:
+def last_momentum(s: Tensor, tokens: Updates, masks: DecayMasks) -> Tensor:
     """The momentum S after the chunk, from S_0 before it, both ``[batch, heads, m, F]``."""
-    return tokens.write(scale(plan.moving.carried[..., -1], s), tokens.summed(plan.moving.last))
+    return tokens.write(scale(masks.moving.carried[..., -1], s), tokens.summed(masks.moving.last))
 
 
 def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -228,25 +228,25 @@ def scale(factor: Tensor, matrix: Tensor) -> Tensor:
     return _by_row(factor, matrix) * matrix
 
 
-def faded(factor: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:
+def decayed(factor: Tensor, matrix: Tensor, decay_target: Tensor | None) -> Tensor:
     """What ``factor`` ``[batch, heads, C]`` leaves of the matrix ``[batch, heads, m, F]``: home + factor (matrix -
-    home), with ``factor`` as in ``scale``. ``home`` is ``[heads, m, F]``, or None for zero."""
-    if home is None:
+    home), with ``factor`` as in ``scale``. ``decay_target`` is ``[heads, m, F]``, or None for zero."""
+    if decay_target is None:
         return scale(factor, matrix)
     if large(matrix):
-        return call(_Faded, factor, matrix, home)
-    return torch.lerp(home, matrix, _by_row(factor, matrix))
+        return call(_Faded, factor, matrix, decay_target)
+    return torch.lerp(decay_target, matrix, _by_row(factor, matrix))
 
 
 class _Faded(Function):
-    """``faded`` with its gradient. PyTorch's own of ``lerp`` makes several tensors as large as the matrices of the
+    """``decayed`` with its gradient. PyTorch's own of ``lerp`` makes several tensors as large as the matrices of the
     whole batch, which took a quarter of a training step; here the sums over a matrix are products."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(factor: Tensor, matrix: Tensor, home: Tensor) -> Tensor:
-        return torch.lerp(home, matrix, _by_row(factor, matrix))
+    def forward(factor: Tensor, matrix: Tensor, decay_target: Tensor) -> Tensor:
+        return torch.lerp(decay_target, matrix, _by_row(factor, matrix))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -255,10 +255,12 @@ class _Faded(Function):
     @staticmethod
     @without_autocast
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        factor, matrix, home = ctx.saved_tensors
-        to_matrix, shape = _by_row(factor, g) * g, home.shape
-        g, matrix, home = (x.unflatten(-2, (factor.shape[-1], -1)).flatten(-2) for x in (g, matrix, home))
-        to_factor = torch.einsum("bhcx, bhcx -> bhc", g, matrix) - torch.einsum("bhcx, hcx -> bhc", g, home)
+        factor, matrix, decay_target = ctx.saved_tensors
+        to_matrix, shape = _by_row(factor, g) * g, decay_target.shape
+        g, matrix, decay_target = (
+            x.unflatten(-2, (factor.shape[-1], -1)).flatten(-2) for x in (g, matrix, decay_target)
+        )
+        to_factor = torch.einsum("bhcx, bhcx -> bhc", g, matrix) - torch.einsum("bhcx, hcx -> bhc", g, decay_target)
         return to_factor, to_matrix, torch.einsum("bhc, bhcx -> hcx", 1.0 - factor, g).view(shape)
 
 

@@ -13,20 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..rules.autograd import at_hand, no_autocast
+from ..rules.autograd import is_cheap_to_read, no_autocast
 from ..rules.gates import CompleteGates, Gates, pick
-from ..rules.networks import Apply, Trace
-from ..rules.retention import Old
+from ..rules.networks import Apply, ForwardCache
+from ..rules.retention import OldMatrix
 from ..rules.rule import Params, Rule
 from ..rules.state import Matrix, MemoryState, initial_state
-from ..rules.step import At
+from ..rules.step import TokenGates
 from .dispatch import has_chunks
-from .matrix_inputs import given
+from .matrix_inputs import centred
 from .newton_schulz import newton_schulz, saturated
 from .precision import compute
 
 
-def incremental(
+def fused_recurrent(
     rule: Rule,
     params: Params,
     q: Tensor,
@@ -42,7 +42,7 @@ def incremental(
 
 def retrieve(rule: Rule, params: Params, q: Tensor, state: MemoryState) -> Tensor:
     """M(phi(q)) at the memory as it is now, without writing; q and the result ``[batch, heads, time, dim]``."""
-    return read_out(rule, params, q, state.shown(rule), state.keys)
+    return read_out(rule, params, q, state.readout_weights(rule), state.keys)
 
 
 def read_out(rule: Rule, params: Params, q: Tensor, weights: tuple[Tensor, ...], keys: Tensor | None = None) -> Tensor:
@@ -73,8 +73,8 @@ def read_tokens(
     length: Tensor | None,
     state: MemoryState,
 ) -> tuple[Tensor, MemoryState]:
-    """``incremental`` on inputs that have been checked and are in the working precision. Where the bias reads the gate
-    delta, it is v's last entry; ``length`` ``[batch]`` says how many tokens of each row are real, None: all."""
+    """``fused_recurrent`` on inputs that have been checked and are in the working precision. Where the bias reads the
+    gate delta, it is v's last entry; ``length`` ``[batch]`` says how many tokens of each row are real, None: all."""
     outputs = [q[..., :0, :]]
     for t in range(q.shape[-2]):
         real = None if length is None else t < length
@@ -97,15 +97,17 @@ def _read_token(
     """Read one token ``[batch, heads, 1, dim]``. In rows where it is not ``real``, bool ``[batch]``, it is padding and
     nothing changes; None: it is real in all."""
     when = _When.of(rule, state.seen, real)
-    if rule.features.endless:
+    if rule.features.infinite:
         state = _with_column(rule, real, k, state)
-    lesson = _lesson(rule, params, torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), gate, state, when)
-    written = [_written(rule, params, i, m, lesson, gate, when, state.keys) for i, m in enumerate(state.matrices)]
+    write_inputs = _write_inputs(
+        rule, params, torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), gate, state, when
+    )
+    written = [_written(rule, params, i, m, write_inputs, gate, when, state.keys) for i, m in enumerate(state.matrices)]
     matrices, after = zip(*written, strict=True)
     answering = after if rule.window.read == "after" else state.frozen
-    answering = state.shown(rule) if rule.window.read == "before" else answering
+    answering = state.readout_weights(rule) if rule.window.read == "before" else answering
     y = rule.network.forward(_applier(rule, params, answering, state.keys), q, params.norm)
-    past = (lesson.k[..., 1:, :], lesson.v[..., 1:, :])
+    past = (write_inputs.k[..., 1:, :], write_inputs.v[..., 1:, :])
     past_k, past_v = (pick(when.exists, a, b) for a, b in zip(past, (state.k, state.v), strict=True))
     end = MemoryState(matrices, past_k, past_v, state.keys, state.seen + (1 if real is None else real))
     return y, _forget(rule, end, when.ends)
@@ -134,8 +136,8 @@ class _When(NamedTuple):
     def of(rule: Rule, seen: Tensor, real: Tensor | None) -> _When:
         """Of a token after ``seen`` others, ``[batch]``. Where all rows agree, as they do unless there is padding,
         nothing of the memory need be computed twice or copied to choose between."""
-        places = seen.tolist() if at_hand(seen) else []
-        if real is not None and at_hand(real) and bool(real.all()):
+        places = seen.tolist() if is_cheap_to_read(seen) else []
+        if real is not None and is_cheap_to_read(real) and bool(real.all()):
             real = None
 
         def at(after: int, every: int) -> Tensor | bool:
@@ -154,44 +156,46 @@ class _When(NamedTuple):
         )
 
 
-class _Lesson(NamedTuple):
+class _WriteInputs(NamedTuple):
     """What a token teaches the memory. The c tokens of its window are in order, the oldest first.
 
     Attributes:
         k, v: keys and values of the window, ``[batch, heads, c, dim]``.
         at_frozen: the pass of these keys through M_f.
         deltas: for every matrix the errors at what it puts out, times gamma, ``[batch, heads, c, rows]``.
-        sizes: for every matrix the number that bounds its step, ``[batch, heads]``; None: steps are not bounded.
+        sizes: for every matrix the number that bounds its step, ``[batch, heads]``; None: steps are raw.
         gamma: ``[batch, heads, c]``, 0 for tokens before the sequence's first.
     """
 
     k: Tensor
     v: Tensor
-    at_frozen: Trace
+    at_frozen: ForwardCache
     deltas: tuple[Tensor, ...]
     sizes: tuple[Tensor | None, ...]
     gamma: Tensor
 
 
-def _lesson(
+def _write_inputs(
     rule: Rule, params: Params, k: Tensor, v: Tensor, gate: CompleteGates, state: MemoryState, when: _When
-) -> _Lesson:
+) -> _WriteInputs:
     network, frozen = rule.network, state.frozen
     gamma = gate.gamma.flip(-1)
     if not when.full:
         age = torch.arange(rule.window.size - 1, -1, -1, device=k.device)  # of the window tokens, the oldest first
         gamma = torch.where((age <= state.seen[:, None])[:, None], gamma, 0.0)
-    at_frozen = network.trace(_applier(rule, params, frozen, state.keys), k, params.norm)
-    error = network.body_error(at_frozen, rule.bias.derivative(at_frozen.prediction, v), params.norm)
+    at_frozen = network.forward_cache(_applier(rule, params, frozen, state.keys), k, params.norm)
+    error = network.pre_norm_error(at_frozen, rule.bias.derivative(at_frozen.prediction, v), params.norm)
     sizes: tuple[Tensor | None, ...] = (None,) * len(frozen)
-    if rule.live or rule.optimiser.bounded:
-        response = rule.response(at_frozen, v, params)
-        if rule.live:
-            error = error + response[..., None] * _moved(rule, params, at_frozen, state)
-        if rule.optimiser.bounded:
+    if rule.online or rule.optimiser.normalised:
+        curvature_bound = rule.curvature_bound(at_frozen, v, params)
+        if rule.online:
+            error = error + curvature_bound[..., None] * _moved(rule, params, at_frozen, state)
+        if rule.optimiser.normalised:
             counted = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
-            sizes = tuple((counted * x).sum(-1) for x in rule.sizes(frozen, at_frozen, response, params))
-    return _Lesson(k, v, at_frozen, network.back(frozen, at_frozen, gamma[..., None] * error), sizes, gamma)
+            sizes = tuple(
+                (counted * x).sum(-1) for x in rule.step_normalisers(frozen, at_frozen, curvature_bound, params)
+            )
+    return _WriteInputs(k, v, at_frozen, network.back(frozen, at_frozen, gamma[..., None] * error), sizes, gamma)
 
 
 def _written(
@@ -199,17 +203,17 @@ def _written(
     params: Params,
     i: int,
     old: Matrix,
-    lesson: _Lesson,
+    write_inputs: _WriteInputs,
     gate: CompleteGates,
     when: _When,
     keys: Tensor,
 ) -> tuple[Matrix, Tensor]:
-    """Matrix i after the token, and the matrix with which it answers then (``InnerOptimiser.shown``)."""
-    optimiser, u = rule.optimiser, lesson.at_frozen.inputs[i]
-    rates = optimiser.rates(gate.theta, gate.eta, lesson.sizes[i], rule.every, rule.window.chunk)
+    """Matrix i after the token, and the matrix with which it answers then (``InnerOptimiser.readout_weights``)."""
+    optimiser, u = rule.optimiser, write_inputs.at_frozen.inputs[i]
+    rates = optimiser.rates(gate.theta, gate.eta, write_inputs.sizes[i], rule.every, rule.window.chunk)
     alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
 
-    def under(w: Tensor) -> Tensor:
+    def along_key(w: Tensor) -> Tensor:
         now = u[..., -1:, :]
         return _outer(rule, params, i, _apply(rule, params, i, w, now, keys), now, w)
 
@@ -218,23 +222,23 @@ def _written(
     # The library's own optimisers read directions in their steps only; one from outside may do so at any token.
     idle = when.due is False and has_chunks(rule)
     directions = (_no_step, _no_step) if idle else (newton_schulz, saturated)
-    at = At(*rates, alpha, lesson.gamma[..., -1], under, *directions)
-    g = _outer(rule, params, i, lesson.deltas[i], u, old.frozen)
+    at = TokenGates(*rates, alpha, write_inputs.gamma[..., -1], along_key, *directions)
+    g = _outer(rule, params, i, write_inputs.deltas[i], u, old.frozen)
     sums, step = optimiser.step(old.sums, old.weights, g, at)
     step = step if rule.every == 1 else pick(when.due, step, torch.zeros_like(step))
     initial = params.initial[i]
-    before = Old(old.weights, old.frozen, old.dual, initial, *rule.home(initial, old.weights))
+    before = OldMatrix(old.weights, old.frozen, old.dual, initial, *rule.decay_target(initial, old.weights))
     kept = rule.retention.keep(before, step, alpha, when.first, when.last)
-    shown = optimiser.shown(sums, kept.weights, when.due)
-    if optimiser.turns:
-        sums = tuple(pick(when.last, a, b) for a, b in zip(optimiser.turn(sums), sums, strict=True))
+    readout_weights = optimiser.readout_weights(sums, kept.weights, when.due)
+    if optimiser.ends_chunk:
+        sums = tuple(pick(when.last, a, b) for a, b in zip(optimiser.end_chunk(sums), sums, strict=True))
     after = Matrix(
         weights=pick(when.exists, kept.weights, old.weights),
-        frozen=pick(when.ends, kept.settled, old.frozen),
+        frozen=pick(when.ends, kept.mirrored, old.frozen),
         sums=tuple(pick(when.exists, a, b) for a, b in zip(sums, old.sums, strict=True)),
         dual=None if old.dual is None or kept.dual is None else pick(when.exists, kept.dual, old.dual),
     )
-    return after, shown
+    return after, readout_weights
 
 
 def _no_step(s: Tensor, steps: int) -> Tensor:
@@ -242,17 +246,18 @@ def _no_step(s: Tensor, steps: int) -> Tensor:
     return torch.zeros_like(s)
 
 
-def _moved(rule: Rule, params: Params, at_frozen: Trace, state: MemoryState) -> Tensor:
+def _moved(rule: Rule, params: Params, at_frozen: ForwardCache, state: MemoryState) -> Tensor:
     """What the chunk has changed so far of what the last matrix answers to the window's keys."""
     i, m = len(state.matrices) - 1, state.matrices[-1]
-    changed = rule.optimiser.written(m.sums, m.weights, m.frozen)
+    changed = rule.optimiser.chunk_change(m.sums, m.weights, m.frozen)
     return _apply(rule, params, i, changed, at_frozen.inputs[i], state.keys)
 
 
 def _apply(rule: Rule, params: Params, i: int, w: Tensor, u: Tensor, keys: Tensor) -> Tensor:
-    """What matrix i puts out if its weights are w: W phi(u), or W u where it is not lifted; ``[..., n, rows]``."""
-    if not rule.network.lifted[i]:
-        return given(rule, i, u) @ w.mT
+    """What matrix i puts out if its weights are w: W phi(u), or W u where it is not feature-mapped; ``[..., n,
+    rows]``."""
+    if not rule.network.feature_mapped[i]:
+        return centred(rule, i, u) @ w.mT
     return rule.features.columns(u, keys, params.sqrt_a) @ w.mT
 
 
@@ -264,9 +269,9 @@ def _applier(rule: Rule, params: Params, weights: tuple[Tensor, ...], keys: Tens
 def _outer(rule: Rule, params: Params, i: int, deltas: Tensor, u: Tensor, like: Tensor) -> Tensor:
     """A write to matrix i: the sum over n tokens of delta f^T, shaped as the matrix, ``like``. ``deltas`` are
     ``[..., n, rows]``; f is made of u ``[..., n, width]``. On phi* the n tokens must have the last n columns."""
-    if rule.by_key(i):
+    if rule.kernelised(i):
         return _as_columns(deltas, like)
-    f = rule.features.expand(u, params.sqrt_a) if rule.network.lifted[i] else u
+    f = rule.features.expand(u, params.sqrt_a) if rule.network.feature_mapped[i] else u
     return deltas.mT @ rule.retention.tangent(f)
 
 
@@ -280,7 +285,7 @@ def _with_column(rule: Rule, real: Tensor | None, k: Tensor, state: MemoryState)
     token an empty one at the left."""
     at_right: Tensor | bool = True if real is None else real
     keys = pick(at_right, torch.cat([state.keys, k], -2), torch.cat([torch.zeros_like(k), state.keys], -2))
-    return state.map_lifted(rule, lambda w: pick(at_right, F.pad(w, (0, 1)), F.pad(w, (1, 0))), keys)
+    return state.map_key_columns(rule, lambda w: pick(at_right, F.pad(w, (0, 1)), F.pad(w, (1, 0))), keys)
 
 
 def _forget(rule: Rule, state: MemoryState, ends: Tensor | bool) -> MemoryState:
@@ -292,6 +297,6 @@ def _forget(rule: Rule, state: MemoryState, ends: Tensor | bool) -> MemoryState:
     held = min(have, rule.features.horizon + rule.window.chunk + rule.window.size - 2)
     old = torch.arange(have, 0, -1, device=state.seen.device) > rule.features.horizon
     gone = (old & torch.as_tensor(ends, device=old.device)[..., None])[..., None, None, :]
-    return state.map_lifted(
+    return state.map_key_columns(
         rule, lambda w: torch.where(gone, 0.0, w)[..., have - held :], state.keys[..., have - held :, :]
     )

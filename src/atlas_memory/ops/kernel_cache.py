@@ -16,11 +16,11 @@ from ..rules.gates import pick
 from ..rules.rule import Rule
 from ..rules.state import MemoryState, map_columns
 from .banded import take
-from .chunk_context import Held, Where
-from .chunk_layout import Grid, tokens_before
+from .chunk_context import Condition, MatrixState
+from .chunk_layout import ChunkLayout, tokens_before
 
 
-class Columns(NamedTuple):
+class KernelColumns(NamedTuple):
     """Where a chunk finds its columns.
 
     Attributes:
@@ -35,8 +35,8 @@ class Columns(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OnKeys:
-    """The columns of a group of chunks: those of the state, and one for every slot of the grid.
+class KernelCache:
+    """The columns of a group of chunks: those of the state, and one for every slot of the layout.
 
     Attributes:
         keys: ``[batch, heads, n, dim]``, the keys of all columns.
@@ -44,28 +44,30 @@ class OnKeys:
     """
 
     rule: Rule
-    grid: Grid
+    layout: ChunkLayout
     keys: Tensor
     held: int
 
     @staticmethod
-    def of(rule: Rule, state: MemoryState, k: Tensor, grid: Grid) -> OnKeys:
+    def of(rule: Rule, state: MemoryState, k: Tensor, layout: ChunkLayout) -> KernelCache:
         """For the keys k ``[batch, heads, time, dim]`` of a group."""
-        room = grid.count * grid.chunk - grid.time
-        return OnKeys(rule, grid, torch.cat([state.keys, F.pad(k, (0, 0, 0, room))], -2), state.keys.shape[-2])
+        room = layout.count * layout.chunk - layout.time
+        return KernelCache(rule, layout, torch.cat([state.keys, F.pad(k, (0, 0, 0, room))], -2), state.keys.shape[-2])
 
-    def widen(self, memory: tuple[Held, ...]) -> tuple[Held, ...]:
+    def widen(self, memory: tuple[MatrixState, ...]) -> tuple[MatrixState, ...]:
         """The matrices before the group, with zero columns for its slots."""
-        return self._each(memory, lambda w: F.pad(w, (0, self.grid.count * self.grid.chunk)))
+        return self._each(memory, lambda w: F.pad(w, (0, self.layout.count * self.layout.chunk)))
 
-    def columns(self, j: int) -> Columns:
-        """The ``Columns`` of chunk j."""
-        filled, before = self.held + j * self.grid.chunk, tokens_before(self.rule.window.chunk, self.rule.window.size)
-        window = torch.arange(self.grid.chunk + before, device=self.keys.device)[None] + (filled - before)
+    def columns(self, j: int) -> KernelColumns:
+        """The ``KernelColumns`` of chunk j."""
+        filled, before = self.held + j * self.layout.chunk, tokens_before(self.rule.window.chunk, self.rule.window.size)
+        window = torch.arange(self.layout.chunk + before, device=self.keys.device)[None] + (filled - before)
         # Below zero lie tokens before the sequence's first, which have no weight in any window.
-        return Columns(self.keys, filled, (window - self.grid.start).clamp_min(0))
+        return KernelColumns(self.keys, filled, (window - self.layout.start).clamp_min(0))
 
-    def forget(self, memory: tuple[Held, ...], columns: Columns, filled: Where) -> tuple[Held, ...]:
+    def forget(
+        self, memory: tuple[MatrixState, ...], columns: KernelColumns, filled: Condition
+    ) -> tuple[MatrixState, ...]:
         """Clear the columns that lie beyond the horizon, if there is one, where the chunk is ``filled``."""
         if self.rule.features.horizon is None:
             return memory
@@ -76,7 +78,7 @@ class OnKeys:
     def narrow(self, state: MemoryState, read: Tensor) -> MemoryState:
         """The state after ``read`` ``[batch]`` tokens of the group, without the columns of empty slots and, where there
         is a horizon, of forgotten tokens; those of the latest tokens are at the right."""
-        held, horizon, window = self.held + self.grid.time, self.rule.features.horizon, self.rule.window
+        held, horizon, window = self.held + self.layout.time, self.rule.features.horizon, self.rule.window
         if horizon is not None:
             held = min(held, horizon + window.chunk + window.size - 2)
         at = read[:, None] + self.held - held + torch.arange(held, device=read.device)
@@ -87,8 +89,8 @@ class OnKeys:
             return torch.where(real[:, None, None], picked, 0.0)
 
         keys = torch.where(real[:, None, :, None], take(self.keys, index), 0.0)
-        return state.map_lifted(self.rule, pick_columns, keys)
+        return state.map_key_columns(self.rule, pick_columns, keys)
 
-    def _each(self, memory: tuple[Held, ...], fn: Callable[[Tensor], Tensor]) -> tuple[Held, ...]:
+    def _each(self, memory: tuple[MatrixState, ...], fn: Callable[[Tensor], Tensor]) -> tuple[MatrixState, ...]:
         of_keys = partial(map_columns, fn, self.keys.shape[-1])
-        return tuple(h.map(of_keys) if self.rule.by_key(i) else h for i, h in enumerate(memory))
+        return tuple(h.map(of_keys) if self.rule.kernelised(i) else h for i, h in enumerate(memory))

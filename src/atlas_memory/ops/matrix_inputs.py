@@ -1,5 +1,5 @@
-"""How the matrices of a memory see the tokens of a chunk (``Seen``): lifted ones as phi(k) and phi(q), the others as
-hidden units."""
+"""How the matrices of a memory see the tokens of a chunk (``Inputs``): feature-mapped ones as phi(k) and phi(q), the
+others as hidden units."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from torch import Tensor
 from ..rules.autograd import Function, call, without_autocast
 from ..rules.rule import Params, Rule
 from .dispatch import has_chunks
-from .fast_weight import Seen, add_product, large
-from .kernel_cache import Columns
+from .fast_weight import Inputs, add_product, large
+from .kernel_cache import KernelColumns
 
 Write = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Lift:
-    """How lifted matrices see a chunk: all of them alike.
+class MappedInputs:
+    """How feature-mapped matrices see a chunk: all of them alike.
 
     Attributes:
         keys, queries: how they see the window tokens and the queries.
         both: the function of a matrix W that gives W phi(k) and W phi(q), from one product.
-        write: see ``Tokens``.
+        write: see ``Updates``.
     """
 
-    keys: Seen
-    queries: Seen
+    keys: Inputs
+    queries: Inputs
     both: Callable[[Tensor], tuple[Tensor, Tensor]]
     write: Write
 
     @staticmethod
-    def of(rule: Rule, params: Params, kq: Tensor, k: Tensor, q: Tensor, columns: Columns | None) -> Lift:
+    def of(rule: Rule, params: Params, kq: Tensor, k: Tensor, q: Tensor, columns: KernelColumns | None) -> MappedInputs:
         """For the window tokens' keys k ``[..., N, dim]`` and the queries q ``[..., b, dim]`` of a chunk, which lie one
         after the other in kq; ``columns`` are those of the keys, for phi*."""
         kernel = partial(rule.features.kernel, sqrt_a=params.sqrt_a)
-        to_keys, to_queries = once(partial(kernel, k, k)), once(partial(kernel, q, k))
+        to_keys, to_queries = cached(partial(kernel, k, k)), cached(partial(kernel, q, k))
         sizes = [k.shape[-2], q.shape[-2]]
         filled = k if columns is None else columns.keys[..., : columns.filled, :]
         f = rule.features.columns(kq, filled, params.sqrt_a)
@@ -56,39 +56,39 @@ class Lift:
 
         f_k, f_q = f.split(sizes, -2)
         written = rule.retention.tangent(f_k)
-        if rule.retention.fixed_sums:
-            to_keys, to_queries = once(partial(times, f_k, written)), once(partial(times, f_q, written))
+        if rule.retention.fixed_row_sums:
+            to_keys, to_queries = cached(partial(times, f_k, written)), cached(partial(times, f_q, written))
         keys, queries = (
-            Seen(u, partial(apply, f_u), f_u if columns is None else None, written, to)
+            Inputs(u, partial(apply, f_u), f_u if columns is None else None, written, to)
             for u, f_u, to in ((k, f_k, to_keys), (q, f_q, to_queries))
         )
-        return Lift(keys, queries, both, partial(add, written) if write is None else write)
+        return MappedInputs(keys, queries, both, partial(add, written) if write is None else write)
 
-    def at(self, w: Tensor) -> tuple[Seen, Seen]:
+    def at(self, w: Tensor) -> tuple[Inputs, Inputs]:
         """``keys`` and ``queries`` for the matrix that makes the chunk's steps from w on, with ``known`` filled in."""
         of_keys, of_queries = self.both(w)
         return replace(self.keys, known=of_keys), replace(self.queries, known=of_queries)
 
 
-def given(rule: Rule, i: int, u: Tensor) -> Tensor:
-    """What matrix i, which is not lifted, multiplies of its input u ``[..., width]``: u itself; but u less its mean if
-    it is the last matrix, its rows have the same sum at all times and a layer norm follows. All outputs of a token then
-    differ by one number, which the norm takes away, and with it most of the rounding (docs/diary.md). Rows have the
-    same sum at all times where W does not fade to zero and steps are made of gradients as they come, which is not known
-    of classes without a fast form."""
-    retention, last = rule.retention, i + 1 == len(rule.network.lifted)
-    if not (retention.fixed_sums and last and rule.network.norm) or rule.optimiser.erases or not has_chunks(rule):
+def centred(rule: Rule, i: int, u: Tensor) -> Tensor:
+    """What matrix i, which is not feature-mapped, multiplies of its input u ``[..., width]``: u itself; but u less its
+    mean if it is the last matrix, its rows have the same sum at all times and a layer norm follows. All outputs of a
+    token then differ by one number, which the norm takes away, and with it most of the rounding (docs/diary.md). Rows
+    have the same sum at all times where W does not decay to zero and steps are made of gradients as they come, which is
+    not known of classes without a fast form."""
+    retention, last = rule.retention, i + 1 == len(rule.network.feature_mapped)
+    if not (retention.fixed_row_sums and last and rule.network.norm) or rule.optimiser.erases or not has_chunks(rule):
         return u
-    return u if retention.gated and not retention.to_start else retention.tangent(u)
+    return u if retention.gated and not retention.to_initial else retention.tangent(u)
 
 
-def see_hidden(u: Tensor, written: Tensor) -> Seen:
-    """How a matrix that is not lifted sees tokens with hidden units u ``[..., n, width]``; ``written`` are those of the
-    window tokens, as writes use them."""
-    return Seen(u, partial(times, u), u, written, once(partial(times, u, written)))
+def hidden_inputs(u: Tensor, written: Tensor) -> Inputs:
+    """How a matrix that is not feature-mapped sees tokens with hidden units u ``[..., n, width]``; ``written`` are
+    those of the window tokens, as writes use them."""
+    return Inputs(u, partial(times, u), u, written, cached(partial(times, u, written)))
 
 
-def once(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def cached(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """``compute``, called at most once."""
     found: list[Tensor] = []
 
@@ -165,7 +165,7 @@ class _Add(Function):
         return a @ g, g, f @ g.mT
 
 
-def _into(columns: Columns) -> Write:
+def _into(columns: KernelColumns) -> Write:
     """``write`` on phi*: a sum into the columns of the window tokens, which come after the columns of M_0."""
     at = columns.window[:, None, None] + columns.keys.shape[-1]
     return lambda w, a: w.scatter_add(-1, at.expand(*w.shape[:-1], -1), a.mT)

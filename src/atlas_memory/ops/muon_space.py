@@ -39,7 +39,7 @@ class StepGroup(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spaces:
+class MuonSpace:
     """How ``chunkwise`` orthogonalises; the numbers do not depend on it.
 
     Attributes:
@@ -78,7 +78,7 @@ class Spaces:
         if self.space is not None:
             return self.space
         m, f, n, b, muon = rows, columns, window, rule.window.chunk, muon_of(rule)
-        of_matrix = (saturated_cost if muon.bounded else schulz_cost)(m, f, muon.steps)
+        of_matrix = (saturated_cost if muon.normalised else schulz_cost)(m, f, muon.steps)
         of_gram = min(gram_cost(m, muon.steps), eigenvalues_cost(m)) if eigenvalues else gram_cost(m, muon.steps)
         features, outputs = n * m * f, 2 * m * m * f + (3 * n + b) * m * f
         for group in step_groups(taken, n, b, rule.every, self.together or TOGETHER):
@@ -88,7 +88,7 @@ class Spaces:
         return "features" if features <= outputs else "outputs"
 
 
-DEFAULT = Spaces()
+DEFAULT = MuonSpace()
 """Whatever is cheapest."""
 
 

@@ -15,82 +15,82 @@ from torch import Tensor
 
 from ..rules.gates import pick
 from ..rules.optimisers import Muon
-from .chunk_context import Part
-from .fast_weight import Schedule, Seen, Steps, Tokens, faded, last_momentum, scale_rows
+from .chunk_context import MatrixContext
+from .fast_weight import ChunkSteps, DecayMasks, Inputs, Updates, decayed, last_momentum, scale_rows
 from .muon_space import StepGroup, muon_of, step_groups
 from .newton_schulz import gram_polynomial, newton_schulz, saturated
-from .triangular import Pairs
+from .triangular import WindowPairs
 
 
-def muon_steps(part: Part, tokens: Tokens) -> Steps:
+def muon_steps(part: MatrixContext, tokens: Updates) -> ChunkSteps:
     """The steps of one matrix over a chunk, in the cheapest of the two spaces or in the one that was asked for."""
-    s, rule, spaces = part.held.sums[0], part.setting.rule, part.setting.spaces
-    taken, window = part.plan.in_sum.shape[-2], tokens.inputs.inputs.shape[-2]
-    space = spaces.of(rule, s.shape[-2], s.shape[-1], taken, window, eigenvalues=spaces.eigenvalues_pay(s))
+    s, rule, muon_space = part.held.sums[0], part.context.rule, part.context.muon_space
+    taken, window = part.masks.in_sum.shape[-2], tokens.inputs.inputs.shape[-2]
+    space = muon_space.of(rule, s.shape[-2], s.shape[-1], taken, window, eigenvalues=muon_space.eigenvalues_pay(s))
     return (_output_space if space == "outputs" else _feature_space)(part, s, tokens)
 
 
-def waiting(part: Part, tokens: Tokens, queries: Seen) -> Tensor:
+def pending_answer(part: MatrixContext, tokens: Updates, queries: Inputs) -> Tensor:
     """S f for every query, ``[..., b, m]``, with the S that waits for a step when the query is answered; 0 just after
-    a step. The memory answers with W - S where ``Muon.shows``."""
-    shown = part.plan.moving.shown
-    assert shown is not None
-    of_start, rows = shown
-    near, pairs = queries.kernel(), part.setting.pairs
+    a step. The memory answers with W - S where ``Muon.read_pending``."""
+    pending = part.masks.moving.pending
+    assert pending is not None
+    of_start, rows = pending
+    near, pairs = queries.kernel(), part.context.pairs
     out = (rows.squeeze(-3) * (near if pairs is None else pairs.columns(near))) @ tokens.deltas
     return out + of_start.mT * queries.apply(part.held.sums[0])
 
 
-def muon_sums(part: Part, tokens: Tokens) -> tuple[Tensor, ...]:
-    """The sums of a matrix after the chunk: S, and with live errors D (step.py)."""
-    plan, filled, sums = part.plan, part.setting.filled, part.held.sums
-    s = last_momentum(sums[0], tokens, plan)
+def muon_sums(part: MatrixContext, tokens: Updates) -> tuple[Tensor, ...]:
+    """The sums of a matrix after the chunk: S, and with online errors D (step.py)."""
+    masks, filled, sums = part.masks, part.context.filled, part.held.sums
+    s = last_momentum(sums[0], tokens, masks)
     if len(sums) == 1:
         return (s,)
     nothing = torch.zeros_like(s)
-    if filled is True or plan.moving.plain is None:
+    if filled is True or masks.moving.plain is None:
         return s, nothing
-    added = tokens.summed(plan.moving.plain[..., -1, :])  # what plain steps would have changed
-    changed = tokens.write(faded(plan.retained[..., -1], sums[1], None), added)
+    added = tokens.summed(masks.moving.plain[..., -1, :])  # what plain steps would have changed
+    changed = tokens.write(decayed(masks.retained[..., -1], sums[1], None), added)
     return s, pick(filled, nothing, changed)
 
 
-def _feature_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
-    plan, muon, w, features = part.plan, muon_of(part.setting.rule), part.held.weights, tokens.inputs.written
-    groups, carried = _groups(part, tokens), _matrix(plan.moving.at_steps)
+def _feature_space(part: MatrixContext, s: Tensor, tokens: Updates) -> ChunkSteps:
+    masks, muon, w, features = part.masks, muon_of(part.context.rule), part.held.weights, tokens.inputs.written
+    groups, carried = _groups(part, tokens), _matrix(masks.moving.at_steps)
     taken = []  # O(S_n) of the J' steps of each group: [..., J', m, F]
     for group in groups:
-        new = _weighted(plan, tokens, group, part.setting.pairs).mT @ features[..., None, : group.seen, :]
+        new = _weighted(masks, tokens, group, part.context.pairs).mT @ features[..., None, : group.seen, :]
         sums = carried[..., group.steps, :, :] * s[..., None, :, :] + new
         taken.append(muon.direction(sums, newton_schulz, saturated))
 
-    def read(queries: Seen) -> Tensor:
+    def read(queries: Inputs) -> Tensor:
         f = queries.features
         assert f is not None
         moved = [f[..., None, group.first :, :] @ step.mT for group, step in zip(groups, taken, strict=True)]
-        return _after_steps(queries.held(w), moved, groups, plan)
+        return _after_steps(queries.held(w), moved, groups, masks)
 
-    def weights(row: int, start: Tensor, home: Tensor | None) -> Tensor:
-        end, decay = faded(plan.retained[..., row], start, home), plan.decay[..., 0, row, :, None, None]
+    def weights(row: int, start: Tensor, decay_target: Tensor | None) -> Tensor:
+        end, decay = decayed(masks.retained[..., row], start, decay_target), masks.decay[..., 0, row, :, None, None]
         for group, step in zip(groups, taken, strict=True):
             end = end - (decay[..., group.steps, :, :] * step).sum(-3)
         return end
 
-    return Steps(read, weights)
+    return ChunkSteps(read, weights)
 
 
-def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
-    plan, muon, w = part.plan, muon_of(part.setting.rule), part.held.weights
-    by_eigenvalues = part.setting.spaces.eigenvalues
-    inverse, most = _power_of_two(_largest(s)), muon.most(s.shape[-2]) if muon.bounded else None
+def _output_space(part: MatrixContext, s: Tensor, tokens: Updates) -> ChunkSteps:
+    masks, muon, w = part.masks, muon_of(part.context.rule), part.held.weights
+    by_eigenvalues = part.context.muon_space.eigenvalues
+    inverse, most = _power_of_two(_largest(s)), muon.most(s.shape[-2]) if muon.normalised else None
     s = s * inverse
     kernel, past = tokens.inputs.kernel()[..., None, :, :], tokens.inputs.apply(s)[..., None, :, :]  # K, X
-    groups, carried = _groups(part, tokens), _matrix(plan.moving.at_steps)
+    groups, carried = _groups(part, tokens), _matrix(masks.moving.at_steps)
     of_start = (s @ s.mT)[..., None, :, :]
     parts = []  # of the J' steps of each group, which see N' tokens: cT_n, E_n [..., J', N', m], Q_n [..., J', m, m]
     for group in groups:
         upto, cut = slice(group.seen), carried[..., group.steps, :, :] / inverse[..., None, :, :]
-        weighted = _weighted(plan, tokens, group, part.setting.pairs)
+        weighted = _weighted(masks, tokens, group, part.context.pairs)
         scale = _scale(muon, torch.maximum(_largest(weighted), cut))
         cut, weighted = cut * scale, weighted * scale
         # The two cross terms are one another's transpose: one is added twice, and all made symmetric.
@@ -101,16 +101,16 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
         q = q if most is None else most * q
         parts.append((group, cut, weighted, q))
 
-    def read(queries: Seen) -> Tensor:
+    def read(queries: Inputs) -> Tensor:
         near, old = queries.kernel()[..., None, :, :], queries.apply(s)[..., None, :, :]
         moved = []
         for group, cut, weighted, q in parts:  # S_n phi(q), and then Q_n of it
             of_sums = cut * old[..., group.first :, :] + near[..., group.first :, : group.seen] @ weighted
             moved.append(of_sums @ q)
-        return _after_steps(queries.held(w), moved, groups, plan)
+        return _after_steps(queries.held(w), moved, groups, masks)
 
-    def weights(row: int, start: Tensor, home: Tensor | None) -> Tensor:
-        end, decay = faded(plan.retained[..., row], start, home), plan.decay[..., 0, row, :, None, None]
+    def weights(row: int, start: Tensor, decay_target: Tensor | None) -> Tensor:
+        end, decay = decayed(masks.retained[..., row], start, decay_target), masks.decay[..., 0, row, :, None, None]
         count = tokens.inputs.inputs.shape[-2]
         written = s.new_zeros(*s.shape[:-2], count, s.shape[-2])
         of_old = torch.zeros_like(of_start.squeeze(-3))
@@ -120,34 +120,34 @@ def _output_space(part: Part, s: Tensor, tokens: Tokens) -> Steps:
             of_old = of_old + (cut * final).sum(-3)
         return tokens.write(end - of_old @ s, written)
 
-    return Steps(read, weights)
+    return ChunkSteps(read, weights)
 
 
-def _weighted(plan: Schedule, tokens: Tokens, group: StepGroup, pairs: Pairs | None) -> Tensor:
+def _weighted(masks: DecayMasks, tokens: Updates, group: StepGroup, pairs: WindowPairs | None) -> Tensor:
     """E_n = diag(P[n]) Delta ``[..., J', N', m]`` for the J' steps of a group and the N' window tokens they see."""
     if pairs is not None:
         seen = pairs.upto(group.seen)
-        numbers = plan.in_sum[..., 0, group.steps, : seen.number, None]
+        numbers = masks.in_sum[..., 0, group.steps, : seen.number, None]
         return seen.fold(numbers * tokens.deltas[..., None, : seen.number, :])
-    return plan.in_sum[..., 0, group.steps, : group.seen, None] * tokens.deltas[..., None, : group.seen, :]
+    return masks.in_sum[..., 0, group.steps, : group.seen, None] * tokens.deltas[..., None, : group.seen, :]
 
 
-def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], plan: Schedule) -> Tensor:
+def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], masks: DecayMasks) -> Tensor:
     """W_t f for the queries, ``[..., b, m]``, from W_0 f (``held``) and what the steps of each group change of it
     (``moved``), O(S_n) f ``[..., J', b - first, m]``."""
-    out = scale_rows(plan.retained_for_queries(), held)
-    decay = plan.for_queries(plan.decay).squeeze(-3).mT[..., None]
+    out = scale_rows(masks.retained_for_queries(), held)
+    decay = masks.for_queries(masks.decay).squeeze(-3).mT[..., None]
     for group, part in zip(groups, moved, strict=True):
         total = (decay[..., group.steps, group.first :, :] * part).sum(-3)
         out = out - F.pad(total, (0, 0, group.first, 0))
     return out
 
 
-def _groups(part: Part, tokens: Tokens) -> list[StepGroup]:
+def _groups(part: MatrixContext, tokens: Updates) -> list[StepGroup]:
     """The groups in which the steps of a chunk are computed: one group where a compiler would unroll the loop."""
-    taken, window = part.plan.in_sum.shape[-2], tokens.inputs.inputs.shape[-2]
-    together = taken if torch.compiler.is_compiling() else part.setting.spaces.at_once(part.held.sums[0])
-    return step_groups(taken, window, part.plan.retained.shape[-1], part.plan.every, together)
+    taken, window = part.masks.in_sum.shape[-2], tokens.inputs.inputs.shape[-2]
+    together = taken if torch.compiler.is_compiling() else part.context.muon_space.at_once(part.held.sums[0])
+    return step_groups(taken, window, part.masks.retained.shape[-1], part.masks.every, together)
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -163,14 +163,14 @@ def _power_of_two(size: Tensor) -> Tensor:
 
 def _scale(muon: Muon, size: Tensor) -> Tensor:
     """The factor by which S, with entries up to ``size``, is multiplied, so that its products neither over- nor
-    underflow. Where steps are bounded, a floor is added to the products, and small ones may underflow."""
+    underflow. Where steps are normalised, a floor is added to the products, and small ones may underflow."""
     inverse = _power_of_two(size.detach())
-    return inverse.clamp_max(1.0) if muon.bounded else inverse
+    return inverse.clamp_max(1.0) if muon.normalised else inverse
 
 
 def _floor(most: float | None, scale: Tensor) -> Tensor | None:
-    """The floor of ``gram_polynomial`` for a bounded step, where S has been multiplied by ``scale``: L^2 so scaled.
-    ``most`` is L; None: steps are not bounded."""
+    """The floor of ``gram_polynomial`` for a normalised step, where S has been multiplied by ``scale``: L^2 so scaled.
+    ``most`` is L; None: steps are raw."""
     return None if most is None else (most * scale).square()
 
 

@@ -86,14 +86,14 @@ def gram_polynomial(
         from .triton.gram_newton_schulz import gram_newton_schulz
 
         return gram_newton_schulz(gram, steps, floor)
-    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    cache = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     coefficients = COEFFICIENTS
     if floor is not None:
-        trace, coefficients = trace + floor, CONVERGENT
+        cache, coefficients = cache + floor, CONVERGENT
         gram = gram + floor * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     tiny = torch.finfo(gram.dtype).tiny
-    scale = torch.where(trace > tiny, trace.clamp_min(tiny).rsqrt(), 0.0)
-    unit = (gram * reciprocal_or_zero(trace)).reshape(-1, *gram.shape[-2:])
+    scale = torch.where(cache > tiny, cache.clamp_min(tiny).rsqrt(), 0.0)
+    unit = (gram * reciprocal_or_zero(cache)).reshape(-1, *gram.shape[-2:])
     go = eigenvalues_pay(gram) if eigenvalues is None else eigenvalues
     function = partial(_by_eigenvalues if go else _symmetric_product, steps=steps, coefficients=coefficients)
     return scale * _in_blocks(function, unit).view(gram.shape)

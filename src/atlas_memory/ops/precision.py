@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..rules.autograd import at_hand, no_autocast
+from ..rules.autograd import is_cheap_to_read, no_autocast
 from ..rules.features import Features
 from ..rules.gates import Gates
 from ..rules.rule import Params, Rule
@@ -16,9 +16,9 @@ from ..rules.state import MemoryState, check_count
 
 Form = Callable[..., tuple[Tensor, MemoryState]]
 
-FAR = 1e25
+MAX_ABS = 1e25
 """The largest entry of a value or gate that a memory is given: what is computed of larger ones overflows in float32.
-For keys see ``Features.far``."""
+For keys see ``Features.max_abs``."""
 
 
 def working_dtype(rule: Rule, x: Tensor) -> torch.dtype:
@@ -46,20 +46,20 @@ def compute(
     up = cast(working_dtype(rule, q))
     with no_autocast(q.device):
         state = None if state is None else state.map(up)
-        k, v, gates, broken = Broken.apart(rule, k, v, gates)
+        k, v, gates, nonfinite = NonFinite.apart(rule, k, v, gates)
         y, end = form(rule, params.map(up), up(q), up(k), up(v), gates.map(up), state)
     down = cast(kept_dtype(q))
-    return broken.outputs(y).to(q.dtype), end.map(lambda t: broken.state(down(t)))
+    return nonfinite.outputs(y).to(q.dtype), end.map(lambda t: nonfinite.state(down(t)))
 
 
-class Broken(NamedTuple):
+class NonFinite(NamedTuple):
     """Tokens whose key, phi(k), value or gates are not finite. From a real one on the memory is lost, and its outputs
     are NaN. But in a product over the tokens of a chunk, 0 x NaN would reach back to outputs before it. So the memory
     is computed with zeros in place of these tokens, and NaN is put into outputs and state afterwards.
 
     Attributes:
         token: which tokens are such, padding included, ``[batch, heads, time]`` bool; None: it was seen that none is,
-            and that no number is beyond +-``FAR``, or the ``far`` of the features.
+            and that no number is beyond +-``MAX_ABS``, or the ``max_abs`` of the features.
         since: which tokens are real and such, or come after one, of the same shape; or None.
     """
 
@@ -67,22 +67,27 @@ class Broken(NamedTuple):
     since: Tensor | None
 
     @staticmethod
-    def apart(rule: Rule, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, Tensor, Gates, Broken]:
+    def apart(rule: Rule, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor, Tensor, Gates, NonFinite]:
         """k, v and gates without such tokens, and which these are."""
-        broken = Broken.among(rule, k, v, gates)
-        return broken.taken_out(k, rule.features.far or FAR), broken.taken_out(v), broken.of_gates(gates), broken
+        nonfinite = NonFinite.among(rule, k, v, gates)
+        return (
+            nonfinite.taken_out(k, rule.features.max_abs or MAX_ABS),
+            nonfinite.taken_out(v),
+            nonfinite.of_gates(gates),
+            nonfinite,
+        )
 
     @staticmethod
-    def among(rule: Rule, k: Tensor, v: Tensor, gates: Gates) -> Broken:
+    def among(rule: Rule, k: Tensor, v: Tensor, gates: Gates) -> NonFinite:
         """Which tokens are such."""
         features = rule.features
         others = (v, gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta)
-        near = at_hand(k) and are_near(k, features.far or FAR)
-        near = near and all(at_hand(x) and are_near(x, FAR) for x in others if x is not None)
-        if near and (features.far or not _is_too_long(features, k).any()):
-            return Broken(None, None)
+        near = is_cheap_to_read(k) and are_near(k, features.max_abs or MAX_ABS)
+        near = near and all(is_cheap_to_read(x) and are_near(x, MAX_ABS) for x in others if x is not None)
+        if near and (features.max_abs or not _is_too_long(features, k).any()):
+            return NonFinite(None, None)
         token = ~(are_finite(k) & are_finite(v))
-        if features.far is None:
+        if features.max_abs is None:
             token = token | _is_too_long(features, k)
         for gate in (gates.eta, gates.alpha, gates.theta, gates.gamma, gates.delta):
             if gate is not None:
@@ -90,15 +95,15 @@ class Broken(NamedTuple):
         lost = token
         if gates.length is not None:
             lost = token & (torch.arange(k.shape[-2], device=k.device) < gates.length[:, None, None])
-        return Broken(token, lost.cumsum(-1) > 0)
+        return NonFinite(token, lost.cumsum(-1) > 0)
 
-    def taken_out(self, x: Tensor, far: float = FAR) -> Tensor:
-        """x with zero in place of these tokens, and cut to +-``far``; an x that is not ``[batch, heads, time, ...]``,
-        such as lengths, stays as it is."""
+    def taken_out(self, x: Tensor, max_abs: float = MAX_ABS) -> Tensor:
+        """x with zero in place of these tokens, and cut to +-``max_abs``; an x that is not ``[batch, heads, time,
+        ...]``, such as lengths, stays as it is."""
         if self.token is None or x.shape[:3] != self.token.shape:
             return x
         token = self.token if x.dim() == 3 else self.token[..., None]
-        return x.masked_fill(token, 0.0).clamp(-far, far)  # laid out as x, not as the mask
+        return x.masked_fill(token, 0.0).clamp(-max_abs, max_abs)  # laid out as x, not as the mask
 
     def of_gates(self, gates: Gates) -> Gates:
         """Gates without these tokens, contiguous whether there are any or not. In another layout products are rounded
@@ -123,12 +128,12 @@ def are_finite(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.detach(), torch.inf, -1).isfinite()
 
 
-def are_near(x: Tensor, far: float) -> bool:
-    """Whether all of ``x`` is finite and within +-``far``."""
+def are_near(x: Tensor, max_abs: float) -> bool:
+    """Whether all of ``x`` is finite and within +-``max_abs``."""
     if not x.numel():
         return True
     low, high = torch.aminmax(x.detach())
-    return float(low) >= -far and float(high) <= far  # false for NaN, too
+    return float(low) >= -max_abs and float(high) <= max_abs  # false for NaN, too
 
 
 def _is_too_long(features: Features, k: Tensor) -> Tensor:
@@ -206,7 +211,7 @@ def check_memory_state(rule: Rule, batch: int, heads: int, dim: int, state: Memo
     check_count(state.seen)
     held = state.keys.shape[-2]
     shapes = enumerate(rule.shapes(dim))
-    expected = [[batch, heads, rows, columns + rule.by_key(i) * held] for i, (rows, columns) in shapes]
+    expected = [[batch, heads, rows, columns + rule.kernelised(i) * held] for i, (rows, columns) in shapes]
     got = [list(m.weights.shape) for m in state.matrices]
     if got != expected:
         raise ValueError(
@@ -218,8 +223,8 @@ def check_memory_state(rule: Rule, batch: int, heads: int, dim: int, state: Memo
             f"state keeps {', '.join(map(str, sorted(sums)))} sums a matrix, where {rule.optimiser} keeps "
             f"{rule.accumulators}: it is of another rule"
         )
-    settled = {m.dual is not None for m in state.matrices}
-    if settled != {rule.retention.settles} or state.v.shape[-1] != dim + rule.bias.has_delta:
+    mirrored = {m.dual is not None for m in state.matrices}
+    if mirrored != {rule.retention.has_mirror_map} or state.v.shape[-1] != dim + rule.bias.has_delta:
         raise ValueError(f"state is of a rule with another retention or bias than {rule.retention}, {rule.bias}")
     if state.k.shape[-2] != rule.window.size - 1:
         raise ValueError(

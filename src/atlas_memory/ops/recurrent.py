@@ -13,10 +13,9 @@ With c the window, b the chunk, M_t the memory after token t and M_f the memory 
 
 with a_t and e_t (``at.write`` and ``at.apply``) and O as optimisers.py lists them; M_0 may come in for what alpha takes
 away, and g_t leave out what all entries of a row have in common, as the retention says (retention.py). That a_t and e_t
-are bounded, and errors live, is the library's: ``bounded=False`` and ``live=False`` are what is printed. ``step`` of
-the optimiser says how S_t becomes a step, ``keep`` of the retention how the old memory and the step make the new one.
-``[batch, heads]`` in front is carried along, and ``recurrent`` (recurrent.py) brings any batch to this.
-"""
+are bounded, and errors online, is the library's: ``normalised=False`` and ``online=False`` are what is printed.
+``step`` of the optimiser says how S_t becomes a step, ``keep`` of the retention how the old memory and the step make
+the new one. ``[batch, heads]`` in front is carried along, and ``recurrent`` (recurrent.py) brings any batch to this."""
 
 from __future__ import annotations
 
@@ -29,11 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..rules.gates import CompleteGates, Gates
-from ..rules.networks import Apply, Trace
-from ..rules.retention import Old
+from ..rules.networks import Apply, ForwardCache
+from ..rules.retention import OldMatrix
 from ..rules.rule import Params, Rule
 from ..rules.state import Matrix, MemoryState, initial_state
-from ..rules.step import At
+from ..rules.step import TokenGates
 from .precision import compute
 
 
@@ -123,10 +122,10 @@ def _together(
     time = q.shape[-2]
     past_k, past_v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
     keys, values = past_k, past_v
-    if rule.features.endless:
+    if rule.features.infinite:
         keys = torch.cat([state.keys, k], -2)
         values = F.pad(past_v, (0, 0, keys.shape[-2] - past_v.shape[-2], 0))
-        state = state.map_lifted(rule, lambda w: F.pad(w, (0, time)), keys)
+        state = state.map_key_columns(rule, lambda w: F.pad(w, (0, time)), keys)
     y, memory = definition(rule, params, q, keys, values, gate, list(state.matrices), seen)
     past_k, past_v = past_k[..., time:, :], past_v[..., time:, :]
     state = MemoryState(tuple(memory), past_k, past_v, state.keys, state.seen + time)
@@ -138,10 +137,10 @@ def _together(
 
 def _with_columns(rule: Rule, state: MemoryState, count: int) -> MemoryState:
     """For phi*: the state with ``count`` columns of keys. The oldest are left out, or empty ones put before them."""
-    if not rule.features.endless:
+    if not rule.features.infinite:
         return state
     room = count - state.keys.shape[-2]
-    return state.map_lifted(rule, lambda w: F.pad(w, (room, 0)), F.pad(state.keys, (0, 0, room, 0)))
+    return state.map_key_columns(rule, lambda w: F.pad(w, (room, 0)), F.pad(state.keys, (0, 0, room, 0)))
 
 
 def definition(
@@ -171,24 +170,32 @@ def definition(
         now, older, gate = k.shape[-2] - q.shape[-2] + t, min(c - 1, seen + t), gates.at(t)
         window, gamma = slice(now - older, now + 1), gate.gamma[..., : older + 1].flip(-1)  # the oldest first
         frozen, after = [m.frozen for m in memory], []
-        before = [optimiser.shown(m.sums, m.weights, follows) for m in memory]  # M_{t-1}; with Muon's `shows` less S
-        at_frozen = rule.network.trace(model.apply(frozen), k[..., window, :], params.norm)  # M_f at its keys
-        response = rule.response(at_frozen, v[..., window, :], params)  # r_t of step.py: how fast an error grows
-        g = model.gradient(frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, response))  # Eqs. 9, 16
-        sizes = rule.sizes(frozen, at_frozen, response, params)  # lambda_l of step.py, of each token of the window
+        before = [
+            optimiser.readout_weights(m.sums, m.weights, follows) for m in memory
+        ]  # M_{t-1}; with Muon's `shows` less S
+        at_frozen = rule.network.forward_cache(model.apply(frozen), k[..., window, :], params.norm)  # M_f at its keys
+        curvature_bound = rule.curvature_bound(
+            at_frozen, v[..., window, :], params
+        )  # r_t of step.py: how fast an error grows
+        g = model.gradient(
+            frozen, at_frozen, window, gamma, model.moved(memory, at_frozen, curvature_bound)
+        )  # Eqs. 9, 16
+        sizes = rule.step_normalisers(
+            frozen, at_frozen, curvature_bound, params
+        )  # lambda_l of step.py, of each token of the window
         counted = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)  # t's own counts whole
         alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
         for i, m in enumerate(memory):
-            size = (counted * sizes[i]).sum(-1) if optimiser.bounded else None  # what eta is divided by
+            size = (counted * sizes[i]).sum(-1) if optimiser.normalised else None  # what eta is divided by
             rates = optimiser.rates(gate.theta, gate.eta, size, rule.every, b)
             rates = rates if follows else rates._replace(theta=torch.ones_like(gate.theta))  # S adds up until a step
-            at = At(*rates, alpha, gamma[..., -1], model.under(i, at_frozen, now))
+            at = TokenGates(*rates, alpha, gamma[..., -1], model.along_key(i, at_frozen, now))
             sums, step = optimiser.step(m.sums, m.weights, g[i], at)  # ATLAS Eqs. 33, 58; every = 1: Eq. 40
             step = step if due else torch.zeros_like(step)
             kept = rule.retention.keep(model.old(i, m), step, alpha, first, last)  # ATLAS Eqs. 32, 57
-            after.append(optimiser.shown(sums, kept.weights, due))
-            settled, sums = (kept.settled, optimiser.turn(sums)) if last else (m.frozen, sums)  # M_f
-            memory = [*memory[:i], Matrix(kept.weights, settled, sums, kept.dual), *memory[i + 1 :]]
+            after.append(optimiser.readout_weights(sums, kept.weights, due))
+            mirrored, sums = (kept.mirrored, optimiser.end_chunk(sums)) if last else (m.frozen, sums)  # M_f
+            memory = [*memory[:i], Matrix(kept.weights, mirrored, sums, kept.dual), *memory[i + 1 :]]
         memory = model.forget(memory, now) if last else memory
         answering = model.apply({"after": after, "before": before, "frozen": frozen}[rule.window.read])
         y.append(rule.network.forward(answering, q[..., t, None, :], params.norm))
@@ -197,7 +204,8 @@ def definition(
 
 class Model(NamedTuple):
     """M(phi(x)) and its gradient, given the weights; k and v are those of ``definition``. Matrices are counted by i,
-    and u ``[..., tokens, width]`` is what one is given: keys or queries where it is lifted, else hidden units."""
+    and u ``[..., tokens, width]`` is what one is given: keys or queries where it is feature-mapped, else hidden
+    units."""
 
     rule: Rule
     params: Params
@@ -206,47 +214,48 @@ class Model(NamedTuple):
 
     def features(self, i: int, u: Tensor) -> Tensor:
         """What matrix i multiplies: phi(u); on phi* u and its kernel with the keys of all columns; else u itself."""
-        return self.rule.features.columns(u, self.k, self.params.sqrt_a) if self.rule.network.lifted[i] else u
+        return self.rule.features.columns(u, self.k, self.params.sqrt_a) if self.rule.network.feature_mapped[i] else u
 
     def write_input(self, i: int, u: Tensor, window: slice) -> Tensor:
         """The right factor of a write to matrix i: ``features`` of u, less their mean where the rows of W have fixed
         sums; on phi* one-hot columns of the window's keys."""
         first, keys = self.params.initial[i].shape[-1], self.k.shape[-2]
-        if self.rule.by_key(i):
+        if self.rule.kernelised(i):
             return torch.eye(first + keys).to(u)[first:][window]
         return self.rule.retention.tangent(self.features(i, u))
 
     def apply(self, weights: list[Tensor]) -> Apply:
-        """The function of (i, u) that gives W_i phi(u), or W_i u where matrix i is not lifted."""
+        """The function of (i, u) that gives W_i phi(u), or W_i u where matrix i is not feature-mapped."""
         return lambda i, u: self.features(i, u) @ weights[i].mT
 
-    def moved(self, memory: list[Matrix], at_frozen: Trace, response: Tensor) -> Tensor | float:
+    def moved(self, memory: list[Matrix], at_frozen: ForwardCache, curvature_bound: Tensor) -> Tensor | float:
         """By how much the window's errors differ from those at M_f: r_t (W_{t-1} - W_f) f_t (step.py)."""
-        if not self.rule.live:
+        if not self.rule.online:
             return 0.0
         i, m = len(memory) - 1, memory[-1]
-        changed = self.rule.optimiser.written(m.sums, m.weights, m.frozen)  # W_{t-1} - W_f; under Muon -D
-        return response[..., None] * (self.features(i, at_frozen.inputs[i]) @ changed.mT)
+        changed = self.rule.optimiser.chunk_change(m.sums, m.weights, m.frozen)  # W_{t-1} - W_f; under Muon -D
+        return curvature_bound[..., None] * (self.features(i, at_frozen.inputs[i]) @ changed.mT)
 
     def gradient(
-        self, frozen: list[Tensor], at_frozen: Trace, window: slice, gamma: Tensor, moved: Tensor | float
+        self, frozen: list[Tensor], at_frozen: ForwardCache, window: slice, gamma: Tensor, moved: Tensor | float
     ) -> list[Tensor]:
         """For each matrix the gradient, at M_f, of l = sum over window tokens j of
         gamma_j (bias(M(phi(k_j)), v_j) + <moved_j, body of M(phi(k_j))>). The second term adds moved_j to the error at
-        the body. Autograd goes down to what a matrix puts out, z_j = W f_j; from there dl/dW = sum_j (dl/dz_j) f_j^T,
-        since on phi* there is no W as such; it is zero where nothing of z_j reaches the loss (None)."""
+        the pre-norm output. Autograd goes down to what a matrix puts out, z_j = W f_j; from there dl/dW = sum_j
+        (dl/dz_j) f_j^T, since on phi* there is no W as such; it is zero where nothing of z_j reaches the loss
+        (None)."""
         network, k, held = self.rule.network, self.k[..., window, :], self.apply(frozen)
         with torch.enable_grad():
             # Zero, added to what each matrix puts out, to differentiate by.
             by = [w.new_zeros(*k.shape[:-1], w.shape[-2]).requires_grad_() for w in frozen]
-            body = network.body(lambda i, u: held(i, u) + by[i], k)
-            prediction = network.end(k, body, self.params.norm)
-            losses = self.rule.bias.value(prediction, self.v[..., window, :]) + (moved * body).sum(-1)
+            pre_norm = network.pre_norm(lambda i, u: held(i, u) + by[i], k)
+            prediction = network.end(k, pre_norm, self.params.norm)
+            losses = self.rule.bias.value(prediction, self.v[..., window, :]) + (moved * pre_norm).sum(-1)
             to = torch.autograd.grad((gamma * losses).sum(), by, create_graph=True, allow_unused=True)
         f = (self.write_input(i, u, window) for i, u in enumerate(at_frozen.inputs))
         return [0.0 * w if d is None else d.mT @ x for d, x, w in zip(to, f, frozen, strict=True)]
 
-    def under(self, i: int, at_frozen: Trace, now: int) -> Callable[[Tensor], Tensor]:
+    def along_key(self, i: int, at_frozen: ForwardCache, now: int) -> Callable[[Tensor], Tensor]:
         """The function W -> W f_t f_t^T, with f_t the input of matrix i at M_f for token t, whose place is ``now``."""
         u = at_frozen.inputs[i][..., -1:, :]
         return lambda w: (self.features(i, u) @ w.mT).mT @ self.write_input(i, u, slice(now, now + 1))
@@ -255,9 +264,9 @@ class Model(NamedTuple):
         """Clear on phi* the columns of tokens that are older than the horizon; without one all stay."""
         kept = torch.arange(self.k.shape[-2]).to(self.k) > now - (self.rule.features.horizon or now + 1)
         kept = torch.cat([kept.new_ones(self.k.shape[-1]), kept])  # M_0 stays
-        return [m.map(lambda w: w * kept) if self.rule.by_key(i) else m for i, m in enumerate(memory)]
+        return [m.map(lambda w: w * kept) if self.rule.kernelised(i) else m for i, m in enumerate(memory)]
 
-    def old(self, i: int, m: Matrix) -> Old:
+    def old(self, i: int, m: Matrix) -> OldMatrix:
         """Matrix i as its retention wants it."""
         initial = self.params.initial[i]
-        return Old(m.weights, m.frozen, m.dual, initial, *self.rule.home(initial, m.weights))
+        return OldMatrix(m.weights, m.frozen, m.dual, initial, *self.rule.decay_target(initial, m.weights))

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from ..rules.rule import Rule
 from .chunk_layout import tokens_before
-from .muon_space import TOGETHER, Spaces, muon_of, step_groups
+from .muon_space import TOGETHER, MuonSpace, muon_of, step_groups
 from .newton_schulz import gram_cost, saturated_cost, schulz_cost
-from .triangular import Pairs
+from .triangular import WindowPairs
 
 
 class Count(NamedTuple):
@@ -25,7 +25,7 @@ class Count(NamedTuple):
 
     keys: bool
     queries: bool
-    reading: int
+    group_state: int
     making: int
 
 
@@ -41,7 +41,7 @@ class Work:
         back: multiply-adds of back-propagating the errors of one token to it, where errors are summed first and the
             sums back-propagated (``_summed_first`` in chunk.py); else 0.
         solves: whether its updates solve a triangular system (triangular.py).
-        home: multiply-adds of applying what it fades to; 0 if it fades to zero.
+        home: multiply-adds of applying its decay target; 0 if it decays to zero.
     """
 
     rule: Rule
@@ -52,8 +52,8 @@ class Work:
     inner: int
     back: int
     solves: bool
-    home: int
-    spaces: Spaces
+    decay_target: int
+    muon_space: MuonSpace
 
     @property
     def chunk(self) -> int:
@@ -77,28 +77,30 @@ class Work:
 
     @property
     def made(self) -> int:
-        """How many matrices are made in a chunk: W after the last token; of a retention that settles also A; and with a
-        lag token both after the first token, too."""
+        """How many matrices are made in a chunk: W after the last token; of a retention with a mirror map also A; and
+        with a lag token both after the first token, too."""
         retention = self.rule.retention
-        return (4 if retention.lag else 2) if retention.settles else 1
+        return (4 if retention.lag else 2) if retention.has_mirror_map else 1
 
     @property
     def updates(self) -> int:
-        """How many updates there are: one for each window token, or with live errors one for each pair
+        """How many updates there are: one for each window token, or with online errors one for each pair
         (triangular.py)."""
-        return self.chunk * self.rule.window.size if self.rule.live else self.window
+        return self.chunk * self.rule.window.size if self.rule.online else self.window
 
 
 def plain_work(work: Work) -> Count:
     """The count of gradient descent, the delta step and momentum. Letters as in fast_weight.py."""
     rule, b, n, m, reads = work.rule, work.chunk, work.window, work.rows, work.reads
     total = b * work.updates * m if reads else 0
-    if not rule.live and (rule.optimiser.has_momentum or rule.window.size > 1):  # R; under live errors it is cost.py's
+    if not rule.online and (
+        rule.optimiser.has_momentum or rule.window.size > 1
+    ):  # R; under online errors it is cost.py's
         total += (b + work.made if reads else work.made) * work.taken * n
     if rule.optimiser.has_momentum and reads:
         total += b * work.taken + b * work.apply
     if work.solves:
-        total += _system(work) + n * work.home
+        total += _system(work) + n * work.decay_target
         total += b * work.taken + n * work.apply if rule.optimiser.has_momentum else 0
         total += 2 * n * work.write + n * work.apply if rule.retention.lag else 0
     return Count(work.solves, reads, total, n * (work.write + work.back))
@@ -108,10 +110,10 @@ def _system(work: Work) -> int:
     """The triangular systems of the updates: one, or with pairs one a block, and what all blocks before it have written
     (triangular.py)."""
     size, m = work.rule.window.size, work.rows
-    if not work.rule.live or size == 1:
+    if not work.rule.online or size == 1:
         return work.updates**2 * m // 2
-    pairs, total = Pairs(size, work.chunk), 0
-    paths = 2 if work.rule.optimiser.has_momentum and not work.rule.optimiser.waits else 1
+    pairs, total = WindowPairs(size, work.chunk), 0
+    paths = 2 if work.rule.optimiser.has_momentum and not work.rule.optimiser.estimates_change else 1
     for start in range(0, work.chunk, pairs.block):
         tokens = min(pairs.block, work.chunk - start)
         total += (tokens * size) ** 2 * m // 2
@@ -122,13 +124,15 @@ def _system(work: Work) -> int:
 def muon_work(work: Work) -> Count:
     """The count of Muon, in the space that ``chunkwise`` takes."""
     rule, n, m, f = work.rule, work.window, work.rows, work.columns
-    count = (_in_outputs if work.spaces.of(rule, m, f, work.taken, n) == "outputs" else _in_features)(work)
-    if rule.optimiser.shows and work.reads:  # what waits in S: the chunk's updates, and S before the chunk
-        count = count._replace(queries=True, reading=count.reading + work.chunk * (work.updates * m + work.apply))
+    count = (_in_outputs if work.muon_space.of(rule, m, f, work.taken, n) == "outputs" else _in_features)(work)
+    if rule.optimiser.read_pending and work.reads:  # the pending update S: the chunk's updates, and S before the chunk
+        count = count._replace(
+            queries=True, group_state=count.group_state + work.chunk * (work.updates * m + work.apply)
+        )
     if not work.solves:
         return count
     of_carried = n * work.apply  # what D before the chunk (step.py) answers
-    return count._replace(keys=True, reading=count.reading + _system(work) + of_carried)
+    return count._replace(keys=True, group_state=count.group_state + _system(work) + of_carried)
 
 
 def _in_outputs(work: Work) -> Count:
@@ -136,7 +140,7 @@ def _in_outputs(work: Work) -> Count:
     b, n, m, f, steps = work.chunk, work.window, work.rows, work.columns, muon_of(work.rule).steps
     total = n * work.apply + m * m * f + (b * work.apply if work.reads else 0)
     making = n * work.write + m * m * f
-    for group in step_groups(work.taken, n, b, work.rule.every, work.spaces.together or TOGETHER):
+    for group in step_groups(work.taken, n, b, work.rule.every, work.muon_space.together or TOGETHER):
         total += group.taken * (group.seen * m * (group.seen + m) + gram_cost(m, steps))
         total += group.taken * (b - group.first) * m * (group.seen + m) if work.reads else 0
         making += group.taken * group.seen * m * m
@@ -146,9 +150,9 @@ def _in_outputs(work: Work) -> Count:
 def _in_features(work: Work) -> Count:
     """Muon's in feature space (muon_steps.py)."""
     b, m, f, muon = work.chunk, work.rows, work.columns, muon_of(work.rule)
-    of_matrix = (saturated_cost if muon.bounded else schulz_cost)(m, f, muon.steps)
+    of_matrix = (saturated_cost if muon.normalised else schulz_cost)(m, f, muon.steps)
     total = 0
-    for group in step_groups(work.taken, work.window, b, work.rule.every, work.spaces.together or TOGETHER):
-        reading = (b - group.first) * m * f if work.reads else 0
-        total += group.taken * (group.seen * m * f + of_matrix + reading)
+    for group in step_groups(work.taken, work.window, b, work.rule.every, work.muon_space.together or TOGETHER):
+        group_state = (b - group.first) * m * f if work.reads else 0
+        total += group.taken * (group.seen * m * f + of_matrix + group_state)
     return Count(work.solves, False, total, 0)

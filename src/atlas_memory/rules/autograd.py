@@ -28,7 +28,7 @@ def call(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments) if torch.is_grad_enabled() else function.forward(*arguments)
 
 
-def largest(x: Tensor) -> Tensor:
+def max_entry(x: Tensor) -> Tensor:
     """The largest entry along the last axis, ``[..., n] -> [...]``, whose gradient goes to one place.
 
     That of ``amax`` goes to all entries that equal the largest. A compiler that computes x again for the backward pass,
@@ -37,13 +37,13 @@ def largest(x: Tensor) -> Tensor:
     return x.max(-1).values
 
 
-def at_hand(x: Tensor) -> bool:
+def is_cheap_to_read(x: Tensor) -> bool:
     """Whether a look at the numbers of ``x`` costs nothing. On a GPU one would have to wait for them; a compiler, the
     transforms of torch.func and fake tensors have none."""
-    return x.device.type == "cpu" and can_look(x)
+    return x.device.type == "cpu" and can_read(x)
 
 
-def can_look(x: Tensor) -> bool:
+def can_read(x: Tensor) -> bool:
     """Whether the numbers of ``x`` can be looked at, though a GPU may have to be waited for: not under a compiler, in a
     transform or of a fake tensor, nor while a CUDA graph is recorded."""
     if torch.compiler.is_compiling() or is_transformed(x):

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .autograd import largest
+from .autograd import max_entry
 from .validation import check_positive
 
 SMOOTH = 1e-6
 """Miras's epsilon: |x| is taken as sqrt(x^2 + SMOOTH), so that every bias has a gradient everywhere."""
 
-FAR = 1e9
+MAX_ABS = 1e9
 """Errors are cut here by ``Lp``, which raises them to a power; ``Huber`` and ``RobustL2`` cut them at its square."""
 
 
@@ -36,7 +36,7 @@ class Bias:
     errors of its tokens."""
     is_quadratic = False
     """Whether the derivative is ``curvature`` times the error. The second derivative along a step is then known under a
-    layer norm, too (``Ending.response``)."""
+    layer norm, too (``NetworkBase.curvature_bound``)."""
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
         """The loss of each token, summed over its coordinates: ``[..., dim], [..., dim] -> [...]``. The definition
@@ -127,18 +127,18 @@ class Lp(Bias):
         """d value / d prediction: ``[..., dim]``."""
         e = self._error(prediction, v)
         slope = self.p * e * (e.square() + SMOOTH).pow(0.5 * self.p - 1.0)
-        return torch.where((prediction - v).abs() <= FAR, slope, 0.0)
+        return torch.where((prediction - v).abs() <= MAX_ABS, slope, 0.0)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[...]``, the largest over the coordinates: up to p = 3 of |derivative| / |error|, so that a full step takes
-        the largest coordinate to its value and none beyond; above 3 of half the second derivative, which is more. The
-        second derivative has no bound near zero for p < 2, and halves the steps for p = 3."""
+        """``[...]``, the largest over the coordinates: up to p = 3 of |derivative| / |error|, so that a full step
+        takes the largest coordinate to its value and none beyond; above 3 of half the second derivative, which is
+        more. The second derivative has no bound near zero for p < 2, and halves the steps for p = 3."""
         weight = (self._error(prediction, v).square() + SMOOTH).pow(0.5 * self.p - 1.0)
-        return self.p * max(1.0, 0.5 * (self.p - 1.0)) * largest(weight)
+        return self.p * max(1.0, 0.5 * (self.p - 1.0)) * max_entry(weight)
 
     def _error(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """Errors beyond ``FAR`` are as large as that and teach nothing: their powers would overflow."""
-        return (prediction - v).clamp(-FAR, FAR)
+        """Errors beyond ``MAX_ABS`` are as large as that and teach nothing: their powers would overflow."""
+        return (prediction - v).clamp(-MAX_ABS, MAX_ABS)
 
 
 @dataclass(frozen=True)
@@ -181,16 +181,16 @@ class Huber(Bias):
             return torch.where(e.abs() <= delta, 0.5 * e.square(), delta * (size - 0.5 * delta)).sum(-1)
         inside, delta = e.norm(dim=-1) <= delta[..., 0], delta[..., 0]
         length = _smooth_norm(e)[..., 0] - 0.5 * delta
-        far = delta * (length if self.over == "norm" else size.sum(-1))
-        return torch.where(inside, 0.5 * e.square().sum(-1), far)
+        max_abs = delta * (length if self.over == "norm" else size.sum(-1))
+        return torch.where(inside, 0.5 * e.square().sum(-1), max_abs)
 
     def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
         """d value / d prediction: ``[..., dim]``."""
         e, delta = _error(prediction, v)
         if self.over == "coordinates":
             return torch.where(e.abs() <= delta, e, delta * e / _smooth(e))
-        far = delta * e / (_smooth_norm(e) if self.over == "norm" else self._absolute(e, delta))
-        return torch.where(e.norm(dim=-1, keepdim=True) <= delta, e, far)
+        max_abs = delta * e / (_smooth_norm(e) if self.over == "norm" else self._absolute(e, delta))
+        return torch.where(e.norm(dim=-1, keepdim=True) <= delta, e, max_abs)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
         """``[...]``: 1; in the mixture beyond delta a bound on the second derivative where there is a ``corner``, else
@@ -199,10 +199,10 @@ class Huber(Bias):
             return torch.ones_like(prediction[..., 0])
         e, delta = _error(prediction, v)
         length, root = e.norm(dim=-1), e.shape[-1] ** 0.5
-        far = delta[..., 0] * root / length.clamp_min(SMOOTH)
+        max_abs = delta[..., 0] * root / length.clamp_min(SMOOTH)
         if self.corner:
-            far = torch.full_like(far, root / self.corner)
-        return torch.where(length <= delta[..., 0], 1.0, far)
+            max_abs = torch.full_like(max_abs, root / self.corner)
+        return torch.where(length <= delta[..., 0], 1.0, max_abs)
 
     def _absolute(self, e: Tensor, delta: Tensor) -> Tensor:
         """|e_j| of every coordinate, smoothed."""
@@ -243,7 +243,7 @@ AttentionalBias = L2 | DotProduct | Lp | Huber | RobustL2
 
 def _error(prediction: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # The square of anything larger overflows in float32, and would reach back as 0 x infinity.
-    return (prediction - v[..., :-1]).clamp(-FAR * FAR, FAR * FAR), v[..., -1:]
+    return (prediction - v[..., :-1]).clamp(-MAX_ABS * MAX_ABS, MAX_ABS * MAX_ABS), v[..., -1:]
 
 
 def _smooth(e: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def kept(shape: Callable[[int, int], tuple[int, ...]]) -> Callable[[Constant], C
     return decorate
 
 
-FAR = 1e7
+MAX_ABS = 1e7
 """How long phi of a key may be, roughly: the product of four such lengths is a number in float32."""
 
 
@@ -98,18 +98,18 @@ class Features:
     """What feature maps share. One of your own is a frozen dataclass with ``size`` and ``expand``, for x of any width;
     the other methods are right as they are here, and those of the library's maps are faster."""
 
-    endless = False
+    infinite = False
     """Whether phi(x) has infinitely many entries and is known by its kernel only. A matrix that multiplies it is then
     held as a column for each key."""
     horizon: int | None = None
-    """Of an endless map: after how many tokens a key is forgotten; None: never."""
+    """Of an infinite-dimensional map: after how many tokens a key is forgotten; None: never."""
     constant: float = 1.0
     """What the entries of phi(x) before x itself are in a fresh layer (``own``)."""
 
     @property
-    def far(self) -> float | None:
-        """Entries of keys are cut to +-``far``, so that what is computed of phi(k) does not overflow in float32. None:
-        they are not, but |phi(k)|^2 is looked at, and where it is too large the token is treated as no number."""
+    def max_abs(self) -> float | None:
+        """Entries of keys are cut to +-``max_abs``, so that what is computed of phi(k) does not overflow in float32.
+        None: they are not, but |phi(k)|^2 is looked at, and where it is too large the token is treated as no number."""
         return None
 
     def size(self, dim: int) -> int:
@@ -153,9 +153,9 @@ class Identity(Features):
     """phi(x) = x."""
 
     @property
-    def far(self) -> float:
-        """``FAR``."""
-        return FAR
+    def max_abs(self) -> float:
+        """``MAX_ABS``."""
+        return MAX_ABS
 
     def size(self, dim: int) -> int:
         """Length of phi(x) for x of length ``dim``."""
@@ -189,9 +189,9 @@ class Polynomial(Features):
         check_positive("Polynomial constant", self.constant)
 
     @property
-    def far(self) -> float:
+    def max_abs(self) -> float:
         """FAR^(1 / degree)."""
-        return FAR ** (1 / self.degree)
+        return MAX_ABS ** (1 / self.degree)
 
     def size(self, dim: int) -> int:
         """Number of monomials, C(dim + degree, degree)."""
@@ -265,7 +265,7 @@ class Exponential(Features):
 
     horizon: int | None = None
 
-    endless = True
+    infinite = True
 
     def __post_init__(self) -> None:
         if self.horizon is not None:

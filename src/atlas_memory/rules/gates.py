@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import at_hand
+from .autograd import is_cheap_to_read
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Gates:
     Attributes:
         eta: step size >= 0, ``[batch, heads, time]``; or channel-wise, ``[batch, heads, time, dim]``, where diag(eta)
             multiplies from the left and each channel serves rows / dim adjoining rows of a matrix (Miras section 5.4).
-            Not for Muon, whose steps mix rows. Where steps are bounded, and in delta rules with keys of unit length, it
-            is a share of a full write, from 0 to 1; above 2 memories may diverge.
+            Not for Muon, whose steps mix rows. Where steps are normalised, and in delta rules with keys of unit length,
+            it is a share of a full write, from 0 to 1; above 2 memories may diverge.
         alpha: retention in [0, 1], shaped as eta may be; multiplies the old memory. None: 1. Rules that forget
             nothing (``Keep``) do not read it.
         theta: momentum decay in [0, 1], ``[batch, heads, time]``. None: 0. Read by momentum and Muon.
@@ -59,7 +59,7 @@ class Gates:
                     f"gate {name} must have shape {expected} to go with q, got {list(gate.shape)}"
                     + ("; heads come before time: transpose(1, 2)" if turned else "")
                 )
-            if shape[2] > 1 and at_hand(gate):  # of one token, a look would take longer than it is worth
+            if shape[2] > 1 and is_cheap_to_read(gate):  # of one token, a look would take longer than it is worth
                 self._check_range(name, gate.detach())
         if self.length is not None:
             self._check_length(self.length, shape)
@@ -81,7 +81,7 @@ class Gates:
         if not isinstance(length, Tensor) or list(length.shape) != shape[:1] or length.dtype != torch.int64:
             got = f"{length.dtype} of shape {list(length.shape)}" if isinstance(length, Tensor) else repr(length)
             raise ValueError(f"gates.length must be a tensor, int64 of shape {shape[:1]}, got {got}")
-        if at_hand(length) and length.numel() and not 0 <= int(length.min()) <= int(length.max()) <= shape[2]:
+        if is_cheap_to_read(length) and length.numel() and not 0 <= int(length.min()) <= int(length.max()) <= shape[2]:
             raise ValueError(f"gates.length must be from 0 to time={shape[2]}, got {length.tolist()}")
 
     def complete(self, q: Tensor, size: int) -> CompleteGates:

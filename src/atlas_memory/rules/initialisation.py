@@ -3,9 +3,9 @@
 A fresh memory should keep apart what its keys keep apart. What is written under one key is felt at another in
 proportion to the square of the cosine between their hidden units. Of two random keys 32 wide it is 1/32 on average,
 and as much for hidden units that are an ``isometry`` of the key. Of a normal random matrix it is twice that. On
-lifted keys, of which all have the constant 1 in common, it would be 0.2. So at the start the matrix of ``lifted``
-does not see the constant. It sees the entries of phi(x) that are x itself, and in the directions that hidden units
-have beyond the width of x, the other entries; all directions have the same share.
+feature-mapped keys, of which all have the constant 1 in common, it would be 0.2. So at the start the matrix of
+``feature_mapped`` does not see the constant. It sees the entries of phi(x) that are x itself, and in the directions
+that hidden units have beyond the width of x, the other entries; all directions have the same share.
 
 docs/starting.md has what this is worth.
 """
@@ -22,7 +22,7 @@ LEAST = 1e-6
 """A squared length of other entries that is no longer than this counts as none."""
 
 
-class Lift(NamedTuple):
+class FeatureLayout(NamedTuple):
     """phi as a fresh memory meets it: its length ``size``; which of its entries are x itself, if any; the squared
     length of all after those, for an x of unit length; and what those before them are."""
 
@@ -51,7 +51,7 @@ def at_right_angles(matrix: Tensor) -> Tensor:
     return q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # or else Q would not be uniformly distributed
 
 
-def on_keys(matrix: Tensor, phi: Lift) -> Tensor:
+def on_keys(matrix: Tensor, phi: FeatureLayout) -> Tensor:
     """A matrix for phi(x), ``[heads, rows, phi.size]``, made of one for keys x, ``[heads, rows, dim]``: the columns of
     entries of phi(x) that are not x are zero. Where x is not among the entries, all columns are random, of such a size
     that the product with phi(x) is about as long as that of the given matrix with x."""
@@ -60,7 +60,7 @@ def on_keys(matrix: Tensor, phi: Lift) -> Tensor:
     return _noise(*matrix.shape[:2], phi.size) * (matrix.square().mean() / max(phi.others, LEAST)).sqrt()
 
 
-def lifted(heads: int, rows: int, dim: int, phi: Lift) -> Tensor:
+def mapped_isometry(heads: int, rows: int, dim: int, phi: FeatureLayout) -> Tensor:
     """The first matrix ``[heads, rows, phi.size]``, rows no fewer than dim: an ``isometry`` of x, shorter where other
     entries of phi(x) are seen too."""
     own = isometry(heads, rows, dim)

@@ -3,23 +3,23 @@ pass.
 
 The memory network M(W, x): explicit weights per sequence and head, with closed-form inner gradients.
 
-A network is described by its matrices W_l, in the order in which they act. A *lifted* matrix multiplies phi(x); the
-others multiply hidden activations. For one token, the gradient of the loss by a matrix is an outer product,
-dl/dW_l = delta_l f_l^T, with f_l the matrix's input and delta_l the error at its output. Each network therefore says
+A network is described by its matrices W_l, in the order in which they act. A *feature-mapped* matrix multiplies phi(x);
+the others multiply hidden activations. For one token, the gradient of the loss by a matrix is an outer product, dl/dW_l
+= delta_l f_l^T, with f_l the matrix's input and delta_l the error at its output. Each network therefore says
 
-* ``sees``: the input of its l-th matrix, given what the matrices before it put out. A forward pass is a loop over
-  matrices; the chunkwise form writes that loop itself, since its weights differ at every token;
-* ``body_error`` and ``back``: the back-propagation that yields delta_l, first through the ending, then to the matrices;
-* ``gains``: per token and matrix a bound on the squared spectral norm of d body / d (W_l f_l);
-* ``response``: how fast the error at the body grows with the body;
+* ``matrix_input``: the input of its l-th matrix, given what the matrices before it put out. A forward pass is a loop
+  over matrices; the chunkwise form writes that loop itself, since its weights differ at every token;
+* ``pre_norm_error`` and ``back``: the back-propagation that yields delta_l, first through the ending, then to the
+matrices;
+* ``jacobian_bounds``: per token and matrix a bound on the squared spectral norm of d pre-norm / d (W_l f_l);
+* ``curvature_bound``: how fast the error at the pre-norm output grows with the pre-norm output;
 * ``shares``: what part of a step each matrix may make (step.py).
 
-All networks end in the same way: M(x) = x + LN(body(x)). The residual x and the layer norm LN (Miras section 5.3, TTT;
-its gain and shift are outer parameters) are each there if asked for. The body is what the last matrix puts out, and so
-is linear in that matrix. Where keys are lifted, the residual is the un-lifted key, so that dimensions match. The
-memories of ATLAS have no biases (Eqs. 42-43); TTT's have: a first layer's is the constant in phi of ``Polynomial(1)``,
-a hidden layer's is ``MLP.bias``.
-"""
+All networks end in the same way: M(x) = x + LN(pre_norm(x)). The residual x and the layer norm LN (Miras section 5.3,
+TTT; its gain and shift are outer parameters) are each there if asked for. The pre-norm output is what the last matrix
+puts out, and so is linear in that matrix. Where keys are feature-mapped, the residual is the unmapped key, so that
+dimensions match. The memories of ATLAS have no biases (Eqs. 42-43); TTT's have: a first layer's is the constant in phi
+of ``Polynomial(1)``, a hidden layer's is ``MLP.bias``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import Function, call, largest
-from .initialisation import Lift, isometry, lifted, normal, on_keys
+from .autograd import Function, call, max_entry
+from .initialisation import FeatureLayout, isometry, mapped_isometry, normal, on_keys
 from .names import meant
 from .norms import NORM_EPS, Norm, layer_norm, layer_norm_vjp, squared_spectral_norm
 from .validation import MOST, check_size
@@ -95,7 +95,8 @@ def _density(h: Tensor) -> Tensor:
 
 
 Apply = Callable[[int, Tensor], Tensor]
-"""A pass through one matrix: the function of (l, u) that gives W_l phi(u) where matrix l is lifted, else W_l u."""
+"""A pass through one matrix: the function of (l, u) that gives W_l phi(u) where matrix l is feature-mapped, else W_l
+u."""
 
 EARLIER_SHARE = 0.1
 """The share of a step that the matrices before the last one make together; see step.py for why not more."""
@@ -104,71 +105,76 @@ START_GATES = 1.0
 """How far apart the open gates of a fresh ``GatedMLP`` are for keys of unit length: the constant that opens one is 1,
 and what x adds to it has the standard deviation ``START_GATES`` / sqrt(dim)."""
 
-Sight = tuple[Tensor, tuple[Tensor, ...]]
-"""The input of a matrix for every token ``[..., time, width]``, un-lifted; and what ``back`` needs of it, such as the
+MatrixInput = tuple[Tensor, tuple[Tensor, ...]]
+"""The input of a matrix for every token ``[..., time, width]``, unmapped; and what ``back`` needs of it, such as the
 slopes of activations: nothing where no gradients follow."""
 
 
 @dataclass(frozen=True)
-class Trace:
+class ForwardCache:
     """What is kept of one forward pass at fixed weights: ``prediction``, M(x) ``[..., time, dim]``; ``inputs[l]``, the
-    input of matrix l, x itself where it is lifted; ``hidden``, what ``back`` needs of the hidden units, different for
-    each network; and ``body``, what the last matrix puts out, before norm and residual; all ``[..., time, width]``."""
+    input of matrix l, x itself where it is feature-mapped; ``hidden``, what ``back`` needs of the hidden units,
+    different for each network; and ``pre_norm``, what the last matrix puts out, before norm and residual; all ``[...,
+    time, width]``."""
 
     prediction: Tensor
     inputs: tuple[Tensor, ...]
     hidden: tuple[Tensor, ...]
-    body: Tensor
+    pre_norm: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
-    """What all networks share: x + LN(body(x))."""
+class NetworkBase:
+    """What all networks share: x + LN(pre_norm(x))."""
 
     residual: bool = True
     norm: bool = False
 
     def forward(self, apply: Apply, x: Tensor, norm: Norm | None = None) -> Tensor:
         """Prediction ``[..., time, dim]`` for x ``[..., time, dim]``; ``norm``: gain and shift ``[heads, dim]``."""
-        return self.end(x, self.body(apply, x), norm)
+        return self.end(x, self.pre_norm(apply, x), norm)
 
-    def body(self, apply: Apply, x: Tensor) -> Tensor:
+    def pre_norm(self, apply: Apply, x: Tensor) -> Tensor:
         """What the last matrix puts out, ``[..., time, dim]``: before norm and residual."""
         outputs: list[Tensor] = []
-        for i in range(len(self.lifted)):
-            outputs.append(apply(i, self.sees(i, x, outputs)[0]))
+        for i in range(len(self.feature_mapped)):
+            outputs.append(apply(i, self.matrix_input(i, x, outputs)[0]))
         return outputs[-1]
 
-    def trace(self, apply: Apply, x: Tensor, norm: Norm | None = None) -> Trace:
+    def forward_cache(self, apply: Apply, x: Tensor, norm: Norm | None = None) -> ForwardCache:
         """As ``forward``, keeping what the gradients need."""
         outputs: list[Tensor] = []
-        sights: list[Sight] = []
-        for i in range(len(self.lifted)):
-            sights.append(self.sees(i, x, outputs, slopes=True))
-            outputs.append(apply(i, sights[-1][0]))
-        return self.traced(x, sights, outputs[-1], norm)
+        matrix_inputs: list[MatrixInput] = []
+        for i in range(len(self.feature_mapped)):
+            matrix_inputs.append(self.matrix_input(i, x, outputs, slopes=True))
+            outputs.append(apply(i, matrix_inputs[-1][0]))
+        return self.make_cache(x, matrix_inputs, outputs[-1], norm)
 
-    def traced(self, x: Tensor, sights: Sequence[Sight], body: Tensor, norm: Norm | None) -> Trace:
-        """A ``Trace``, made of the ``Sight`` of every matrix and of what the last one put out."""
-        hidden = tuple(part for _, parts in sights for part in parts)
-        return Trace(self.end(x, body, norm), tuple(u for u, _ in sights), hidden, body)
+    def make_cache(
+        self, x: Tensor, matrix_inputs: Sequence[MatrixInput], pre_norm: Tensor, norm: Norm | None
+    ) -> ForwardCache:
+        """A ``ForwardCache``, made of the ``MatrixInput`` of every matrix and of what the last one put out."""
+        hidden = tuple(part for _, parts in matrix_inputs for part in parts)
+        return ForwardCache(self.end(x, pre_norm, norm), tuple(u for u, _ in matrix_inputs), hidden, pre_norm)
 
-    def end(self, x: Tensor, body: Tensor, norm: Norm | None) -> Tensor:
+    def end(self, x: Tensor, pre_norm: Tensor, norm: Norm | None) -> Tensor:
         """The prediction x + LN(body), or without the residual x or the norm LN where the network has none."""
-        out = layer_norm(body, norm) if self.norm else body
+        out = layer_norm(pre_norm, norm) if self.norm else pre_norm
         return x + out if self.residual else out
 
-    def body_error(self, trace: Trace, error: Tensor, norm: Norm | None = None) -> Tensor:
-        """dl / d body from ``error`` = dl / d prediction, both ``[..., time, dim]``."""
-        return layer_norm_vjp(trace.body, norm, error) if self.norm else error
+    def pre_norm_error(self, cache: ForwardCache, error: Tensor, norm: Norm | None = None) -> Tensor:
+        """dl / d pre-norm from ``error`` = dl / d prediction, both ``[..., time, dim]``."""
+        return layer_norm_vjp(cache.pre_norm, norm, error) if self.norm else error
 
-    def response(self, trace: Trace, curvature: Tensor, slope: Tensor | None, norm: Norm | None = None) -> Tensor:
-        """How fast the error at the body grows with the body, at most, ``[..., time]``. ``curvature`` ``[..., time]``
-        is that of the loss, and ``slope`` ``[..., time, dim]`` its derivative by the prediction, if the loss is
-        quadratic, and None if not.
+    def curvature_bound(
+        self, cache: ForwardCache, curvature: Tensor, slope: Tensor | None, norm: Norm | None = None
+    ) -> Tensor:
+        """How fast the error at the pre-norm output grows with the pre-norm output, at most, ``[..., time]``.
+        ``curvature`` ``[..., time]`` is that of the loss, and ``slope`` ``[..., time, dim]`` its derivative by the
+        prediction, if the loss is quadratic, and None if not.
 
         Without a layer norm that is the curvature. A layer norm keeps z = (body - mean) / std on a sphere. Along the
-        error at the body, a tangent of the sphere, the second derivative of a quadratic loss is at most
+        error at the pre-norm output, a tangent of the sphere, the second derivative of a quadratic loss is at most
 
             (curvature gain^2 - <slope, gain z> / dim) / std^2,
 
@@ -182,7 +188,7 @@ class Ending:
         """
         if not self.norm:
             return curvature
-        centred = trace.body - trace.body.mean(-1, keepdim=True)
+        centred = cache.pre_norm - cache.pre_norm.mean(-1, keepdim=True)
         variance = centred.square().mean(-1) + NORM_EPS
         gain = None if norm is None else norm[0][..., None, :]
         first = curvature if gain is None else curvature * gain.abs().amax(-1).square()
@@ -194,44 +200,44 @@ class Ending:
     @property
     def shares(self) -> tuple[float, ...]:
         """The share of a step that each matrix may make; they sum to 1."""
-        earlier = len(self.lifted) - 1
+        earlier = len(self.feature_mapped) - 1
         return (EARLIER_SHARE / earlier,) * earlier + (1.0 - EARLIER_SHARE,) if earlier else (1.0,)
 
     bias = False
     """Whether the inputs of the matrices after the first end in a constant 1."""
 
     @property
-    def lifted(self) -> tuple[bool, ...]:
+    def feature_mapped(self) -> tuple[bool, ...]:
         """Which matrices multiply phi(x)."""
         raise NotImplementedError
 
-    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
+    def start(self, heads: int, dim: int, phi: FeatureLayout) -> tuple[Tensor, ...]:
         """A fresh M_0, one ``[heads, rows, columns]`` a matrix, for heads of ``dim``; see initialisation.py."""
         raise NotImplementedError
 
-    def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
-        """The input of matrix i (x itself where it is lifted), given x ``[..., time, dim]`` and the ``outputs`` of the
-        matrices before it; with ``slopes``, also its part of ``Trace.hidden``."""
+    def matrix_input(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> MatrixInput:
+        """The input of matrix i (x itself where it is feature-mapped), given x ``[..., time, dim]`` and the ``outputs``
+        of the matrices before it; with ``slopes``, also its part of ``ForwardCache.hidden``."""
         raise NotImplementedError
 
-    def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
-        """As ``deltas``, from the error at the body, dl / d body ``[..., time, dim]``."""
+    def back(self, weights: Sequence[Tensor], cache: ForwardCache, error: Tensor) -> tuple[Tensor, ...]:
+        """As ``deltas``, from the error at the pre-norm output, dl / d pre-norm ``[..., time, dim]``."""
         raise NotImplementedError
 
-    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
-        """Bounds on |d body / d (W_l f_l)|^2, each ``[..., time]``; 1 for the last matrix. The spectral norms in them
-        are estimates from below (norms.py), so that a bound may be a little short."""
+    def jacobian_bounds(self, weights: Sequence[Tensor], cache: ForwardCache) -> tuple[Tensor, ...]:
+        """Bounds on |d pre-norm / d (W_l f_l)|^2, each ``[..., time]``; 1 for the last matrix. The spectral norms in
+        them are estimates from below (norms.py), so that a bound may be a little short."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Linear(Ending):
+class Linear(NetworkBase):
     """M(x) = W phi(x), a matrix memory."""
 
     residual: bool = False
 
     @property
-    def lifted(self) -> tuple[bool, ...]:
+    def feature_mapped(self) -> tuple[bool, ...]:
         """Which matrices multiply phi(x)."""
         return (True,)
 
@@ -239,26 +245,26 @@ class Linear(Ending):
         """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         return ((dim, features),)
 
-    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
+    def start(self, heads: int, dim: int, phi: FeatureLayout) -> tuple[Tensor, ...]:
         """Zero, where the first write is the plain outer product. Under a layer norm it is random, since zero has no
         direction."""
         if self.norm:
             return (on_keys(normal(heads, dim, dim), phi),)
         return (torch.zeros(heads, dim, phi.size),)
 
-    def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
+    def matrix_input(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> MatrixInput:
         """The input of the only matrix, x itself."""
         return x, ()
 
-    def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
+    def back(self, weights: Sequence[Tensor], cache: ForwardCache, error: Tensor) -> tuple[Tensor, ...]:
         return (error,)
 
-    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
-        return (torch.ones_like(trace.body[..., 0]),)
+    def jacobian_bounds(self, weights: Sequence[Tensor], cache: ForwardCache) -> tuple[Tensor, ...]:
+        return (torch.ones_like(cache.pre_norm[..., 0]),)
 
 
 @dataclass(frozen=True)
-class MLP(Ending):
+class MLP(NetworkBase):
     """M(x) = x + W_L sigma(... sigma(W_1 phi(x))): ``depth`` matrices of width ``expansion * dim``.
 
     ATLAS Eq. 42 is depth 2, with our W_1 and W_2 called W_2 and W_1. ``bias``: the hidden layers' outputs are followed
@@ -274,7 +280,7 @@ class MLP(Ending):
         _check(self, "depth", "expansion")
 
     @property
-    def lifted(self) -> tuple[bool, ...]:
+    def feature_mapped(self) -> tuple[bool, ...]:
         """Which matrices multiply phi(x): the first."""
         return (True,) + (False,) * (self.depth - 1)
 
@@ -285,41 +291,41 @@ class MLP(Ending):
         columns = [features] + [width + self.bias] * (self.depth - 1)
         return tuple(zip(rows, columns, strict=True))
 
-    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
+    def start(self, heads: int, dim: int, phi: FeatureLayout) -> tuple[Tensor, ...]:
         """Hidden units that are an isometry of x, and a random last matrix. Biases are zero."""
         if self.depth == 1:
             return Linear(residual=self.residual, norm=self.norm).start(heads, dim, phi)
         width = self.expansion * dim
-        first = lifted(heads, width, dim, phi)
+        first = mapped_isometry(heads, width, dim, phi)
         middle = [isometry(heads, width, width) for _ in range(self.depth - 2)]
         return (first, *(F.pad(m, (0, int(self.bias))) for m in (*middle, normal(heads, dim, width))))
 
-    def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
+    def matrix_input(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> MatrixInput:
         """x for the first matrix, then the activated outputs of the layer before, with the slopes of each."""
         if i == 0:
             return x, ()
         u, kept = _activate(self.activation, outputs[-1], slopes)
         return F.pad(u, (0, 1), value=1.0) if self.bias else u, kept
 
-    def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
+    def back(self, weights: Sequence[Tensor], cache: ForwardCache, error: Tensor) -> tuple[Tensor, ...]:
         out = [error]
         for layer in range(self.depth - 1, 0, -1):
-            slope = trace.hidden[layer - 1]
+            slope = cache.hidden[layer - 1]
             out.append((out[-1] @ weights[layer][..., : slope.shape[-1]]) * slope)
         return tuple(reversed(out))
 
-    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
-        """|J_l|^2 <= |W_{l+1}|^2 max slope_l^2 |J_{l+1}|^2, J_l = d body / d (W_l f_l), spectral norms."""
-        out = [torch.ones_like(trace.body[..., 0])]
+    def jacobian_bounds(self, weights: Sequence[Tensor], cache: ForwardCache) -> tuple[Tensor, ...]:
+        """|J_l|^2 <= |W_{l+1}|^2 max slope_l^2 |J_{l+1}|^2, J_l = d pre-norm / d (W_l f_l), spectral norms."""
+        out = [torch.ones_like(cache.pre_norm[..., 0])]
         for layer in range(self.depth - 1, 0, -1):
-            slope = trace.hidden[layer - 1]
+            slope = cache.hidden[layer - 1]
             through = squared_spectral_norm(weights[layer][..., : slope.shape[-1]])
-            out.append(out[-1] * largest(slope.square()) * through[..., None])
+            out.append(out[-1] * max_entry(slope.square()) * through[..., None])
         return tuple(reversed(out))
 
 
 @dataclass(frozen=True)
-class GatedMLP(Ending):
+class GatedMLP(NetworkBase):
     """M(x) = x + W_2 (sigma(W_0 phi(x)) * (W_1 phi(x))), hidden width ``expansion * dim`` (ATLAS++, Eq. 43,
     where W_0, W_1, W_2 are called W_2, W_3, W_1; LaCT's SwiGLU memory with SiLU and no residual)."""
 
@@ -330,7 +336,7 @@ class GatedMLP(Ending):
         _check(self, "expansion")
 
     @property
-    def lifted(self) -> tuple[bool, ...]:
+    def feature_mapped(self) -> tuple[bool, ...]:
         """Which matrices multiply phi(x): both of the hidden layer."""
         return (True, True, False)
 
@@ -339,7 +345,7 @@ class GatedMLP(Ending):
         width = self.expansion * dim
         return ((width, features), (width, features), (dim, width))
 
-    def start(self, heads: int, dim: int, phi: Lift) -> tuple[Tensor, ...]:
+    def start(self, heads: int, dim: int, phi: FeatureLayout) -> tuple[Tensor, ...]:
         """Where phi has a constant, it opens all gates alike, and the rest is as in ``MLP``. Elsewhere, and under a
         layer norm or without a residual, gates and values are isometries of x of the variance 1 in each entry: a
         product of two small numbers is too small to be written with."""
@@ -350,9 +356,9 @@ class GatedMLP(Ending):
             return gate, value, last
         gate = on_keys(isometry(heads, width, dim) * START_GATES, phi)
         gate[..., 0] = 1.0 / phi.constant
-        return gate, lifted(heads, width, dim, phi), last
+        return gate, mapped_isometry(heads, width, dim, phi), last
 
-    def sees(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> Sight:
+    def matrix_input(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> MatrixInput:
         """x for the first two, gated values for the last; with that, slope * value and the activated gate, by which
         ``back`` multiplies the errors at gate and value."""
         if i < 2:
@@ -361,14 +367,14 @@ class GatedMLP(Ending):
         opened, slope = _activate(self.activation, gate, slopes)
         return opened * value, (slope[0] * value, opened) if slope else ()
 
-    def back(self, weights: Sequence[Tensor], trace: Trace, error: Tensor) -> tuple[Tensor, ...]:
-        to_gate, to_value = trace.hidden
+    def back(self, weights: Sequence[Tensor], cache: ForwardCache, error: Tensor) -> tuple[Tensor, ...]:
+        to_gate, to_value = cache.hidden
         inner = error @ weights[2]
         return inner * to_gate, inner * to_value, error
 
-    def gains(self, weights: Sequence[Tensor], trace: Trace) -> tuple[Tensor, ...]:
+    def jacobian_bounds(self, weights: Sequence[Tensor], cache: ForwardCache) -> tuple[Tensor, ...]:
         through = squared_spectral_norm(weights[2])[..., None]
-        to_gate, to_value = (largest(x.square()) * through for x in trace.hidden)
+        to_gate, to_value = (max_entry(x.square()) * through for x in cache.hidden)
         return to_gate, to_value, torch.ones_like(through.expand(to_gate.shape))
 
 

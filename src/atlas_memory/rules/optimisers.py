@@ -16,8 +16,8 @@ subtracted from W: ATLAS's Table 1 prints signs that would climb. eta is the gat
 of the momentum, as in ATLAS; Titans has the two letters the other way round.
 
 Two things are the library's and no paper's: the step size s_t is bounded by what the step changes, and the errors in
-g_t are taken at what the memory's last matrix answers now. ``bounded=False`` is the printed s_t = eta_t, and
-``live=False`` the printed gradient at the frozen memory. step.py says how both are done.
+g_t are taken at what the memory's last matrix answers now. ``normalised=False`` is the printed s_t = eta_t, and
+``online=False`` the printed gradient at the frozen memory. step.py says how both are done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .gates import pick, rows
-from .step import At, InnerOptimiser, Rates, Sums, over
+from .step import InnerOptimiser, Rates, Sums, TokenGates, over
 from .validation import LARGEST, MOST, check_positive, check_size
 
 
@@ -37,10 +37,10 @@ from .validation import LARGEST, MOST, check_positive, check_size
 class GradientDescent(InnerOptimiser):
     """W_t = alpha_t W_{t-1} - s_t g_t."""
 
-    bounded: bool = True
-    live: bool = True
+    normalised: bool = True
+    online: bool = True
 
-    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
+    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: TokenGates) -> tuple[Sums, Tensor]:
         return sums, rows(at.apply, g)
 
 
@@ -54,36 +54,36 @@ class DeltaGradientDescent(InnerOptimiser):
     from what alpha has left of the matrix, W_{t-1} alpha_t (I - s_t f_t f_t^T), as in Gated DeltaNet. Only for windows
     of one token, whose gate gamma, where one is given, weighs what is taken out as it weighs g_t.
 
-    Where steps are ``bounded``, lambda (step.py) has |f_t|^2 + FLOOR more, for what is taken out. Otherwise s = eta;
+    Where steps are ``normalised``, lambda (step.py) has |f_t|^2 + FLOOR more, for what is taken out. Otherwise s = eta;
     with unit keys that is stable up to eta = 2, as long as g does not depend on the memory.
     """
 
-    bounded: bool = True
+    normalised: bool = True
     after_decay: bool = False
-    live: bool = True
+    online: bool = True
 
     erases = True
 
-    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
+    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: TokenGates) -> tuple[Sums, Tensor]:
         old = rows(at.alpha, weights) if self.after_decay else weights
-        return sums, rows(at.apply, g + rows(at.gamma, at.under(old)))
+        return sums, rows(at.apply, g + rows(at.gamma, at.along_key(old)))
 
 
 @dataclass(frozen=True)
 class Momentum(InnerOptimiser):
     """S_t = theta_t S_{t-1} + s_t g_t;  W_t = alpha_t W_{t-1} - S_t."""
 
-    bounded: bool = True
-    live: bool = True
+    normalised: bool = True
+    online: bool = True
 
     has_momentum = True
 
-    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
+    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: TokenGates) -> tuple[Sums, Tensor]:
         s = rows(at.theta, sums[0]) + rows(at.write, g)
         return (s,), s
 
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
-        """theta, a = s and e = 1; where steps are bounded, s is multiplied by 1 - theta."""
+        """theta, a = s and e = 1; where steps are normalised, s is multiplied by 1 - theta."""
         s = over(eta, None if size is None else size / (1.0 - theta).clamp_min(1e-6))
         return Rates(theta, s, torch.ones_like(eta))
 
@@ -93,13 +93,13 @@ class Muon(InnerOptimiser):
     """Momentum whose steps are orthogonalised, a matrix at a time.
 
     ATLAS prints S_t = theta_t S_{t-1} + g_t (Eq. 33) and W_t = alpha_t W_{t-1} - eta_t NS_steps(S_t) (Eq. 32). That is
-    ``Muon(bounded=False)`` here. Its step has the length eta however little is left to learn. Where that is little, the
-    direction of the step turns on the smallest differences: outer gradients grow with every step, and nothing but eta
-    can keep a token from being written.
+    ``Muon(normalised=False)`` here. Its step has the length eta however little is left to learn. Where that is little,
+    the direction of the step turns on the smallest differences: outer gradients grow with every step, and nothing but
+    eta can keep a token from being written.
 
-    ``bounded``, the default, has eta inside S, as the paper's second form has it (S_t in Eq. 58, W_t in Eq. 57). Two
-    things are added to that form by the library. eta becomes the bounded step size s_t (step.py), and in place of S the
-    wider matrix [S, L I] is orthogonalised, which has no singular value below the number L:
+    ``normalised``, the default, has eta inside S, as the paper's second form has it (S_t in Eq. 58, W_t in Eq. 57). Two
+    things are added to that form by the library. eta becomes the normalised step size s_t (step.py), and in place of S
+    the wider matrix [S, L I] is orthogonalised, which has no singular value below the number L:
 
         S_t = theta_t S_{t-1} + s_t g_t,     W_t = alpha_t W_{t-1} - (S_t S_t^T / L^2 + I)^(-1/2) S_t,
 
@@ -110,32 +110,32 @@ class Muon(InnerOptimiser):
 
     ``steps`` are the iterations of Newton-Schulz; ``every`` says how often the memory makes a step. With ``every`` = n,
     a divisor of the chunk, it makes one only at tokens n - 1, 2n - 1, ..., counted from 0. ``every = 1`` is the paper's
-    Eq. 40, Newton-Schulz after every token. None makes one step a chunk, at its end, as LaCT does. With ``shows`` the
-    memory answers meanwhile as if what waits in S had been written without being orthogonalised: it is read with
-    W_t - S_t, and just after a step with W_t.
+    Eq. 40, Newton-Schulz after every token. None makes one step a chunk, at its end, as LaCT does. With
+    ``read_pending`` the memory answers meanwhile as if the pending update S had been written without being
+    orthogonalised: it is read with W_t - S_t, and just after a step with W_t.
 
-    ``precise`` is for ``bounded=False``: float32 inputs are then computed in float64 within a call. The printed
+    ``precise`` is for ``normalised=False``: float32 inputs are then computed in float64 within a call. The printed
     Newton-Schulz multiplies small directions of S by up to 3.4445^5 = 485, and rounding errors with them. In float32
     two forms that are exact in theory therefore differ by 1e-5 to 1e-3 of their output. Training does not feel that,
     and ``precise=False`` is up to three times as fast on a CPU; but two runs could not be compared to the last digits.
-    Bounded steps make nothing larger, and need no more than float32.
+    Normalised steps make nothing larger, and need no more than float32.
 
     Raises:
-        ValueError: ``steps`` or ``every`` below 1 or not whole, a ``limit`` that is not above 0, or ``shows`` where
-            steps are not bounded.
+        ValueError: ``steps`` or ``every`` below 1 or not whole, a ``limit`` that is not above 0, or ``read_pending``
+            where steps are raw.
     """
 
     steps: int = 5
     every: int | None = 1
     precise: bool = True
-    bounded: bool = True
-    live: bool = True
+    normalised: bool = True
+    online: bool = True
     limit: float = 1.0
-    shows: bool = False
+    read_pending: bool = False
 
     has_momentum = True
     mixes_rows = True
-    bare_eta = 0.25
+    raw_eta = 0.25
 
     def __post_init__(self) -> None:
         for name in ("steps", "every"):
@@ -143,24 +143,25 @@ class Muon(InnerOptimiser):
             if not (value is None and name == "every"):
                 check_size(f"Muon {name}", value, MOST if name == "steps" else LARGEST)
         check_positive("Muon limit", self.limit)
-        if self.shows and not self.bounded:
-            raise ValueError("Muon shows=True is for bounded steps: where they are not, S has no measure that W has")
+        if self.read_pending and not self.normalised:
+            raise ValueError("Muon read_pending=True needs normalised=True: with raw steps S has no measure that W has")
 
     @property
     def in_float64(self) -> bool:
-        """Where steps are not bounded, rounding errors would be multiplied."""
-        return self.precise and not self.bounded
+        """Where steps are raw, rounding errors would be multiplied."""
+        return self.precise and not self.normalised
 
     @property
-    def sees(self) -> bool:
-        """``live``, but only where steps are bounded: else there is no size s_t for the plain steps that errors see."""
-        return self.live and self.bounded
+    def is_online(self) -> bool:
+        """``online``, but only where steps are normalised: else there is no size s_t for the plain steps that errors
+        see."""
+        return self.online and self.normalised
 
-    def sums(self, live: bool) -> int:
-        """S; where errors are live also D, what the chunk's gradients would have changed by plain steps (step.py)."""
-        return 2 if live else 1
+    def sums(self, online: bool) -> int:
+        """S; where errors are online also D, what the chunk's gradients would have changed by plain steps (step.py)."""
+        return 2 if online else 1
 
-    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: At) -> tuple[Sums, Tensor]:
+    def step(self, sums: Sums, weights: Tensor, g: Tensor, at: TokenGates) -> tuple[Sums, Tensor]:
         s = rows(at.theta, sums[0]) + rows(at.write, g)
         changed = tuple(rows(at.alpha, d) + rows(at.plain, g) for d in sums[1:] if at.plain is not None)
         return (s, *changed), rows(at.apply, self.direction(s, at.orthogonalise, at.saturate))
@@ -170,34 +171,34 @@ class Muon(InnerOptimiser):
     ) -> Tensor:
         """O(S), the step for the sum S ``[..., rows, columns]``, of the same shape."""
         most = self.most(s.shape[-2])
-        return most * saturate(s / most, self.steps) if self.bounded else orthogonalise(s, self.steps)
+        return most * saturate(s / most, self.steps) if self.normalised else orthogonalise(s, self.steps)
 
     def most(self, rows: int) -> float:
-        """L, the largest singular value that a bounded step of a matrix with so many rows can have."""
+        """L, the largest singular value that a normalised step of a matrix with so many rows can have."""
         return self.limit * rows**0.5
 
-    def turn(self, sums: Sums) -> Sums:
+    def end_chunk(self, sums: Sums) -> Sums:
         """S goes on, and D is zero again: no token of the next chunk has changed anything yet."""
         return (sums[0], *map(torch.zeros_like, sums[1:]))
 
-    def shown(self, sums: Sums, weights: Tensor, stepped: Tensor | bool) -> Tensor:
-        """W_t; or with ``shows`` W_t - S_t, except just after a step."""
-        return pick(stepped, weights, weights - sums[0]) if self.shows else weights
+    def readout_weights(self, sums: Sums, weights: Tensor, stepped: Tensor | bool) -> Tensor:
+        """W_t; or with ``read_pending`` W_t - S_t, except just after a step."""
+        return pick(stepped, weights, weights - sums[0]) if self.read_pending else weights
 
-    def written(self, sums: Sums, weights: Tensor, frozen: Tensor) -> Tensor:
+    def chunk_change(self, sums: Sums, weights: Tensor, frozen: Tensor) -> Tensor:
         """-D, what the chunk's gradients would have changed by plain steps."""
         return -sums[-1]
 
     def largest_step(self, every: int, chunk: int) -> float:
-        """1. Where steps are not bounded, each is as long as eta, and those of a chunk may add up to 1."""
-        return 1.0 if self.bounded else min(1.0, every / chunk)
+        """1. Where steps are raw, each is as long as eta, and those of a chunk may add up to 1."""
+        return 1.0 if self.normalised else min(1.0, every / chunk)
 
     def rates(self, theta: Tensor, eta: Tensor, size: Tensor | None, every: int, chunk: int) -> Rates:
-        """Bounded: theta, a = s (1 - theta) and e = 1, so that eta weighs what goes into S. Otherwise a = 1, and e is
-        eta, which is the length of what comes out."""
+        """Normalised: theta, a = s (1 - theta) and e = 1, so that eta weighs what goes into S. Otherwise a = 1, and e
+        is eta, which is the length of what comes out."""
         if size is None:
             return Rates(theta, torch.ones_like(eta), eta)
-        plain = over(eta, size) if self.sees else over(eta, size) / chunk
+        plain = over(eta, size) if self.is_online else over(eta, size) / chunk
         return Rates(theta, plain * (1.0 - theta), torch.ones_like(eta), plain)
 
 

@@ -8,16 +8,16 @@ Here W is one matrix of the memory of one head, and ``step`` is what the inner o
 **Linear retention** (``Decay``, ``Keep``) is W_t = alpha_t W_{t-1} - step at every token.
 
 **Non-linear retention** (Miras, section 5.2; all others here) computes W from an accumulator A, a matrix of the same
-shape: W_t = ``settle``(A_t). It does so at one token of each chunk, the chunk's *exact* token, as Miras trains it
+shape: W_t = ``mirror_map``(A_t). It does so at one token of each chunk, the chunk's *exact* token, as Miras trains it
 (section 5.4). At the other tokens W moves linearly, W_t = alpha_t W_{t-1} - step, and at all tokens so does A:
 A_t = alpha_t A_{t-1} - step. With ``chunk=1`` every token is exact, which is the paper's own recurrence. The exact
-token is the chunk's last; Memora's is its first (``lag``). The next chunk takes its gradients at ``settle``(A_b), with
-A_b the accumulator after the chunk's last token, and its accumulator begins as ``restart`` says.
+token is the chunk's last; Memora's is its first (``lag``). The next chunk takes its gradients at ``mirror_map``(A_b),
+with A_b the accumulator after the chunk's last token, and its accumulator begins as ``restart`` says.
 
-**What fades, fades to zero or to M_0.** As printed, alpha takes everything to zero. A memory of more than one matrix
+**What decays, decays to zero or to M_0.** As printed, alpha takes everything to zero. A memory of more than one matrix
 does not come back from there, since every gradient has another matrix as a factor; a simplex whose logits are zero is
-uniform; and W = A / |A|^2 grows without end as A goes to zero. ``to_start`` (ours, and the named rules') lets W and A
-fade to what they began with instead: A_t = alpha_t A_{t-1} + (1 - alpha_t) A_0 - step."""
+uniform; and W = A / |A|^2 grows without end as A goes to zero. ``to_initial`` (ours, and the named rules') lets W and A
+decay to what they began with instead: A_t = alpha_t A_{t-1} + (1 - alpha_t) A_0 - step."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ from .orthogonal import reciprocal_or_zero
 from .validation import check_positive
 
 
-class Old(NamedTuple):
+class OldMatrix(NamedTuple):
     """One matrix before a token, ``[..., rows, columns]`` each: W; W before the chunk (``frozen``); the accumulator A
-    (``dual``), where there is one; the learned M_0; and what W and A fade to, None for zero."""
+    (``dual``), where there is one; the learned M_0; and what W and A decay to, None for zero."""
 
     weights: Tensor
     frozen: Tensor
     dual: Tensor | None
     initial: Tensor
-    home: Tensor | None
-    dual_home: Tensor | None
+    decay_target: Tensor | None
+    dual_target: Tensor | None
 
 
-class Kept(NamedTuple):
-    """The matrix after the token: W; ``settled``, the matrix at which the next chunk's gradients are taken if the token
-    ends its chunk; and A."""
+class NewMatrix(NamedTuple):
+    """The matrix after the token: W; ``mirrored``, the matrix at which the next chunk's gradients are taken if the
+    token ends its chunk; and A."""
 
     weights: Tensor
-    settled: Tensor
+    mirrored: Tensor
     dual: Tensor | None
 
 
-def widened(home: Tensor, like: Tensor) -> Tensor:
-    """What W fades to, ``home``, with zeros for the further columns that W has: on phi* (``Exponential`` features)
-    those of keys. ``home`` and ``like``, which is W, are ``[..., rows, columns]``."""
-    more = like.shape[-1] - home.shape[-1]
-    return F.pad(home, (0, more)) if more else home
+def padded_to(decay_target: Tensor, like: Tensor) -> Tensor:
+    """The decay target of W, ``decay_target``, with zeros for the further columns that W has: on phi* (``Exponential``
+    features) those of keys. ``decay_target`` and ``like``, which is W, are ``[..., rows, columns]``."""
+    more = like.shape[-1] - decay_target.shape[-1]
+    return F.pad(decay_target, (0, more)) if more else decay_target
 
 
-def faded(alpha: Tensor, matrix: Tensor, home: Tensor | None) -> Tensor:
-    """alpha W; or home + alpha (W - home), where W does not fade to zero but to ``home``."""
-    return rows(alpha, matrix) if home is None else home + rows(alpha, matrix - home)
+def decayed(alpha: Tensor, matrix: Tensor, decay_target: Tensor | None) -> Tensor:
+    """alpha W; or home + alpha (W - home), where W does not decay to zero but to ``decay_target``."""
+    return rows(alpha, matrix) if decay_target is None else decay_target + rows(alpha, matrix - decay_target)
 
 
 def _directed(matrix: Tensor) -> Tensor:
@@ -77,15 +77,15 @@ def _directed(matrix: Tensor) -> Tensor:
 class AnyRetention:
     """What all retentions share."""
 
-    settles = False
-    """Whether there is an accumulator A, from which W is settled at a chunk's exact token."""
+    has_mirror_map = False
+    """Whether there is an accumulator A, from which W is mapped at a chunk's boundary token."""
     gated = True
     """Whether alpha is read."""
     lag = False
-    """Whether the exact token is the chunk's first; else it is the last."""
-    to_start = False
-    """Whether W and A fade to what they began with; else to zero."""
-    fixed_sums = False
+    """Whether the token of the chunk-boundary update is the chunk's first; else it is the last."""
+    to_initial = False
+    """Whether W and A decay to what they began with; else to zero."""
+    fixed_row_sums = False
     """Whether all rows of W have one sum, which no write can change, as on a simplex."""
 
     def start(self, matrix: Tensor) -> Tensor:
@@ -94,15 +94,15 @@ class AnyRetention:
 
     def tangent(self, f: Tensor) -> Tensor:
         """The part of an input f ``[..., columns]`` of which a write to W is made: f itself, or where W has
-        ``fixed_sums`` f less its mean, since what a write adds to all entries of a row alike settles to nothing."""
-        return f - f.mean(-1, keepdim=True) if self.fixed_sums else f
+        ``fixed_row_sums`` f less its mean, since what a write adds to all entries of a row alike maps to nothing."""
+        return f - f.mean(-1, keepdim=True) if self.fixed_row_sums else f
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
         """W_0 and A_0 of a matrix, from its learned M_0; None: there is no A."""
         raise NotImplementedError(f"{type(self).__name__} derives from neither LinearRetention nor NonLinearRetention")
 
-    def home(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What W and A fade to, given M_0; None for zero."""
+    def decay_target(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What W and A decay to, given M_0; None for zero."""
         return None, None
 
 
@@ -113,28 +113,29 @@ class LinearRetention(AnyRetention):
         """W_0 = M_0, and no accumulator."""
         return initial, None
 
-    def keep(self, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> Kept:
-        """One matrix after a token: what alpha leaves of W (``faded``), less the step; ``alpha`` as ``At`` has it."""
-        new = faded(alpha, old.weights, old.home) - step
-        return Kept(new, new, None)
+    def keep(self, old: OldMatrix, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> NewMatrix:
+        """One matrix after a token: what alpha leaves of W (``decayed``), less the step; ``alpha`` as ``TokenGates``
+        has it."""
+        new = decayed(alpha, old.weights, old.decay_target) - step
+        return NewMatrix(new, new, None)
 
 
 @dataclass(frozen=True)
 class Decay(LinearRetention):
     """M_t = alpha_t M_{t-1} + update, alpha_t in [0, 1] a token and head (ATLAS Eq. 32).
 
-    As printed, the learned M_0 fades with everything else: a model trained on short texts still reads through what is
-    left of it, and meets a memory without M_0 only when it reads on. ``to_start`` lets it fade to M_0 instead of to
+    As printed, the learned M_0 decays with everything else: a model trained on short texts still reads through what is
+    left of it, and meets a memory without M_0 only when it reads on. ``to_initial`` lets it decay to M_0 instead of to
     zero, M_t = alpha_t M_{t-1} + (1 - alpha_t) M_0 + update: a soft form of TNT's resets (TNT Eq. 6), not in ATLAS. The
     named rules with deep memories set it.
     """
 
-    to_start: bool = False
+    to_initial: bool = False
 
     gated = True
 
-    def home(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return initial if self.to_start else None, None
+    def decay_target(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return initial if self.to_initial else None, None
 
 
 @dataclass(frozen=True)
@@ -145,32 +146,35 @@ class Keep(LinearRetention):
 
 
 class NonLinearRetention(AnyRetention):
-    """What non-linear retentions share: the learned M_0 is an accumulator, and W_0 = ``settle``(M_0)."""
+    """What non-linear retentions share: the learned M_0 is an accumulator, and W_0 = ``mirror_map``(M_0)."""
 
-    settles = True
+    has_mirror_map = True
     gated = True
 
-    def home(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return self.begin(initial) if self.to_start else (None, None)
+    def decay_target(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return self.begin(initial) if self.to_initial else (None, None)
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
-        """W_0, which is M_0 settled, and A_0."""
-        settled = self.settle(initial, initial, initial)
-        return settled, self.restart(initial, settled)
+        """W_0, which is M_0 mapped, and A_0."""
+        mirrored = self.mirror_map(initial, initial, initial)
+        return mirrored, self.restart(initial, mirrored)
 
-    def keep(self, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> Kept:
+    def keep(self, old: OldMatrix, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> NewMatrix:
         """One matrix after a token; ``first`` and ``last`` say whether the token is the first or last of its chunk."""
         assert old.dual is not None
-        linear, a = faded(alpha, old.weights, old.home) - step, faded(alpha, old.dual, old.dual_home) - step
-        exact = self.settle(a, old.frozen, old.initial)
+        linear, a = (
+            decayed(alpha, old.weights, old.decay_target) - step,
+            decayed(alpha, old.dual, old.dual_target) - step,
+        )
+        exact = self.mirror_map(a, old.frozen, old.initial)
         new = pick(first if self.lag else last, exact, linear)
-        return Kept(new, exact, pick(last, self.restart(a, exact), a))
+        return NewMatrix(new, exact, pick(last, self.restart(a, exact), a))
 
-    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+    def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """The exact W from A, the chunk's first memory and the learned M_0; ``[..., rows, columns]`` each."""
-        raise NotImplementedError(f"{type(self).__name__} has no method settle(a, frozen, initial)")
+        raise NotImplementedError(f"{type(self).__name__} has no method mirror_map(a, frozen, initial)")
 
-    def restart(self, a: Tensor, settled: Tensor) -> Tensor:
+    def restart(self, a: Tensor, mirrored: Tensor) -> Tensor:
         """The accumulator with which the next chunk begins. By default it goes on."""
         return a
 
@@ -180,13 +184,13 @@ class LqNorm(NonLinearRetention):
     """W = A / |A|_q^(q-2), the L_q retention (Miras Eq. 24, Moneta's), q >= 2."""
 
     q: float = 4.0
-    to_start: bool = False
+    to_initial: bool = False
 
     def __post_init__(self) -> None:
         if not self.q >= 2:
             raise ValueError(f"LqNorm q must be >= 2, got {self.q!r}")
 
-    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+    def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """W from A, as the class says."""
         size = a.detach().abs().amax((-2, -1), keepdim=True)  # powers of huge or tiny entries must not overflow
         unit = a * reciprocal_or_zero(size)
@@ -213,14 +217,14 @@ class Softmax(NonLinearRetention):
     is a row, a column or the matrix is not stated, nor its size; ``scale`` is the mean of the entries. It divides A, so
     that a step moves entries near their mean by as much as it moves A, which is what it does at the linear tokens.
 
-    ``lag``: the exact token is the chunk's first, Memora's "lag token".
+    ``lag``: the token of the chunk-boundary update is the chunk's first, Memora's "lag token".
     """
 
     scale: float = 1.0
     lag: bool = True
-    to_start: bool = False
+    to_initial: bool = False
 
-    fixed_sums = True
+    fixed_row_sums = True
 
     def __post_init__(self) -> None:
         check_positive("Softmax scale", self.scale)
@@ -229,7 +233,7 @@ class Softmax(NonLinearRetention):
         """M_0 with log W of standard deviation 1/2, whatever the matrix has (measured: docs/diary.md)."""
         return 0.5 * self.scale * _as_logits(matrix)
 
-    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+    def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """W from A, as the class says."""
         return self.scale * a.shape[-1] * (a / self.scale).softmax(-1)
 
@@ -239,7 +243,7 @@ class Sigmoid(NonLinearRetention):
     """W = scale * sigmoid(A): the Bregman retention that keeps every entry in (0, scale) (Miras, section 5.2)."""
 
     scale: float = 1.0
-    to_start: bool = False
+    to_initial: bool = False
 
     def __post_init__(self) -> None:
         check_positive("Sigmoid scale", self.scale)
@@ -248,7 +252,7 @@ class Sigmoid(NonLinearRetention):
         """M_0 as logits of variance 1, whatever the matrix has."""
         return _as_logits(matrix)
 
-    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+    def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """W from A, as the class says."""
         return self.scale * a.sigmoid()
 
@@ -269,13 +273,13 @@ class ElasticNet(NonLinearRetention):
         if not self.threshold >= 0:
             raise ValueError(f"ElasticNet threshold must be >= 0, got {self.threshold!r}")
 
-    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+    def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """W from A, as the class says."""
         return torch.nn.functional.softshrink(a, self.threshold)
 
-    def restart(self, a: Tensor, settled: Tensor) -> Tensor:
+    def restart(self, a: Tensor, mirrored: Tensor) -> Tensor:
         """W where it is ``local``, else A."""
-        return settled if self.local else a
+        return mirrored if self.local else a
 
 
 @dataclass(frozen=True)
@@ -284,13 +288,13 @@ class FDivergence(NonLinearRetention):
     f(u) = (u - 1)^2 / 2, on the scaled simplex (Miras Eq. 18, g = (f')^-1). A, minus the sum of the chunk's steps,
     starts at zero in each chunk. The divergence of Kullback and Leibler, f(u) = u log u, is ``Softmax`` with alpha = 1.
 
-    alpha is not read: what fades here, fades by being outweighed.
+    alpha is not read: what decays here, decays by being outweighed.
     """
 
     scale: float = 1.0
 
     gated = False
-    fixed_sums = True
+    fixed_row_sums = True
 
     def __post_init__(self) -> None:
         check_positive("FDivergence scale", self.scale)
@@ -303,7 +307,7 @@ class FDivergence(NonLinearRetention):
         """W_0 = scale * columns * softmax(M_0), A_0 = 0."""
         return self.scale * initial.shape[-1] * initial.softmax(-1), torch.zeros_like(initial)
 
-    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+    def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """W from A, as the class says."""
         # In each row, with w_j the entries of W_f, x = zeta - 1 solves sum_j w_j max(0, a_j - x) = scale * columns.
         # Only the largest a_j lie above x. Any number of them gives an x of its own (``level``), and the right number
@@ -315,7 +319,7 @@ class FDivergence(NonLinearRetention):
         last = (inside * torch.arange(1, a.shape[-1] + 1, device=a.device)).amax(-1, keepdim=True).clamp_min(1) - 1
         return frozen * (a - level.gather(-1, last)).clamp_min(0.0)
 
-    def restart(self, a: Tensor, settled: Tensor) -> Tensor:
+    def restart(self, a: Tensor, mirrored: Tensor) -> Tensor:
         """Zero: A is minus the sum of one chunk's steps."""
         return torch.zeros_like(a)
 
@@ -334,14 +338,14 @@ class RowNorm(NonLinearRetention):
         """W_0 = A_0 = M_0."""
         return initial, initial
 
-    def settle(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
+    def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
         """W from A, as the class says."""
         length = initial.square().sum(-1, keepdim=True).clamp_min(1e-30).sqrt()  # with a gradient at zero, too
         return a * (length / (a.square().sum(-1, keepdim=True) + 1e-10).sqrt())
 
-    def restart(self, a: Tensor, settled: Tensor) -> Tensor:
+    def restart(self, a: Tensor, mirrored: Tensor) -> Tensor:
         """A goes on from W."""
-        return settled
+        return mirrored
 
 
 Retention = Decay | Keep | LqNorm | Softmax | Sigmoid | ElasticNet | FDivergence | RowNorm

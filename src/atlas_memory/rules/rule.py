@@ -16,10 +16,10 @@ from torch import Tensor
 from .bias import L2, AttentionalBias, DotProduct, Huber, Lp
 from .contracts import TRIED, check_part, keeps_any_columns, takes_any_columns
 from .features import Exponential, FeatureMap, Identity, Polynomial
-from .initialisation import Lift
+from .initialisation import FeatureLayout
 from .kinds import OURS, check_kind, kinds_of, made_of
 from .names import meant
-from .networks import MLP, GatedMLP, Linear, Network, Trace
+from .networks import MLP, ForwardCache, GatedMLP, Linear, Network
 from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
 from .retention import (
     Decay,
@@ -28,7 +28,7 @@ from .retention import (
     Retention,
     RowNorm,
     Softmax,
-    widened,
+    padded_to,
 )
 from .step import FLOOR
 from .validation import check_like
@@ -37,15 +37,15 @@ from .window import Window
 PRINTED: dict[str, dict[str, Any]] = {
     "features": {"constant": 1.0, "horizon": None},
     "bias": {"scale": 1.0, "corner": 0.0},
-    "retention": {"to_start": False, "scale": 1.0},
-    "optimiser": {"bounded": False, "live": False, "shows": False},
+    "retention": {"to_initial": False, "scale": 1.0},
+    "optimiser": {"normalised": False, "online": False, "read_pending": False},
 }
 """What fields of a rule's parts are in ``Rule.printed``, where a part has them."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How keys are lifted, what learns, what it minimises, what it keeps, how it steps, and over which window.
+    """How keys are feature-mapped, what learns, what it minimises, what it keeps, how it steps, and over which window.
 
     Raises:
         ValueError: a part that is no instance of a dataclass, parts that do not go together, or a feature map, a bias,
@@ -55,7 +55,7 @@ class Rule:
     features: FeatureMap = field(default_factory=Polynomial)
     network: Network = field(default_factory=MLP)
     bias: AttentionalBias = field(default_factory=L2)
-    retention: Retention = field(default_factory=lambda: Decay(to_start=True))
+    retention: Retention = field(default_factory=lambda: Decay(to_initial=True))
     optimiser: Optimiser = field(default_factory=Muon)
     window: Window = field(default_factory=lambda: Window(size=8, chunk=16))
 
@@ -67,23 +67,23 @@ class Rule:
                 check_part(axis, part)
         self._check_steps()
         optimiser, retention = self.optimiser, self.retention
-        settles = retention.settles
-        if self.features.endless:
-            self._check_endless()
-        if optimiser.erases and (self.window.size > 1 or settles):
+        has_mirror_map = retention.has_mirror_map
+        if self.features.infinite:
+            self._check_infinite()
+        if optimiser.erases and (self.window.size > 1 or has_mirror_map):
             raise ValueError(
                 f"{type(optimiser).__name__} is for a window of one token, with Decay or Keep as retention; got a "
                 f"window of {self.window.size} and {type(retention).__name__}: take another optimiser, or change these"
             )
-        if retention.lag and optimiser.waits:
+        if retention.lag and optimiser.estimates_change:
             raise ValueError(
                 f"a lag token is for gradient descent and momentum: with {type(optimiser).__name__} take "
                 f"{type(retention).__name__}(lag=False)"
             )
-        if self.window.read == "before" and settles:
+        if self.window.read == "before" and has_mirror_map:
             raise ValueError(f"{type(retention).__name__} is not for read='before': take 'after', or 'frozen'")
 
-    def _check_endless(self) -> None:
+    def _check_infinite(self) -> None:
         """Refuse a part that reads the entries of a matrix, where only its products with keys are known."""
         keeps = keeps_any_columns(self.retention)
         if not keeps or not takes_any_columns(self.optimiser):
@@ -96,7 +96,7 @@ class Rule:
             )
 
     def _check_steps(self) -> None:
-        """Refuse an ``every`` above 1 where no sum holds what waits for a step, or that does not divide the chunk."""
+        """Refuse an ``every`` above 1 where no sum holds the pending update, or that does not divide the chunk."""
         optimiser, every = type(self.optimiser).__name__, self.every
         if every > 1 and not self.optimiser.has_momentum:
             raise ValueError(
@@ -174,43 +174,51 @@ class Rule:
         return self.optimiser.every or self.window.chunk
 
     @property
-    def live(self) -> bool:
+    def online(self) -> bool:
         """Whether errors are taken at what the last matrix answers now; the dot product's depend on no answer."""
-        return self.optimiser.sees and not self.bias.is_linear
+        return self.optimiser.is_online and not self.bias.is_linear
 
     @property
     def accumulators(self) -> int:
         """How many sums the optimiser keeps of each matrix."""
-        return self.optimiser.sums(self.live)
+        return self.optimiser.sums(self.online)
 
-    def by_key(self, i: int) -> bool:
+    def kernelised(self, i: int) -> bool:
         """Whether matrix i multiplies phi*, which has a kernel only: then it has a column a key, after those of M_0."""
-        return self.features.endless and self.network.lifted[i]
+        return self.features.infinite and self.network.feature_mapped[i]
 
-    def home(self, initial: Tensor, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What W and the accumulator A fade to, given M_0 (``initial``) and W (``like``); None for zero."""
-        return self.retention.home(widened(initial, like))
+    def decay_target(self, initial: Tensor, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What W and the accumulator A decay to, given M_0 (``initial``) and W (``like``); None for zero."""
+        return self.retention.decay_target(padded_to(initial, like))
 
     def shapes(self, dim: int) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of the memory's matrices for heads of ``dim``."""
         return self.network.shapes(self.features.size(dim), dim)
 
-    def response(self, trace: Trace, v: Tensor, params: Params) -> Tensor:
-        """r_t of step.py, ``[..., time]``: how fast the error at the body grows with the body, at most."""
+    def curvature_bound(self, cache: ForwardCache, v: Tensor, params: Params) -> Tensor:
+        """r_t of step.py, ``[..., time]``: how fast the error at the pre-norm output grows with the pre-norm output, at
+        most."""
         bends = self.network.norm and self.bias.is_quadratic
-        slope = self.bias.derivative(trace.prediction, v) if bends else None
-        bound = self.network.response(trace, self.bias.curvature(trace.prediction, v), slope, params.norm)
+        slope = self.bias.derivative(cache.prediction, v) if bends else None
+        bound = self.network.curvature_bound(cache, self.bias.curvature(cache.prediction, v), slope, params.norm)
         return bound.clamp_min(1e-6)  # a layer norm may learn a gain of zero
 
-    def sizes(self, weights: Sequence[Tensor], trace: Trace, response: Tensor, params: Params) -> tuple[Tensor, ...]:
+    def step_normalisers(
+        self, weights: Sequence[Tensor], cache: ForwardCache, curvature_bound: Tensor, params: Params
+    ) -> tuple[Tensor, ...]:
         """lambda_l,t / share_l of step.py, which bounds the steps: for every matrix, ``[..., time]`` each."""
         network, found = self.network, []
-        gains = network.gains(weights, trace)
-        for lifted, u, gain, share in zip(network.lifted, trace.inputs, gains, network.shares, strict=True):
-            if self.retention.fixed_sums:
-                u, lifted = self.retention.tangent(self.features.expand(u, params.sqrt_a) if lifted else u), False
-            length = self.features.squared_norm(u, params.sqrt_a) if lifted else u.square().sum(-1)
-            found.append((response * (gain + FLOOR) + self.optimiser.erases) * (length + FLOOR) / share)
+        jacobian_bounds = network.jacobian_bounds(weights, cache)
+        for feature_mapped, u, gain, share in zip(
+            network.feature_mapped, cache.inputs, jacobian_bounds, network.shares, strict=True
+        ):
+            if self.retention.fixed_row_sums:
+                u, feature_mapped = (
+                    self.retention.tangent(self.features.expand(u, params.sqrt_a) if feature_mapped else u),
+                    False,
+                )
+            length = self.features.squared_norm(u, params.sqrt_a) if feature_mapped else u.square().sum(-1)
+            found.append((curvature_bound * (gain + FLOOR) + self.optimiser.erases) * (length + FLOOR) / share)
         return tuple(found)
 
     def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
@@ -222,7 +230,7 @@ class Rule:
                 others = float(features.squared_norm(torch.full((dim,), dim**-0.5)))
             # What is before x, and x, whose length is 1.
             others -= (own.start * features.constant**2 + 1.0) if own.start < own.stop else 0.0
-        phi = Lift(features.size(dim), own, others, features.constant)
+        phi = FeatureLayout(features.size(dim), own, others, features.constant)
         return tuple(map(self.retention.start, self.network.start(heads, dim, phi)))
 
 
@@ -266,7 +274,7 @@ RULES: dict[str, Rule] = {
         bias=DotProduct(),
         network=Linear(),
         retention=Decay(),
-        optimiser=GradientDescent(bounded=False),
+        optimiser=GradientDescent(normalised=False),
     ),
     # ATLAS Eqs. 25 and 27: the exponential kernel; SWDT with a state that is bounded by a horizon
     "deeptransformer": replace(
@@ -289,17 +297,17 @@ RULES: dict[str, Rule] = {
         window=Window(size=1, chunk=16),
     ),
     # Miras Eqs. 24, 26 and 27
-    "moneta": replace(MIRAS, bias=Lp(3.0), retention=LqNorm(4.0, to_start=True)),
+    "moneta": replace(MIRAS, bias=Lp(3.0), retention=LqNorm(4.0, to_initial=True)),
     "yaad": replace(MIRAS, bias=Huber("mixture", corner=1.0)),
-    "memora": replace(MIRAS, retention=Softmax(scale=0.5, to_start=True)),
+    "memora": replace(MIRAS, retention=Softmax(scale=0.5, to_initial=True)),
     # Nested Learning Eqs. 88-89, the memory that answers the query; SelfModifyingMemory has the others
     "hope": Rule(features=Identity(), optimiser=DeltaGradientDescent(), window=Window(1, 16, read="before")),
     # The delta rule W_t = W_{t-1} (I - eta k k^T) + eta v k^T, to the letter at any chunk; and gated
     "deltanet": replace(
-        LINEAR_KEYS, bias=DotProduct(), retention=Keep(), optimiser=DeltaGradientDescent(bounded=False)
+        LINEAR_KEYS, bias=DotProduct(), retention=Keep(), optimiser=DeltaGradientDescent(normalised=False)
     ),
     "gated-deltanet": replace(
-        LINEAR_KEYS, bias=DotProduct(), optimiser=DeltaGradientDescent(bounded=False, after_decay=True)
+        LINEAR_KEYS, bias=DotProduct(), optimiser=DeltaGradientDescent(normalised=False, after_decay=True)
     ),
     # TTT (arXiv 2407.04620): x + LN(W x + b) and its two-layer form, mini-batches of 16
     "ttt-linear": Rule(

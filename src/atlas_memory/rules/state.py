@@ -106,7 +106,7 @@ class State:
             return self.map(Tensor.detach)
         return self.map(lambda t: t.detach().clone() if t.is_inference() else t.detach())
 
-    def anchored(self, fresh: Self) -> Self:
+    def straight_through(self, fresh: Self) -> Self:
         """The state, which has no graph, with the gradient of ``fresh``, a layer's ``initial_state``: as if it were
         ``fresh`` plus what was written since, and nothing of ``fresh`` forgotten. For training on from carried states:
         without it, M_0 would be trained by fresh sequences alone."""
@@ -146,7 +146,7 @@ class Matrix(State):
         weights: W_t, the matrix now.
         frozen: W before the current chunk, at which gradients are taken.
         sums: what the optimiser keeps of gradients, such as S_t; see its ``step``. Empty without momentum.
-        dual: the accumulator A_t of a retention that settles; None for a linear one.
+        dual: the accumulator A_t of a retention with a mirror map; None for a linear one.
     """
 
     weights: Tensor
@@ -163,8 +163,8 @@ class MemoryState(State):
         matrices: those of the memory network, in the order in which they act.
         k, v: the last c - 1 keys and values, ``[batch, heads, c - 1, dim]``, zero where the sequence is younger. Values
             carry the gate delta as a last entry if the bias reads one.
-        keys: ``[batch, heads, n, dim]``, the key of each column of the lifted matrices, the latest at the right; n is 0
-            but for ``Exponential`` features.
+        keys: ``[batch, heads, n, dim]``, the key of each column of the feature-mapped matrices, the latest at the
+            right; n is 0 but for ``Exponential`` features.
         seen: ``[batch]`` int64, tokens read so far; ``seen % chunk`` is the phase within the chunk.
     """
 
@@ -184,10 +184,10 @@ class MemoryState(State):
         """W of every matrix before the current chunk."""
         return tuple(m.frozen for m in self.matrices)
 
-    def shown(self, rule: Rule) -> tuple[Tensor, ...]:
-        """The matrices with which the memory answers now (``InnerOptimiser.shown``)."""
+    def readout_weights(self, rule: Rule) -> tuple[Tensor, ...]:
+        """The matrices with which the memory answers now (``InnerOptimiser.readout_weights``)."""
         stepped = self.seen % rule.every == 0
-        return tuple(rule.optimiser.shown(m.sums, m.weights, stepped) for m in self.matrices)
+        return tuple(rule.optimiser.readout_weights(m.sums, m.weights, stepped) for m in self.matrices)
 
     def answering_with(self, weights: tuple[Tensor, ...]) -> MemoryState:
         """A state for ``retrieve`` alone, which then answers with these matrices."""
@@ -197,11 +197,11 @@ class MemoryState(State):
         )
         return replace(self, matrices=tuple(matrices))
 
-    def map_lifted(self, rule: Rule, fn: Callable[[Tensor], Tensor], keys: Tensor) -> MemoryState:
+    def map_key_columns(self, rule: Rule, fn: Callable[[Tensor], Tensor], keys: Tensor) -> MemoryState:
         """For phi*: the state with ``fn`` applied to the keys' columns of all matrices that have such, and with
         ``keys`` in place of its own."""
         of_keys = partial(map_columns, fn, keys.shape[-1])
-        matrices = tuple(m.map(of_keys) if rule.by_key(i) else m for i, m in enumerate(self.matrices))
+        matrices = tuple(m.map(of_keys) if rule.kernelised(i) else m for i, m in enumerate(self.matrices))
         return replace(self, matrices=matrices, keys=keys)
 
 
@@ -240,10 +240,10 @@ def initial_state(rule: Rule, initial: tuple[Tensor, ...], k: Tensor) -> MemoryS
     """
     batch, heads, _, dim = k.shape
     past = k.new_zeros(batch, heads, rule.window.size - 1, dim)
-    keys = past if rule.features.endless else past[..., :0, :]
+    keys = past if rule.features.infinite else past[..., :0, :]
 
     def begin(i: int, m: Tensor) -> Matrix:
-        w, a = rule.retention.begin(F.pad(m, (0, keys.shape[2])) if rule.by_key(i) else m)
+        w, a = rule.retention.begin(F.pad(m, (0, keys.shape[2])) if rule.kernelised(i) else m)
         dual = None if a is None else a.to(k).repeat(batch, 1, 1, 1)
         weights = w.to(k).repeat(batch, 1, 1, 1)  # copied, since M_0 may be trained meanwhile
         return Matrix(weights, weights, (torch.zeros_like(weights),) * rule.accumulators, dual)

@@ -2,11 +2,10 @@
 
 The window: at token t the inner loss is a sum over the last c tokens, in which token i is weighted by a gate
 gamma_i^(t). The chunk: a sequence is divided into chunks of b tokens. The gradient of every token is taken at the
-*frozen* memory, which is the memory as it stood before the token's chunk, except that errors are taken at what the last
-matrix of the memory answers now (step.py). With b = 1 this is the exact recurrence. A window reaches back over the
-start of its chunk: the c - 1 tokens before a chunk are evaluated again at the new frozen memory. Chunks are counted
-from each sequence's first token, wherever calls or padding fall.
-"""
+*frozen* memory, which is the memory as it carried_prediction before the token's chunk, except that errors are taken at
+what the last matrix of the memory answers now (step.py). With b = 1 this is the exact recurrence. A window reaches back
+over the start of its chunk: the c - 1 tokens before a chunk are evaluated again at the new frozen memory. Chunks are
+counted from each sequence's first token, wherever calls or padding fall."""
 
 from __future__ import annotations
 

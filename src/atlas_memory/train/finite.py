@@ -28,7 +28,7 @@ def check_finite(step: int, folder: Path, loss: float, norm: float) -> None:
         if found and step == 1:
             raise ValueError(
                 f"{what} at step 1, before any weight has changed, so that it is not train.learning_rate: look at the "
-                "rule (inner steps that are not bounded, or a part of your own whose memory diverges), at the weights "
+                "rule (raw inner steps, or a part of your own whose memory diverges), at the weights "
                 "that it began with, or for damaged text"
             )
         if found:

@@ -55,9 +55,9 @@ def trial(dtype: torch.dtype, taps: int, device: torch.device) -> float:
 
 def _launch(kernel: Any, rows: int, x: Tensor, w: Tensor, *tensors: Tensor) -> None:
     channels, taps = w.shape
-    grid = (x.shape[0] * triton.cdiv(rows, ROWS), triton.cdiv(channels, COLUMNS))
+    layout = (x.shape[0] * triton.cdiv(rows, ROWS), triton.cdiv(channels, COLUMNS))
     with torch.cuda.device_of(x):
-        kernel[grid](x, w, *tensors, x.shape[1] - taps + 1, channels, TAPS=taps, ROWS=ROWS, COLUMNS=COLUMNS)
+        kernel[layout](x, w, *tensors, x.shape[1] - taps + 1, channels, TAPS=taps, ROWS=ROWS, COLUMNS=COLUMNS)
 
 
 @triton.jit(do_not_specialize=["time"])

@@ -33,7 +33,7 @@ def read_back(
     pair, chunk = place(count)
     alpha, eta = retention(alpha_at, pair, chunk, time, 0, CHUNK), gate(eta_at, pair, chunk, time, 0.0, 0, CHUNK)
     t, every, block = tl.arange(0, CHUNK), tl.arange(0, WIDE), tl.arange(0, BLOCK)
-    faded = decay(alpha, 0, CHUNK)
+    decayed = decay(alpha, 0, CHUNK)
     scores, by_mixed = tl.zeros([CHUNK, CHUNK], alpha.dtype), tl.zeros([CHUNK, CHUNK], alpha.dtype)
     for first in range(0, WIDE, BLOCK):
         offsets, exist = tokens(
@@ -41,7 +41,7 @@ def read_back(
         )
         q, k = tl.load(q_at + offsets, mask=exist, other=0.0), tl.load(k_at + offsets, mask=exist, other=0.0)
         scores += mul(q, tl.trans(k), PRECISION)
-    scores *= faded
+    scores *= decayed
     mixed = tl.trans(scores * eta[None, :])
     for first in range(0, WIDE, BLOCK):
         offsets, exist = tokens(
@@ -52,7 +52,7 @@ def read_back(
         by_mixed += mul(by_y, tl.trans(tl.load(written_at + there)), PRECISION)
         tl.store(by_written_at + there, mul(mixed, by_y, PRECISION))
     along = by_mixed * scores
-    by_scores = faded * by_mixed * eta[None, :]
+    by_scores = decayed * by_mixed * eta[None, :]
     back = tl.trans(by_scores)
     token = chunk * CHUNK + t
     tl.store(by_eta_at + pair * time + token, tl.sum(along, 0), mask=token < time)

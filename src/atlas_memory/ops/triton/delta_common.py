@@ -14,7 +14,7 @@ chunk is then (as in delta_scan.py, which has -w for w)
     S' = c_b S + w^T (r K),              r: the last row of D diag(eta)
 
 U, G, M and T are of the chunk alone, so that only w and S' wait for the chunk before. Tokens that do not exist have
-zero keys, values and queries, alpha = 1 and eta = 0: they write nothing, and nothing fades.
+zero keys, values and queries, alpha = 1 and eta = 0: they write nothing, and nothing decays.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def write(
     k, v = tl.load(k_at + offsets, mask=exist, other=0.0), tl.load(v_at + offsets, mask=exist, other=0.0)
     alpha, eta = retention(alpha_at, pair, chunk, time, 0, CHUNK), gate(eta_at, pair, chunk, time, 0.0, 0, CHUNK)
     before = retention(alpha_at, pair, chunk, time, 1, CHUNK)
-    faded, since = decay(before, 1, CHUNK), tl.cumprod(before, 0)
-    a = faded * eta[None, :] * mul(k, tl.trans(k), PRECISION)
+    decayed, since = decay(before, 1, CHUNK), tl.cumprod(before, 0)
+    a = decayed * eta[None, :] * mul(k, tl.trans(k), PRECISION)
     if AFTER:
         a, since = alpha[:, None] * a, alpha * since
     solved = inverse(a, PRECISION, CHUNK)
@@ -33,7 +33,7 @@ def write(
     tl.store(written_at + there, mul(solved, v, PRECISION))
     tl.store(through_at + there, mul(solved, since[:, None] * k, PRECISION))
     end = last(alpha, CHUNK)
-    tail = tl.sum(tl.where((t == CHUNK - 1)[:, None], faded, 0.0), 0) * end
+    tail = tl.sum(tl.where((t == CHUNK - 1)[:, None], decayed, 0.0), 0) * end
     tl.store(tail_at + (pair * count + chunk) * CHUNK + t, tl.where(t == CHUNK - 1, 1.0, tail))
     tl.store(whole_at + pair * count + chunk, last(tl.cumprod(before, 0), CHUNK) * end)
 

@@ -227,8 +227,8 @@ def _each_block_of_rows(kernel: Any, values: dict[str, Any], k: Tensor, *tensors
     _launch(kernel, (k.shape[0] * k.shape[1], values["WIDE"] // values["ROWS"]), values, k, *tensors)
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], first: Tensor, *tensors: Tensor) -> None:
+def _launch(kernel: Any, layout: tuple[int, ...], values: dict[str, Any], first: Tensor, *tensors: Tensor) -> None:
     count = -(-first.shape[2] // values["CHUNK"])
     known = {name: x for name, x in values.items() if name.islower() or name in kernel.arg_names}
     with torch.cuda.device_of(first):
-        kernel[grid](first, *tensors, first.shape[2], first.shape[1], count, *first.stride()[:3], **known)
+        kernel[layout](first, *tensors, first.shape[2], first.shape[1], count, *first.stride()[:3], **known)

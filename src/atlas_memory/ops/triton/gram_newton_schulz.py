@@ -45,21 +45,21 @@ class _GramNewtonSchulz(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gram: Tensor, floor: Tensor | None, steps: int) -> Tensor:
         flat = gram.reshape(-1, *gram.shape[-2:]).contiguous()
-        under = flat.new_zeros(len(flat))
+        along_key = flat.new_zeros(len(flat))
         if floor is not None:
-            under = floor.to(flat).expand(*gram.shape[:-2], 1, 1).reshape(-1).contiguous()
+            along_key = floor.to(flat).expand(*gram.shape[:-2], 1, 1).reshape(-1).contiguous()
         out = torch.empty_like(flat)
-        ctx.save_for_backward(flat, under)
+        ctx.save_for_backward(flat, along_key)
         ctx.shape, ctx.options = gram.shape, options(gram.shape[-1], gram.dtype, steps, floor is not None)
-        _launch(_forward, ctx.options, flat, under, out)
+        _launch(_forward, ctx.options, flat, along_key, out)
         return out.view(gram.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        gram, under = ctx.saved_tensors
+        gram, along_key = ctx.saved_tensors
         out = torch.empty_like(gram)
-        _launch(_backward, ctx.options, gram, under, grad.reshape(gram.shape).contiguous(), out)
+        _launch(_backward, ctx.options, gram, along_key, grad.reshape(gram.shape).contiguous(), out)
         return out.view(ctx.shape), None, None
 
 
@@ -114,10 +114,10 @@ def _at(SIZE: tl.constexpr, PADDED: tl.constexpr):
 def _start(gram, floor_at, exists, eye, TINY: tl.constexpr):
     """P_1, and the reciprocal and inverse root of t, both 0 where it is no normal positive number."""
     floor = tl.load(floor_at + tl.program_id(0))
-    trace = tl.sum(tl.sum(tl.where(eye, gram, 0.0), 1), 0) + floor
+    cache = tl.sum(tl.sum(tl.where(eye, gram, 0.0), 1), 0) + floor
     gram += tl.where(eye & exists, floor, 0.0)
-    some = trace > TINY
-    safe = tl.where(some, trace, 1.0)
+    some = cache > TINY
+    safe = tl.where(some, cache, 1.0)
     inverse, root = tl.where(some, 1.0 / safe, 0.0), tl.where(some, 1.0 / tl.sqrt(safe), 0.0)
     return _symmetric(gram) * inverse, inverse, root
 

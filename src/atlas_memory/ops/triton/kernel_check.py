@@ -54,8 +54,8 @@ def _try(name: str, about: tuple[Hashable, ...]) -> str:
 
     def run() -> None:
         try:
-            far = import_module(f"{__package__}.{name}").trial(*about)
-            why[0] = "" if far < 1.0 else f"it was off by {far:.1e} times what is allowed"
+            off = import_module(f"{__package__}.{name}").trial(*about)
+            why[0] = "" if off < 1.0 else f"it was off by {off:.1e} times what is allowed"
         except Exception as error:  # of any kind: an import, Triton's compiler, its launcher, the GPU
             why[0] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
@@ -68,9 +68,9 @@ def _try(name: str, about: tuple[Hashable, ...]) -> str:
 def distance(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """The largest |found - expected| / |expected| of two rows of tensors, in float64, over what is allowed; infinite
     for what is no number."""
-    far = 0.0
+    worst = 0.0
     for ours, theirs in zip(found, expected, strict=True):
         bound = BOUND if torch.finfo(ours.dtype).bits >= 32 else HALF_BOUND
         gap = ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item() / bound
-        far = max(far, gap if gap == gap else float("inf"))
-    return far
+        worst = max(worst, gap if gap == gap else float("inf"))
+    return worst

@@ -111,8 +111,8 @@ def delta_refusal(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size
     }
     unknown |= {
         "knows the layer norm: network must have norm=False": network.norm,
-        "knows bounded steps: optimiser must have bounded=False": rule.optimiser.bounded,
-        "fades to M_0: retention must have to_start=False": rule.retention.to_start,
+        "knows normalised steps: optimiser must have normalised=False": rule.optimiser.normalised,
+        "decays to M_0: retention must have to_initial=False": rule.retention.to_initial,
         f"reads {rule.window.read!r}: window must have read='after'": rule.window.read != "after",
         f"has chunks of {chunk}: window must have chunk={_or(CHUNKS)}": chunk not in CHUNKS,
         f"has heads of width {dim}: it must be {_or(DELTA_WIDTHS)}": dim not in DELTA_WIDTHS,

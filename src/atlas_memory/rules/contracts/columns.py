@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..retention import AnyRetention, Kept, Old
+from ..retention import AnyRetention, NewMatrix, OldMatrix
 from ..step import InnerOptimiser
 from .optimiser import make_at, make_sums
 from .trying import BATCH, COLUMNS, HEADS, MATRIX, ROWS, apart, call, numbers
@@ -31,8 +31,8 @@ def takes_any_columns(optimiser: InnerOptimiser) -> bool:
         def of_entries(w: Tensor) -> Tensor:
             return (w @ f)[..., None] * f
 
-        def step(by: Callable[[Tensor], Tensor], under: Callable[[Tensor], Tensor]) -> list[Tensor]:
-            at = make_at(optimiser, False, under)
+        def step(by: Callable[[Tensor], Tensor], along_key: Callable[[Tensor], Tensor]) -> list[Tensor]:
+            at = make_at(optimiser, False, along_key)
             after, made = optimiser.step(tuple(map(by, sums)), by(weights), by(g), at)
             return [*after, made]
 
@@ -44,16 +44,16 @@ def takes_any_columns(optimiser: InnerOptimiser) -> bool:
 @lru_cache(maxsize=256)
 def keeps_any_columns(retention: AnyRetention) -> bool:
     """``takes_any_columns`` of a retention: whether what is kept of W A, for any matrix A, is what is kept of W times
-    A. It is not where there is an accumulator, from which W is settled entry by entry."""
-    if retention.settles:
+    A. It is not where there is an accumulator, from which W is mapped entry by entry."""
+    if retention.has_mirror_map:
         return False
     with apart():
         weights, step, basis = numbers(*MATRIX), numbers(*MATRIX, frequency=0.7), numbers(COLUMNS, 6, frequency=0.9)
         alpha, initial = 0.5 + 0.4 * numbers(BATCH, HEADS), numbers(HEADS, ROWS, COLUMNS, frequency=0.5)
 
         def kept(by: Callable[[Tensor], Tensor]) -> Tensor:
-            first, home = by(initial), retention.home(by(initial))
-            old = Old(by(weights), by(weights), None, first, *home)
-            return cast(Kept, call(retention, "keep", "columns", old, by(step), alpha, False, True)).weights
+            first, decay_target = by(initial), retention.decay_target(by(initial))
+            old = OldMatrix(by(weights), by(weights), None, first, *decay_target)
+            return cast(NewMatrix, call(retention, "keep", "columns", old, by(step), alpha, False, True)).weights
 
         return torch.allclose(kept(lambda w: w) @ basis, kept(lambda w: w @ basis), rtol=1e-6, atol=1e-9)

@@ -24,13 +24,13 @@ def try_features(features: Features) -> None:
         x[..., 0, :] = 0.0  # as padding is
         size, sqrt_a = call(features, "size", f"dim={DIM}", DIM), call(features, "initial_sqrt_a", "nothing")
         check_size(f"{type(features).__name__}.size(dim={DIM})", size)
-        if features.endless and size != DIM:
+        if features.infinite and size != DIM:
             raise ValueError(
                 f"{type(features).__name__}.size(dim={DIM}) is {size}: on endless features a matrix has the columns of "
                 "M_0, one for each entry of a key, and then one for every key; let size return dim"
             )
         of_each: dict[str, tuple[Any, tuple[int, ...], str]] = {}
-        if not features.endless:  # first, since the others are made of it
+        if not features.infinite:  # first, since the others are made of it
             of_each["expand"] = (call(features, "expand", _given(x), x, sqrt_a), (*FRONT, size), "[..., size(dim)]")
             _check_finite(features, of_each["expand"][0])
         of_each |= {
@@ -38,7 +38,7 @@ def try_features(features: Features) -> None:
             "kernel": (call(features, "kernel", _given(x), x, y, sqrt_a), (*FRONT, TIME + 1), "[..., n, m]"),
             "columns": (
                 call(features, "columns", _given(x), x, y, sqrt_a),
-                (*FRONT, size + (TIME + 1) * features.endless),
+                (*FRONT, size + (TIME + 1) * features.infinite),
                 "a number for each column",
             ),
         }
@@ -47,7 +47,7 @@ def try_features(features: Features) -> None:
             among = {"kernel": (y,), "columns": (y,)}.get(method, ())
             alone = getattr(features, method)(last(x), *map(last, among), sqrt_a)
             check_apart(features, method, alone, last(found), "make phi of each key alone")
-        if features.endless:
+        if features.infinite:
             return
         phi, later = of_each["expand"][0], features.expand(x[..., 2:, :], sqrt_a)  # without one that is not zero, too
         check_apart(features, "expand", later, phi[..., 2:, :], "make phi of each key alone")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..step import At, InnerOptimiser, Sums
+from ..step import InnerOptimiser, Sums, TokenGates
 from ..validation import check_size
 from .trying import BATCH, DIM, HEADS, MATRIX, apart, call, check_apart, check_gradients, check_shape, last, numbers
 
@@ -19,27 +19,27 @@ MATRIX_WORDS = "a matrix, [..., rows, columns]"
 
 def make_sums(optimiser: InnerOptimiser) -> Sums:
     """As many sums as an optimiser keeps."""
-    return tuple(numbers(*MATRIX, frequency=0.3 + 0.2 * i) for i in range(optimiser.sums(optimiser.sees)))
+    return tuple(numbers(*MATRIX, frequency=0.3 + 0.2 * i) for i in range(optimiser.sums(optimiser.is_online)))
 
 
-def make_at(optimiser: InnerOptimiser, channels: bool, under: Callable[[Tensor], Tensor]) -> At:
-    """What a step is told of a token (``At``), with one gate a head or one a channel."""
+def make_at(optimiser: InnerOptimiser, channels: bool, along_key: Callable[[Tensor], Tensor]) -> TokenGates:
+    """What a step is told of a token (``TokenGates``), with one gate a head or one a channel."""
     theta, eta = (0.5 + 0.4 * numbers(BATCH, HEADS, *(DIM,) * n) for n in (0, int(channels)))
     chunk = optimiser.every or 4
-    size = 1.0 + theta if optimiser.bounded else None
+    size = 1.0 + theta if optimiser.normalised else None
     rates = call(optimiser, "rates", f"eta {list(eta.shape)}", theta, eta, size, chunk, chunk)
     alone = optimiser.rates(last(theta), last(eta), None if size is None else last(size), chunk, chunk)
     for name, among, few in zip(rates._fields, rates, alone, strict=True):
         if among is not None and few is not None:
             advice = "gates of different sequences and heads have nothing to do with one another"
             check_apart(optimiser, f"rates: {name}", few, last(among), advice)
-    return At(rates.theta, rates.write, rates.apply, rates.plain, eta, theta, under)
+    return TokenGates(rates.theta, rates.write, rates.apply, rates.plain, eta, theta, along_key)
 
 
 @lru_cache(maxsize=256)
 def try_optimiser(optimiser: InnerOptimiser) -> None:
     """Check the sums and the step with one gate a head and, unless the optimiser refuses them, with channel-wise gates;
-    what it says errors see (``written``), how it answers (``shown``), and how it ends a chunk (``turn``)."""
+    what it says errors see (``written``), how it answers (``shown``), and how it ends a chunk (``end_chunk``)."""
     if optimiser.every is not None:
         check_size(f"{type(optimiser).__name__} every", optimiser.every)
     with apart():
@@ -57,7 +57,7 @@ def try_optimiser(optimiser: InnerOptimiser) -> None:
         _warn_of_length(optimiser, g)
 
 
-def _step(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tensor, at: At, channels: bool) -> Any:
+def _step(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tensor, at: TokenGates, channels: bool) -> Any:
     given = (
         f"{len(sums)} sums (has_momentum={optimiser.has_momentum}), matrices {list(MATRIX)} and gates "
         f"{[BATCH, HEADS, DIM] if channels else [BATCH, HEADS]} (rows(gate, matrix) multiplies them)"
@@ -68,24 +68,24 @@ def _step(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tensor, at:
 
 
 def _check_others(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tensor) -> None:
-    """Check ``written``, ``turn`` and ``shown``: their shapes, and that sequences and heads do not meet."""
+    """Check ``written``, ``end_chunk`` and ``shown``: their shapes, and that sequences and heads do not meet."""
     given, few = f"{len(sums)} sums", tuple(map(last, sums))
-    if optimiser.sees:
-        found = call(optimiser, "written", given, sums, weights, g)
+    if optimiser.is_online:
+        found = call(optimiser, "chunk_change", given, sums, weights, g)
         check_shape(optimiser, "written(sums, weights, frozen)", found, MATRIX, MATRIX_WORDS)
-        check_apart(optimiser, "written", optimiser.written(few, last(weights), last(g)), last(found))
-    turned = call(optimiser, "turn", given, sums)
+        check_apart(optimiser, "chunk_change", optimiser.chunk_change(few, last(weights), last(g)), last(found))
+    turned = call(optimiser, "end_chunk", given, sums)
     if len(turned) != len(sums):
         raise ValueError(f"{type(optimiser).__name__}.turn was given {len(sums)} sums and returned {len(turned)}")
-    for alone, among in zip(optimiser.turn(few), turned, strict=True):
+    for alone, among in zip(optimiser.end_chunk(few), turned, strict=True):
         check_shape(optimiser, "turn: every sum", among, MATRIX, MATRIX_WORDS)
-        check_apart(optimiser, "turn", alone, last(among))
+        check_apart(optimiser, "end_chunk", alone, last(among))
     for stepped in (False, True, torch.tensor([False, True])):
-        given = f"stepped={stepped!r}, a bool or one for each sequence (pick of gate_projection.py takes both)"
-        shown = call(optimiser, "shown", given, sums, weights, stepped)
+        given = f"stepped={stepped!r}, a bool or one for each sequence (pick of gates.py takes both)"
+        shown = call(optimiser, "readout_weights", given, sums, weights, stepped)
         check_shape(optimiser, "shown(sums, weights, stepped)", shown, MATRIX, MATRIX_WORDS)
-        alone = optimiser.shown(few, last(weights), stepped if isinstance(stepped, bool) else stepped[1:])
-        check_apart(optimiser, "shown", alone, last(shown))
+        alone = optimiser.readout_weights(few, last(weights), stepped if isinstance(stepped, bool) else stepped[1:])
+        check_apart(optimiser, "readout_weights", alone, last(shown))
 
 
 def _check_step_apart(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tensor) -> None:
@@ -134,15 +134,15 @@ def _check_reads(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: Tens
     """Check that there is a step, and that every sum, the gradient and the gate eta change something."""
     name, at = type(optimiser).__name__, make_at(optimiser, False, lambda w: w)
 
-    def made(sums: Sums, g: Tensor, at: At) -> list[Tensor]:
+    def made(sums: Sums, g: Tensor, at: TokenGates) -> list[Tensor]:
         """All that is made of the sums: those after the token, what errors and answers see of them, and the step."""
         after, step = optimiser.step(sums, weights, g, at)
-        seen = [optimiser.written(sums, weights, weights)] if optimiser.sees else []
-        return [*after, *seen, optimiser.shown(sums, weights, False), step]
+        seen = [optimiser.chunk_change(sums, weights, weights)] if optimiser.is_online else []
+        return [*after, *seen, optimiser.readout_weights(sums, weights, False), step]
 
     before = made(sums, g, at)
 
-    def changes(sums: Sums, g: Tensor, at: At) -> list[bool]:
+    def changes(sums: Sums, g: Tensor, at: TokenGates) -> list[bool]:
         return [not torch.equal(a, b) for a, b in zip(before, made(sums, g, at), strict=True)]
 
     if not before[-1].any():
@@ -183,13 +183,13 @@ def _check_gradients(optimiser: InnerOptimiser, sums: Sums, weights: Tensor, g: 
 
 
 REPEATS, LONGEST = 60, 1.5
-"""After so many tokens of the same gradient a bounded step should be no longer than so many times s g."""
+"""After so many tokens of the same gradient a normalised step should be no longer than so many times s g."""
 
 
 def _warn_of_length(optimiser: InnerOptimiser, g: Tensor) -> None:
     """Warn of steps that call themselves bounded and are not: that are longer than s g, with s the size that is right
     for plain steps along the gradient, where the gradient is small, or where the same one comes often."""
-    if not optimiser.bounded:
+    if not optimiser.normalised:
         return
     at = make_at(optimiser, False, torch.zeros_like)
     for size in (1.0, 0.01):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..retention import AnyRetention, Kept, Old
+from ..retention import AnyRetention, NewMatrix, OldMatrix
 from .trying import (
     BATCH,
     COLUMNS,
@@ -36,13 +36,13 @@ def try_retention(retention: Any) -> None:
     with apart():
         initial = call(retention, "start", f"a matrix {list(shape)}", numbers(*shape))
         begun = call(retention, "begin", f"M_0 {list(shape)}", initial)
-        home = _home(retention, initial)
+        decay_target = _home(retention, initial)
         weights, dual = torch.stack([begun[0], 1.1 * begun[0]]), None if begun[1] is None else 1.1 * begun[1]
         dual = None if dual is None else torch.stack([dual, 0.9 * dual])
-        check_shape(retention, "settle(a, frozen, initial)", weights, MATRIX, "shaped as a, [..., rows, columns]")
-        old, step = Old(weights, weights, dual, initial, *home), 0.1 * numbers(*MATRIX, frequency=0.7)
-        w, w_home, a_home = last(weights), *(None if m is None else m[1:] for m in home)
-        one = Old(w, w, None if dual is None else last(dual), initial[1:], w_home, a_home)
+        check_shape(retention, "mirror_map(a, frozen, initial)", weights, MATRIX, "shaped as a, [..., rows, columns]")
+        old, step = OldMatrix(weights, weights, dual, initial, *decay_target), 0.1 * numbers(*MATRIX, frequency=0.7)
+        w, w_home, a_home = last(weights), *(None if m is None else m[1:] for m in decay_target)
+        one = OldMatrix(w, w, None if dual is None else last(dual), initial[1:], w_home, a_home)
         for gates in ([BATCH, HEADS], [BATCH, HEADS, DIM]):
             alpha = 0.5 + 0.4 * numbers(*gates)
             for first, final in PLACES:
@@ -54,44 +54,48 @@ def try_retention(retention: Any) -> None:
                         check_apart(retention, f"keep: {part}", a, last(b))
         _check_alpha(retention, old, step)
         _check_gradients(retention, old, step, 0.5 + 0.4 * numbers(BATCH, HEADS))
-        if not retention.settles:
+        if not retention.has_mirror_map:
             _check_directions(retention, old, step)
-        if retention.fixed_sums:
+        if retention.fixed_row_sums:
             _check_sums(retention, begun[0], old, step)
 
 
 def _home(retention: AnyRetention, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """What W and A fade to, checked."""
-    home = call(retention, "home", f"M_0 {list(initial.shape)}", initial)
-    if not isinstance(home, tuple) or len(home) != 2:
+    """What W and A decay to, checked."""
+    decay_target = call(retention, "decay_target", f"M_0 {list(initial.shape)}", initial)
+    if not isinstance(decay_target, tuple) or len(decay_target) != 2:
         raise ValueError(
-            f"{type(retention).__name__}.home must return a pair, what W and what A fade to, None for zero, such "
-            f"as (initial, None) where there is no A; got a {type(home).__name__}"
+            f"{type(retention).__name__}.decay_target must return a pair, what W and what A fade to, None for zero, such "  # noqa: E501
+            f"as (initial, None) where there is no A; got a {type(decay_target).__name__}"
         )
-    for found in (m for m in home if m is not None):
+    for found in (m for m in decay_target if m is not None):
         check_shape(
-            retention, "home", found, initial.shape, "a pair, what W and what A fade to, each None or shaped as M_0"
+            retention,
+            "decay_target",
+            found,
+            initial.shape,
+            "a pair, what W and what A fade to, each None or shaped as M_0",
         )
-    return home
+    return decay_target
 
 
 def _keep(
-    retention: AnyRetention, old: Old, step: Tensor, alpha: Tensor, first: Tensor | bool, final: Tensor | bool
-) -> Kept:
+    retention: AnyRetention, old: OldMatrix, step: Tensor, alpha: Tensor, first: Tensor | bool, final: Tensor | bool
+) -> NewMatrix:
     name = type(retention).__name__
-    by_row = "" if isinstance(first, bool) else ", one for each sequence (pick of gate_projection.py takes both)"
+    by_row = "" if isinstance(first, bool) else ", one for each sequence (pick of gates.py takes both)"
     given = (
         f"matrices {list(MATRIX)}, alpha {list(alpha.shape)} (rows(alpha, matrix) multiplies them), "
         f"first={first!r} and last={final!r}{by_row}"
     )
     kept = call(retention, "keep", given, old, step, alpha, first, final)
-    if not isinstance(kept, Kept):
-        raise ValueError(f"{name}.keep must return Kept(weights, settled, dual), got a {type(kept).__name__}")
-    if (kept.dual is None) == retention.settles:
+    if not isinstance(kept, NewMatrix):
+        raise ValueError(f"{name}.keep must return NewMatrix(weights, mirrored, dual), got a {type(kept).__name__}")
+    if (kept.dual is None) == retention.has_mirror_map:
         raise ValueError(
-            f"{name}.keep must return Kept(weights, settled, dual) with its accumulator as dual, since settles = True"
-            if retention.settles
-            else f"{name}.keep returns an accumulator, Kept(weights, settled, dual), and settles is False: set settles "
+            f"{name}.keep must return NewMatrix(weights, mirrored, dual) with its accumulator as dual, since has_mirror_map = True"  # noqa: E501
+            if retention.has_mirror_map
+            else f"{name}.keep returns an accumulator, NewMatrix(weights, mirrored, dual), and has_mirror_map is False: set has_mirror_map "  # noqa: E501
             "= True and let begin return W and A before the first token, or return None for dual"
         )
     for part, found in zip(kept._fields, kept, strict=True):
@@ -100,7 +104,7 @@ def _keep(
     return kept
 
 
-def _check_alpha(retention: Any, old: Old, step: Tensor) -> None:
+def _check_alpha(retention: Any, old: OldMatrix, step: Tensor) -> None:
     """Check that a retention that has a gate alpha changes with it, at some token of a chunk."""
     if not retention.gated:
         return
@@ -115,30 +119,30 @@ def _check_alpha(retention: Any, old: Old, step: Tensor) -> None:
     )
 
 
-def _check_gradients(retention: Any, old: Old, step: Tensor, alpha: Tensor) -> None:
+def _check_gradients(retention: Any, old: OldMatrix, step: Tensor, alpha: Tensor) -> None:
     """Check every part of what is kept, and its gradients; of a memory that is all zero, too, without a step."""
     for size in (1.0, 0.0):
         given = {"the step": size * step, "alpha": alpha, "W": size * old.weights}
         if old.dual is not None:
-            given["A"] = old.dual if retention.fixed_sums else size * old.dual  # rows of one sum are never all zero
-        for n, part in enumerate(Kept._fields):
+            given["A"] = old.dual if retention.fixed_row_sums else size * old.dual  # rows of one sum are never all zero
+        for n, part in enumerate(NewMatrix._fields):
 
             def kept(n: int = n, **changed: Tensor) -> Tensor:
                 """One part of what is kept of a memory that is ``changed``."""
                 of = old._replace(weights=changed["W"], dual=changed.get("A"))
                 return retention.keep(of, changed["the step"], changed["alpha"], False, True)[n]
 
-            if part != "dual" or retention.settles:
+            if part != "dual" or retention.has_mirror_map:
                 check_gradients(retention, f"keep: {part}", kept, given)
 
 
-def _check_sums(retention: Any, begun: Tensor, old: Old, step: Tensor) -> None:
-    """Check that all rows begin with one sum, and that none has another after a step, as ``fixed_sums`` says. Where W
-    fades to zero, that is so after an exact token only."""
+def _check_sums(retention: Any, begun: Tensor, old: OldMatrix, step: Tensor) -> None:
+    """Check that all rows begin with one sum, and that none has another after a step, as ``fixed_row_sums`` says. Where
+    W decays to zero, that is so after an boundary token only."""
     alpha = step.new_full((BATCH, HEADS), 0.5 if retention.gated else 1.0)
     step = step - step.mean(-1, keepdim=True)
-    found = [begun, retention.keep(old, step, alpha, True, True).settled[0]]
-    if retention.to_start or not retention.gated:
+    found = [begun, retention.keep(old, step, alpha, True, True).mirrored[0]]
+    if retention.to_initial or not retention.gated:
         found.append(retention.keep(old, step, alpha, False, False).weights[0])
     sums = torch.stack([w.sum(-1) for w in found])
     if not torch.allclose(sums, sums.mean()):
@@ -148,7 +152,7 @@ def _check_sums(retention: Any, begun: Tensor, old: Old, step: Tensor) -> None:
         )
 
 
-def _check_directions(retention: Any, old: Old, step: Tensor) -> None:
+def _check_directions(retention: Any, old: OldMatrix, step: Tensor) -> None:
     """Check that what is kept goes down along the step, and is no less the memory before where alpha is larger."""
     name, nothing = type(retention).__name__, torch.zeros_like(step)
     more, less = (step.new_full((BATCH, HEADS), alpha) for alpha in (1.0, 0.1))
@@ -156,8 +160,8 @@ def _check_directions(retention: Any, old: Old, step: Tensor) -> None:
     after = retention.keep(old, step, more, False, True).weights
     if (((after - all_kept) * step).sum((-2, -1)) >= 0.0).any():
         raise ValueError(f"{name}.keep does not go down along the step, which is to be subtracted: W - step")
-    far, near = ((w - old.weights).norm() for w in (some_kept, all_kept))
-    if near > far * (1.0 + 1e-9):
+    max_abs, near = ((w - old.weights).norm() for w in (some_kept, all_kept))
+    if near > max_abs * (1.0 + 1e-9):
         raise ValueError(
             f"{name}.keep keeps less where alpha is larger: alpha is the share of the old memory that is kept, 1 all "
             "of it (Titans' letter is the share that is forgotten)"
