@@ -173,8 +173,8 @@ class MemoryBlock(nn.Module):
             state: Where an earlier call stopped; None: nothing has been read.
             mask: `[batch, time]`, nonzero at real tokens; at others y is zero, whatever x is there.
             document_starts: `[batch, time]`, nonzero where documents begin; or the cuts that `Documents.of` made of it.
-            anchor: Let gradients flow from `state` to M_0 (`State.straight_through`). It is done here and not by the caller: a
-                block whose weights are sharded has its M_0 only while it is called.
+            anchor: Let gradients flow from `state` to M_0 (`State.straight_through`). It is done here and not by the
+                caller: a block whose weights are sharded has its M_0 only while it is called.
 
         Returns:
             y `[batch, time, dim]` and the state.
