@@ -94,8 +94,8 @@ def _of(memory: MemoryRecord) -> Iterable[Alarm]:
             f"its gate eta is at most {eta:.1g}. A closed gate does not recover: check whether something holds eta at "
             f"zero. {SLOWER}"
             if eta < LEAST_ETA
-            else f"though eta is {eta:.2f}. Check whether keys and values have collapsed. {AGAIN} a rule with normalised "
-            "steps (optimiser.normalised)"
+            else f"though eta is {eta:.2f}. Check whether keys and values have collapsed. {AGAIN} a rule with "
+            "normalised steps (optimiser.normalised)"
         )
         text = f"{name} writes nothing: writes change the answers to their keys by {change:.1%}; {why}"
         yield Alarm(kind="no writes", memory=name, text=text)
