@@ -82,12 +82,12 @@ def test_bytes_are_counted_for_any_tokenizer(model) -> None:
     )
 
 
-def test_a_last_bucket_without_bytes_is_of_the_one_before() -> None:
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_last_bucket_without_bytes_is_of_the_one_before(model, monkeypatch, last: int) -> None:
     """As where a stream of 65 tokens ends with the second half of a character."""
-    bits, counts = np.array([[9.0, 2.0], [8.0, 0.0]]), np.array([[64.0, 0.0], [60.0, 0.0]])
-    score = perplexity._with_bytes(perplexity.Score((0, 64, 65), bits, counts))
-    assert score.edges == (0, 65) and score.by_position.tolist() == [19 / 124]
-    assert perplexity._with_bytes(perplexity.Score((0, 64, 65), bits, counts + 1)).edges == (0, 64, 65)
+    monkeypatch.setattr(perplexity, "bytes_per_token", lambda tokenizer, text: np.array([1] * 64 + [last]))
+    score = bits_per_byte(model, BYTES, [Document("a", "y" * 65)], 65)
+    assert score.edges == ((0, 64, 65) if last else (0, 65)) and score.bytes.sum() == 64 + last
 
 
 def test_buckets(model) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atlas_memory import RULES
-from atlas_memory.eval.perplexity import memory_writes
+from atlas_memory.eval import memory_writes
 from atlas_memory.layers.gate_projection import START_GATE
 from atlas_memory.layers.hope import MEMORIES, START_M_0, SelfModifyingMemory
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atlas_memory.eval.reading import Reading
+from atlas_memory.eval.token_costs import TokenCosts
 from atlas_memory.monitor.logs import ProbeRecord
 from atlas_memory.viz import charts
 from atlas_memory.viz.labels import COLOURS
@@ -67,7 +67,7 @@ def test_what_is_not_finite_is_left_out_of_a_heat_map() -> None:
 def test_charts_are_drawn_without_a_browser(tmp_path: Path) -> None:
     """Of any names, with what has one point or none beside what has many."""
     cost = np.array([np.nan, 4.0, 4.0, 2.0, 1.0])
-    reading = Reading(list("abcbc"), cost, cost, None, None, np.array([-1, -1, -1, 1, 2]))
+    reading = TokenCosts(list("abcbc"), cost, cost, None, None, np.array([-1, -1, -1, 1, 2]))
     drawn = [
         charts.curves({"_$x^2$ <b>": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]}, "a_$5^_to_$10"),
         charts.by_position({"run": [(64, 2.0, 1.9, 2.1), (100, 1.0, 1.0, 1.0)]}, None, "bits", 64),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from atlas_memory.eval.reading import AGAIN
+from atlas_memory.eval.token_costs import SHORTEST_REPEAT
 from atlas_memory.monitor.logs import LOG, MEMORY, SAMPLES
 from atlas_memory.viz.dashboard import MARKED, with_passage
 from benchmarks.dashboard import append, browser, chromium, made_run, served
@@ -267,4 +267,4 @@ def test_what_a_text_is_too_short_for_is_refused() -> None:
 
 
 def test_the_least_passage_that_is_marked_is_the_readings() -> None:
-    assert MARKED == AGAIN
+    assert MARKED == SHORTEST_REPEAT

@@ -147,7 +147,7 @@ def evaluate(
 ) -> None:
     """Bits per byte of held-out text, overall and by position."""
     with imports():
-        from atlas_memory.eval.perplexity import bits_per_byte, reading_length
+        from atlas_memory.eval.perplexity import bits_per_byte, evaluation_length
         from atlas_memory.monitor.hooks import memory_layers
         from atlas_memory.train.config import RunConfig
         from atlas_memory.train.runs import load_run
@@ -160,14 +160,14 @@ def evaluate(
         writes = Writes.on
     _, documents = text_of(loaded, data, column)
     trained = (loaded.config or RunConfig()).data
-    length = reading_length(trained.longest) if length is None else length
+    length = evaluation_length(trained.longest) if length is None else length
     scores = {}
     with progress_lines("evaluate") as progress:
         for name, enabled in (("memory_on", True), ("writes_off", False)):
             if writes is not (Writes.off if enabled else Writes.on):
                 shown = partial(progress, f"reading with {name.replace('_', ' ')}")
                 scores[name] = bits_per_byte(
-                    loaded.model, loaded.tokenizer, documents, length, enabled, streams or None, told=shown
+                    loaded.model, loaded.tokenizer, documents, length, enabled, streams or None, progress=shown
                 ).checked()
     margin = scores["memory_on"].margin(scores["writes_off"]) if writes is Writes.both else None
     if as_json:

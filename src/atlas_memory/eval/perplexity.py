@@ -17,12 +17,12 @@ from atlas_memory.monitor.hooks import eval_mode, memory_writes
 
 SEGMENT = 256  # tokens given to the model in one call
 ROWS, WINDOWS = 8, 64  # streams, and windows of recent tokens, that are read side by side
-Told = Callable[[float], None]
-"""What is told, while something is read, which share of it has been."""
+Progress = Callable[[float], None]
+"""Called with the share of a text that has been read."""
 
 
-def check_read(cost: np.ndarray) -> None:
-    """ValueError unless what a text costs a model are numbers."""
+def check_finite(cost: np.ndarray) -> None:
+    """ValueError unless what a text costs a model are finite numbers."""
     if not np.isfinite(cost).all():
         raise ValueError(
             "the text is read with a loss that is nan or inf: weights of the model are damaged, or options of its rule "
@@ -30,8 +30,8 @@ def check_read(cost: np.ndarray) -> None:
         )
 
 
-def reading_length(seq_len: int) -> int:
-    """How many tokens of a stream tell what a model that was trained on `seq_len` does beyond them."""
+def evaluation_length(seq_len: int) -> int:
+    """Tokens of a stream that show what a model that was trained on `seq_len` does beyond them."""
     return max(8 * seq_len, 8192)
 
 
@@ -48,8 +48,8 @@ class Score:
     bytes: np.ndarray
 
     def checked(self) -> Score:
-        """The score itself; ValueError if it is of a model that does not compute with numbers."""
-        check_read(self.bits)
+        """The score itself; ValueError if it is not finite."""
+        check_finite(self.bits)
         return self
 
     @property
@@ -68,8 +68,7 @@ class Score:
         return (self.bytes > 0).sum(0)
 
     def margin(self, other: Score) -> tuple[float, float]:
-        """How many bits per byte `other` needs more on the same streams, and the standard error over
-        streams."""
+        """How many bits per byte `other` needs more on the same streams, and the standard error over streams."""
         value, error = _paired((other.bits - self.bits).sum(1), self.bytes.sum(1))
         return float(value), float(error)
 
@@ -115,54 +114,55 @@ def bits_per_byte(
     writes: bool = True,
     streams: int | None = None,
     recent: int | None = None,
-    told: Told | None = None,
+    progress: Progress | None = None,
 ) -> Score:
     """Read the documents as streams of at most `length` tokens, in segments, carrying the state between them.
 
     Each document is cut into streams that start with the end-of-text token and an empty memory; every byte is
-    predicted once. Memory use does not depend on `length`. `recent` empties the memory so often that each token is
-    read with the last recent / 2 to `recent` tokens in it and nothing older: against the same text read without,
-    it tells what older tokens are worth. `streams` limits how many are read: the longest
-    ones, taken in turn from the documents at random places, so that with enough text all have the full length
-    and every position is measured on the same streams. `told`: is told how much has been read, while it is. ValueError
-    if there is no text or an argument is below 1.
+    predicted once. Memory use does not depend on `length`.
+
+    Args:
+        writes: False: the memories stay as training left them.
+        streams: How many are read: the longest ones, taken in turn from the documents at random places, so that with
+            enough text all have the full length and every position is measured on the same streams. None: all.
+        recent: Empty the memory so often that each token is read with the last recent / 2 to `recent` tokens in it and
+            nothing older: against the same text read without, it shows what older tokens are worth.
+
+    Raises:
+        ValueError: There is no text, or an argument is below 1.
     """
-    if length < 1:
-        raise ValueError(f"length={length} must be at least 1")
-    if streams is not None and streams < 1:
-        raise ValueError(f"streams={streams} must be at least 1")
-    if recent is not None and recent < 2:
-        raise ValueError(f"recent={recent} must be at least 2")
-    cut = _cut(tokenizer, documents, length, streams)
-    if not cut:
+    for name, value, least in (("length", length, 1), ("streams", streams, 1), ("recent", recent, 2)):
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    rows = _streams(tokenizer, documents, length, streams)
+    if not rows:
         raise ValueError("no text to evaluate: the documents are empty")
-    edges = _edges(max(len(ids) for ids, _ in cut))
-    bits, counts = np.zeros((len(cut), len(edges) - 1)), np.zeros((len(cut), len(edges) - 1))
+    edges = _edges(max(len(ids) for ids, _ in rows))
+    bits, counts = np.zeros((2, len(rows), len(edges) - 1))
     with eval_mode(model), memory_writes(model, writes), torch.inference_mode():
-        for first in range(0, len(cut), ROWS):
-            rows = cut[first : first + ROWS]
-            part = _part(told, first / len(cut), len(rows) / len(cut))
-            for row, nats in enumerate(_nats(model, tokenizer.eos_token_id, [ids for ids, _ in rows], recent, part)):
-                bucket = np.searchsorted(edges, np.arange(len(nats)), side="right") - 1
-                np.add.at(bits[first + row], bucket, nats / math.log(2))
-                np.add.at(counts[first + row], bucket, rows[row][1])
-    return _with_bytes(Score(edges, bits, counts))
-
-
-def _with_bytes(score: Score) -> Score:
-    """The same with a last bucket that has no bytes, only the ends of characters, taken into the one before."""
-    edges, bits, counts = score.edges, score.bits, score.bytes
-    while bits.shape[1] > 1 and not counts[:, -1].any():
+        for first in range(0, len(rows), ROWS):
+            batch = rows[first : first + ROWS]
+            longest = max(len(ids) for ids, _ in batch)
+            tokens = torch.full((len(batch), longest + 1), tokenizer.eos_token_id)  # padding on the right is not read
+            for i, (ids, _) in enumerate(batch):
+                tokens[i, 1 : len(ids) + 1] = torch.from_numpy(ids.astype(np.int64))
+            part = _part(progress, first / len(rows), len(batch) / len(rows))
+            nats = token_nats(model, tokens.to(model.device), recent, part)
+            for i, (ids, sizes) in enumerate(batch):
+                bucket = np.searchsorted(edges, np.arange(len(ids)), side="right") - 1
+                np.add.at(bits[first + i], bucket, nats[i, : len(ids)] / math.log(2))
+                np.add.at(counts[first + i], bucket, sizes)
+    while bits.shape[1] > 1 and not counts[:, -1].any():  # only the ends of characters
         edges = (*edges[:-2], edges[-1])
         bits, counts = (np.concatenate([x[:, :-2], x[:, -2:].sum(1, keepdims=True)], 1) for x in (bits, counts))
     return Score(edges, bits, counts)
 
 
-def _cut(
+def _streams(
     tokenizer: Any, documents: Sequence[Document], length: int, limit: int | None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(ids, bytes per token) of the streams, longest first, and of equally long ones one from each document
-    before a second from any."""
+    """(ids, bytes per token) of the streams, longest first, and of equally long ones one from each document before a
+    second from any."""
     found, random = [], np.random.default_rng(0)
     for index, document in enumerate(documents):
         ids, sizes = encode(tokenizer, document.text), bytes_per_token(tokenizer, document.text)
@@ -184,47 +184,36 @@ def _edges(longest: int) -> tuple[int, ...]:
     return tuple(edges)
 
 
-def _part(told: Told | None, begin: float, share: float) -> Told | None:
-    """What is told of a part what `told` is told of the whole."""
-    return None if told is None else lambda done: told(begin + share * done)
+def _part(progress: Progress | None, begin: float, share: float) -> Progress | None:
+    """The progress of a part in that of the whole."""
+    return None if progress is None else lambda done: progress(begin + share * done)
 
 
-def _nats(model: Any, start: int, rows: list[np.ndarray], recent: int | None, told: Told | None) -> list[np.ndarray]:
-    """The negative log-likelihood of every token of every row, float64 `[tokens of the row]`."""
-    longest = max(len(row) for row in rows)
-    tokens = torch.full((len(rows), longest + 1), start, dtype=torch.long)  # padding on the right changes nothing
-    for i, row in enumerate(rows):
-        tokens[i, 1 : len(row) + 1] = torch.from_numpy(row.astype(np.int64))
-    tokens = tokens.to(model.device)
-    nats = token_nats(model, tokens, told) if recent is None else recent_nats(model, tokens, recent, told)
-    return [nats[i, : len(row)] for i, row in enumerate(rows)]
-
-
-def token_nats(model: Any, tokens: torch.Tensor, told: Told | None = None) -> np.ndarray:
-    """The negative log-likelihood of every token but the first, from an empty memory: `[rows, tokens - 1]`."""
-    cache, found = None, []
-    for inputs, targets in zip(tokens[:, :-1].split(SEGMENT, 1), tokens[:, 1:].split(SEGMENT, 1), strict=True):
-        out = model(input_ids=inputs, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        logits = out.logits.float().transpose(1, 2)
-        found.append(nn.functional.cross_entropy(logits, targets, reduction="none").cpu())
-        if told is not None:
-            told(min(1.0, len(found) * SEGMENT / max(1, tokens.shape[1] - 1)))
-    return torch.cat(found, 1).double().numpy()
-
-
-def recent_nats(model: Any, tokens: torch.Tensor, recent: int, told: Told | None = None) -> np.ndarray:
-    """As ``token_nats``, from a memory of the last ``recent // 2`` to ``recent`` tokens only: windows of so many that
-    overlap by half, read side by side, of which the second halves count."""
-    half, count = recent // 2, tokens.shape[1] - 1
+def token_nats(
+    model: Any, tokens: torch.Tensor, recent: int | None = None, progress: Progress | None = None
+) -> np.ndarray:
+    """The negative log-likelihood of every token but the first, `[rows, tokens - 1]`, from an empty memory; or, with
+    `recent`, from one of the last ``recent // 2`` to `recent` tokens only: windows of so many that overlap by half are
+    read side by side, and the second halves count."""
+    count = tokens.shape[1] - 1
+    if recent is None:
+        cache, found = None, []
+        for inputs, targets in zip(tokens[:, :-1].split(SEGMENT, 1), tokens[:, 1:].split(SEGMENT, 1), strict=True):
+            out = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits = out.logits.float().transpose(1, 2)
+            found.append(nn.functional.cross_entropy(logits, targets, reduction="none").cpu())
+            if progress is not None:
+                progress(min(1.0, len(found) * SEGMENT / max(1, count)))
+        return torch.cat(found, 1).double().numpy()
+    half = recent // 2
     whole = nn.functional.pad(tokens, (0, -count % half))  # padding on the right changes nothing
-    found = [token_nats(model, whole[:, : half + 1])]
-    if whole.shape[1] > half + 1:
-        windows = whole.unfold(1, 2 * half + 1, half)  # [rows, windows, tokens]
-        groups = windows.flatten(0, 1).split(WINDOWS)
-        parts = [
-            token_nats(model, group, _part(told, n / len(groups), 1 / len(groups)))[:, half:]
-            for n, group in enumerate(groups)
-        ]
-        found.append(np.concatenate(parts).reshape(len(tokens), -1))
-    return np.concatenate(found, 1)[:, :count]
+    first = token_nats(model, whole[:, : half + 1])
+    if whole.shape[1] == half + 1:
+        return first[:, :count]
+    groups = whole.unfold(1, 2 * half + 1, half).flatten(0, 1).split(WINDOWS)  # [rows * windows, tokens]
+    parts = [
+        token_nats(model, group, None, _part(progress, n / len(groups), 1 / len(groups)))[:, half:]
+        for n, group in enumerate(groups)
+    ]
+    return np.concatenate([first, np.concatenate(parts).reshape(len(tokens), -1)], 1)[:, :count]

@@ -15,7 +15,7 @@ from atlas_memory.viz.labels import BLUE, COLOURS, GREEN, GREY, ORANGE, PINK, de
 
 if TYPE_CHECKING:  # which load torch
     from atlas_memory.eval.perplexity import Score
-    from atlas_memory.eval.reading import Reading
+    from atlas_memory.eval.token_costs import TokenCosts
     from atlas_memory.monitor import MemoryTrace
 
 Spec = dict[str, Any]
@@ -279,7 +279,7 @@ def bits_by_position(on: Score, off: Score | None, recent: Score, trained: int, 
     ]
 
 
-def along_text(reading: Reading) -> Spec | None:
+def along_text(reading: TokenCosts) -> Spec | None:
     """Bits of each token along a text, and what writing and older tokens saved; passages that are read again, and where
     they stood first, are shaded."""
     found = {"cost": (reading.cost, ORANGE), "saved by writing": (reading.saved, GREEN)}

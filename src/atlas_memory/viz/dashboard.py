@@ -23,7 +23,7 @@ from atlas_memory.viz.token_page import token_page
 from atlas_memory.viz.watched_runs import WatchedRun, WatchedRuns, newest
 
 if TYPE_CHECKING:
-    from atlas_memory.eval.reading import Reading
+    from atlas_memory.eval.token_costs import TokenCosts
     from atlas_memory.train.runs import Run
 
 EVERY = 2.0  # seconds between readings of the logs
@@ -31,7 +31,7 @@ MANY = 10  # runs that are shown unasked
 RUNNING = 60.0  # seconds after its last line for which a run counts as running
 SAMPLE = 20_000  # characters of a sample that are shown
 MOST = 200_000  # tokens read for a page
-MARKED = 64  # tokens of a passage that is marked, at the least: `eval.reading.AGAIN`, which loads torch
+MARKED = 64  # tokens of a passage that is marked, at the least: `eval.token_costs.SHORTEST_REPEAT`, which loads torch
 READING = threading.Lock()  # pages share models, whose memories are told not to write while a text is read
 FRAME = "overflow-x:auto;max-width:100%"  # a wide table moves in a frame of its own: the page never moves sideways
 TABLE = "border-collapse:collapse;font-size:0.875rem"
@@ -349,9 +349,9 @@ def reading_page() -> None:
             st.info(f"A passage of {again} tokens was read again; it is not marked, as those of {MARKED} or more are.")
 
 
-def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, Reading] | None:
+def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, TokenCosts] | None:
     from atlas_memory.data.tokenization import encode
-    from atlas_memory.eval.reading import read
+    from atlas_memory.eval.token_costs import token_costs
     from atlas_memory.train.texts import text_of
 
     name, text = "your text", own
@@ -368,15 +368,15 @@ def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, R
         ids = encode(run.tokenizer, text)[: most - again]
         with st.spinner(f"Reading {len(ids) + again:,} tokens"), READING:
             ids = with_passage(ids, again, later)
-            return f"{name}, read by {run.folder.name}", read(run.model, run.tokenizer, ids, recent=trained)
+            return f"{name}, read by {run.folder.name}", token_costs(run.model, run.tokenizer, ids, recent=trained)
     except (ValueError, OSError, RuntimeError) as error:
         note(f"The text could not be read: {error}".replace("give another by --data", "paste a text"), "alarm")
         return None
 
 
 def with_passage(ids: np.ndarray, again: int, later: int) -> np.ndarray:
-    """Tokens ``[tokens]`` as `twice` makes them of these; ValueError where they are too few for what is asked."""
-    from atlas_memory.eval.reading import twice
+    """Tokens ``[tokens]`` as `insert_repeat` makes them of these; ValueError where they are too few."""
+    from atlas_memory.eval.token_costs import insert_repeat
 
     begin = len(ids) // 4
     left = len(ids) - begin - again
@@ -392,10 +392,10 @@ def with_passage(ids: np.ndarray, again: int, later: int) -> np.ndarray:
             f"{left:,} tokens follow the passage of {again:,}, so that its second time cannot be {later:,} tokens "
             f"after its end; ask for {left:,} or less"
         )
-    return twice(ids, again, later)
+    return insert_repeat(ids, again, later)
 
 
-def _show_reading(name: str, reading: Reading) -> None:
+def _show_reading(name: str, reading: TokenCosts) -> None:
     words = f"{np.nanmean(reading.cost):.3f} bits per token over {len(reading.cost):,} tokens of {name}"
     if reading.saved is not None:
         words += f"; the memory's writes saved {np.nanmean(reading.saved):.3f}"

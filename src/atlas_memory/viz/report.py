@@ -16,9 +16,9 @@ import torch
 
 from atlas_memory.data.sources import Document
 from atlas_memory.data.tokenization import encode, is_byte_tokenizer
-from atlas_memory.eval.perplexity import SEGMENT, Score, bits_per_byte, reading_length
-from atlas_memory.eval.reading import read
+from atlas_memory.eval.perplexity import SEGMENT, Score, bits_per_byte, evaluation_length
 from atlas_memory.eval.sampling import sample
+from atlas_memory.eval.token_costs import token_costs
 from atlas_memory.models import PRESETS
 from atlas_memory.monitor import MemoryTrace, Trace, traces
 from atlas_memory.monitor.hooks import memory_layers
@@ -86,7 +86,7 @@ def write_report(
     """Evaluate the run in `folder` and write its `report/` (of a text that `data` names, `report-NAME/`, see
     `report_folder`): report.html, report.json, reading.html and the charts.
 
-    Reads `streams` streams of `reading_length` with the full context, with a memory of the last training length only
+    Reads `streams` streams of `evaluation_length` with the full context, with a memory of the last training length only
     and, if the model has memories, with their writes off; and one document with every memory traced. The text is the
     run's own held-out part, or `data` with nothing held out, of whose tables `column` is read (None: the run's). `told`
     is told of the progress. Returns what report.json holds, with `folder`, the report's; ValueError if the run cannot
@@ -99,7 +99,7 @@ def write_report(
     log: list[StepRecord] = [e for e in read_log(run.folder, LOG) if e.step <= run.step]
     probes: list[ProbeRecord] = [e for e in read_log(run.folder, MEMORY) if e.step <= run.step]
     trained = (run.config or RunConfig()).data.longest
-    text = _text(run, data, column, reading_length(trained))
+    text = _text(run, data, column, evaluation_length(trained))
     scores = _scores(run, text, trained, streams, told)
     seen = _trace(run, text, told)
     told("writing a sample", 0.0)
@@ -215,7 +215,7 @@ def _token_page(run: Run, text: _Text, seen: Trace, trained: int, numbers: dict[
     part = "all of it" if len(ids) == total else f"the first {len(ids):,} of its {total:,} tokens"
     size, made = model_size(numbers), f"Made {numbers['date']} on {numbers['machine']}."
     cost = cast(torch.Tensor, seen.nats)[0].double().numpy() / math.log(2)
-    again = read(
+    again = token_costs(
         run.model, run.tokenizer, ids, cost, trained, lambda share: told("reading a document in other ways", share)
     )
     return token_page(text.name, again, about=f"This is {part}, read by {run.folder}: {size}. {made}")

@@ -14,7 +14,7 @@ from atlas_memory.console import valid_utf8
 from atlas_memory.viz.labels import BLUE, GREEN, ORANGE, PINK, amount, count, duration, memory_label
 
 if TYPE_CHECKING:  # which loads torch
-    from atlas_memory.eval.reading import Reading
+    from atlas_memory.eval.token_costs import TokenCosts
 
 LEVELS = 8
 OPAQUE = 204  # opacity of full colours, of 255
@@ -36,7 +36,7 @@ def render(template: str, **values: Any) -> str:
     return valid_utf8(_templates().get_template(template).render(values))
 
 
-def token_page(name: str, reading: Reading, back: str | None = "report.html", about: str = "") -> str:
+def token_page(name: str, reading: TokenCosts, back: str | None = "report.html", about: str = "") -> str:
     """The page of the document `name`, whole in one file, with a link `back`; `about` says what read it, and when. What
     a token cost is shown where the pointer is, or the finger."""
     cost, saved, older = reading.cost, reading.saved, reading.older
@@ -54,7 +54,7 @@ def token_page(name: str, reading: Reading, back: str | None = "report.html", ab
         name=name,
         back=back,
         about=about,
-        again=reading.again(),
+        again=reading.of_repeats(),
         recent=reading.recent,
         kinds={key: f"{most:g} bit{'' if most == 1 else 's'} per token" for key, (_, _, most) in kinds.items()},
         most={key: f"{most:g}" for key, (_, _, most) in kinds.items()},

@@ -1,4 +1,4 @@
-"""A text, token by token: what each cost a model, what writing saved on it, and whether it had been read before."""
+"""The cost of a text token by token, what writing saved on it, and whether it had been read before."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import numpy as np
 import torch
 
 from atlas_memory.data.tokenization import DECODING_CONTEXT
-from atlas_memory.eval.perplexity import Told, check_read, recent_nats, token_nats
+from atlas_memory.eval.perplexity import Progress, check_finite, token_nats
 from atlas_memory.monitor.hooks import eval_mode, memory_layers, memory_writes
 
-AGAIN = 64
-"""Tokens of a passage that has to stand a second time, at the least, to count as read again."""
+SHORTEST_REPEAT = 64
+"""Tokens of a passage that has to stand a second time, at the least, to count as a repeat."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a model makes of a text, read from its beginning.
+class TokenCosts:
+    """What the tokens of a text, read from its beginning, cost a model.
 
     Attributes:
-        pieces: what each token adds to the text.
-        cost: bits of each token, float64 ``[tokens]``; NaN for the first, which nothing predicts.
-        recent: tokens, see ``older``.
-        saved: how many bits more the token costs if the memories stay as training left them, ``[tokens]``; None for a
+        pieces: What each token adds to the text.
+        cost: Bits of each token, float64 ``[tokens]``; NaN for the first, which nothing predicts.
+        saved: How many bits more the token costs if the memories stay as training left them, ``[tokens]``; None for a
             model without memories.
-        older: how many bits more it costs if all but the last ``recent // 2`` to ``recent`` tokens are taken away; None
+        older: How many bits more it costs if all but the last ``recent // 2`` to ``recent`` tokens are taken away; None
             where that was not asked.
-        before: where the same token stood in the same passage when it was read first, int64 ``[tokens]``; -1 where
+        recent: Tokens, see ``older``.
+        before: Where the same token stood in the same passage when it was read first, int64 ``[tokens]``; -1 where
             nothing is read again.
     """
 
@@ -41,7 +41,7 @@ class Reading:
     recent: int | None
     before: np.ndarray
 
-    def again(self) -> tuple[int, float, float] | None:
+    def of_repeats(self) -> tuple[int, float, float] | None:
         """How many tokens are of passages that were read before, and the bits each of them cost on average when they
         were read first and when they were read again; None where there are none."""
         second = np.flatnonzero(self.before > 0)  # the first token of all has no cost
@@ -50,22 +50,22 @@ class Reading:
         return len(second), float(self.cost[self.before[second]].mean()), float(self.cost[second].mean())
 
 
-def read(
+def token_costs(
     model: Any,
     tokenizer: Any,
     ids: np.ndarray,
     cost: np.ndarray | None = None,
     recent: int | None = None,
-    told: Told | None = None,
-) -> Reading:
+    progress: Progress | None = None,
+) -> TokenCosts:
     """Read tokens ``[tokens]`` with a model; ``cost`` in bits, where it is known. With ``recent``, of at least 2, read
-    them without what is older too. ``told`` is told of each of these readings how much of it has been done."""
+    them without what is older too. ``progress`` is called for each of these readings with its share."""
     tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
 
     def bits(last: int | None = None) -> np.ndarray:
         with eval_mode(model), torch.inference_mode():
-            nats = token_nats(model, tokens, told) if last is None else recent_nats(model, tokens, last, told)
-        check_read(nats)
+            nats = token_nats(model, tokens, last, progress)
+        check_finite(nats)
         return np.append(np.nan, nats[0] / math.log(2))
 
     cost, saved = bits() if cost is None else cost, None
@@ -73,33 +73,33 @@ def read(
     if memory_layers(model):
         with memory_writes(model, False):
             saved = bits() - cost
-    return Reading(pieces_of(tokenizer, ids.tolist()), cost, saved, older, recent, repeats(ids))
+    return TokenCosts(token_texts(tokenizer, ids.tolist()), cost, saved, older, recent, find_repeats(ids))
 
 
-def repeats(ids: np.ndarray, least: int = AGAIN) -> np.ndarray:
+def find_repeats(ids: np.ndarray, shortest: int = SHORTEST_REPEAT) -> np.ndarray:
     """For each token the place at which it stood when its passage was first read, int64 ``[tokens]``; -1 outside of
-    passages of ``least`` tokens or more that are read a second time. Passages do not overlap with themselves."""
+    passages of ``shortest`` tokens or more that are read a second time. Passages do not overlap with themselves."""
     found = np.full(len(ids), -1, dtype=np.int64)
     known: dict[bytes, int] = {}
-    for begin in range(len(ids) - least + 1):
-        first = known.setdefault(ids[begin : begin + least].tobytes(), begin)
-        if begin - first >= least:
-            found[begin : begin + least] = np.arange(first, first + least)
+    for begin in range(len(ids) - shortest + 1):
+        first = known.setdefault(ids[begin : begin + shortest].tobytes(), begin)
+        if begin - first >= shortest:
+            found[begin : begin + shortest] = np.arange(first, first + shortest)
     return found
 
 
-def twice(ids: np.ndarray, again: int, later: int) -> np.ndarray:
-    """Tokens ``[tokens]`` in which the passage of ``again`` tokens that begins after a quarter of them stands a second
-    time, ``later`` tokens after its end, or at the end of all."""
+def insert_repeat(ids: np.ndarray, length: int, distance: int) -> np.ndarray:
+    """Tokens ``[tokens]`` in which the passage of ``length`` tokens that begins after a quarter of them stands a second
+    time, ``distance`` tokens after its end, or at the end of all."""
     begin = len(ids) // 4
-    passage = ids[begin : begin + again]
-    at = min(len(ids), begin + again + later)
+    passage = ids[begin : begin + length]
+    at = min(len(ids), begin + length + distance)
     return np.concatenate([ids[:at], passage, ids[at:]])
 
 
-def pieces_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text; a character of several tokens stands with the last of them. Each
-    is decoded behind a few before it."""
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text; a character of several tokens stands with the last of them. Each is decoded
+    behind a few before it."""
     found: list[str] = []
     held: list[int] = []
     behind: list[int] = []

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atlas_memory.data import byte_tokenizer
 from atlas_memory.data.tokenization import encode
-from atlas_memory.eval.reading import Reading, pieces_of, read, repeats, twice
+from atlas_memory.eval.token_costs import TokenCosts, find_repeats, insert_repeat, token_costs, token_texts
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.viz.token_page import token_page
 
@@ -24,20 +24,20 @@ BYTES = byte_tokenizer()
 def test_passages_that_stand_a_second_time_are_found() -> None:
     text = np.random.default_rng(0).integers(0, 200, 90)
     ids = np.concatenate([text, [250, 251], text[20:60], [252], text[:10]])
-    found = repeats(ids, least=16)
+    found = find_repeats(ids, shortest=16)
     assert found[92:132].tolist() == list(range(20, 60))
     assert (found[:92] == -1).all() and (found[132:] == -1).all()  # ten tokens are too few
-    assert (repeats(np.zeros(20, dtype=int), least=16) == -1).all()  # would overlap with itself
-    assert repeats(text[:5]).tolist() == [-1] * 5
+    assert (find_repeats(np.zeros(20, dtype=int), shortest=16) == -1).all()  # would overlap with itself
+    assert find_repeats(text[:5]).tolist() == [-1] * 5
 
 
 def test_a_passage_is_put_in_again() -> None:
     ids = np.arange(100)
-    found = twice(ids, 10, 20)
+    found = insert_repeat(ids, 10, 20)
     assert found[:55].tolist() == list(range(55)) and found[55:65].tolist() == list(range(25, 35))
     assert found[65:].tolist() == list(range(55, 100))
-    assert twice(ids, 10, 500)[100:].tolist() == list(range(25, 35))
-    assert twice(ids, 0, 7).tolist() == ids.tolist()
+    assert insert_repeat(ids, 10, 500)[100:].tolist() == list(range(25, 35))
+    assert insert_repeat(ids, 0, 7).tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize("length", [5, 31, 60, 61])
@@ -46,7 +46,7 @@ def test_figures_are_those_of_the_model(length: int) -> None:
     config = AtlasConfig.preset("nano", hidden_size=16, num_attention_heads=2, rule="titans")
     model = AtlasForCausalLM(config).eval()
     ids = np.random.default_rng(1).integers(0, 256, length)
-    found = read(model, BYTES, ids, recent=20)
+    found = token_costs(model, BYTES, ids, recent=20)
     assert found.saved is not None and found.older is not None
 
     @cache
@@ -67,17 +67,17 @@ def test_figures_are_those_of_the_model(length: int) -> None:
 
 def test_what_is_read_again_is_counted() -> None:
     cost = np.array([np.nan, 4.0, 4.0, 2.0, 1.0])
-    found = Reading(list("abcbc"), cost, None, None, None, np.array([-1, -1, -1, 1, 2]))
-    assert found.again() == (2, 4.0, 1.5)
+    found = TokenCosts(list("abcbc"), cost, None, None, None, np.array([-1, -1, -1, 1, 2]))
+    assert found.of_repeats() == (2, 4.0, 1.5)
     page = token_page("a < b", found)
     assert "2 tokens in passages" in page and "a &lt; b" in page and page.count('class="c1 again"') == 1
     assert "8 bits per token" in page and "tap it" in page and 'class="about"' not in page
     assert "run &amp; rule" in token_page("a", found, about="run & rule")
-    assert Reading(list("ab"), cost[:2], None, None, None, np.array([-1, -1])).again() is None
+    assert TokenCosts(list("ab"), cost[:2], None, None, None, np.array([-1, -1])).of_repeats() is None
 
 
 def test_a_character_of_several_tokens_stands_with_the_last() -> None:
-    assert pieces_of(BYTES, encode(BYTES, "aé€").tolist()) == ["a", "", "é", "", "", "€"]
+    assert token_texts(BYTES, encode(BYTES, "aé€").tolist()) == ["a", "", "é", "", "", "€"]
 
 
 def test_spaces_stay_where_a_tokenizer_has_them_before_words() -> None:
@@ -86,4 +86,4 @@ def test_spaces_stay_where_a_tokenizer_has_them_before_words() -> None:
     words.pre_tokenizer, words.decoder = Metaspace(), Decoder()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     ids = tokenizer("one two three two" + " one" * 20)["input_ids"]
-    assert "".join(pieces_of(tokenizer, ids)) == "one two three two" + " one" * 20
+    assert "".join(token_texts(tokenizer, ids)) == "one two three two" + " one" * 20
