@@ -49,7 +49,7 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
 
 
 @contextmanager
-def progress_bar(console: Console, what: str, total: int | None) -> Iterator[Callable[[int, str], None]]:
+def progress_bar(console: Console, what: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
     """Print `what` is done; on a terminal show a bar too, updated with how much of `total` (None: unknown) has been
     done, and with details."""
     from rich.progress import (

@@ -78,16 +78,6 @@ def test_fields_in_quotes(tmp_path, ending: str) -> None:
     assert read(tmp_path / f"b{ending}") == ['the "fourth" line']
 
 
-def test_quotation_marks_that_hold_lines_with_tabs_together_are_said(tmp_path, caplog) -> None:
-    """Where marks are letters, one at a field's beginning and another at the end of a later field look like quotes."""
-    (tmp_path / "a.tsv").write_text('id\ttext\n1\t"Yes,\n2\the said"\n3\tc\n')
-    assert read(tmp_path / "a.tsv") == ["Yes,\n2\the said", "c"]
-    assert "a.tsv': quotation marks hold lines 2 to 3 together" in caplog.text
-    caplog.clear()
-    (tmp_path / "b.tsv").write_text('id\ttext\n1\t"a\nb"\n3\t"c\td"\n')
-    assert read(tmp_path / "b.tsv") == ["a\nb", "c\td"] and not caplog.text
-
-
 DEEP = '{"text": "b", "x": ' + "[" * 20_000 + "]" * 20_000 + "}"
 
 

@@ -67,7 +67,7 @@ def test_rows_go_on_through_epochs_in_other_orders() -> None:
 
 def test_lanes_are_further_rows() -> None:
     """Step s reads the rows of lane s % lanes, each a segment further than before."""
-    lanes = Segments(some_tokens(), 4, 2, 12, lanes=3)
+    lanes = Segments(some_tokens(), 4, 2, 12, interleave=3)
     wide = Segments(some_tokens(), 4, 6, 4)
     for step in range(12):
         for r in range(2):
@@ -80,7 +80,7 @@ def test_rows_go_on_where_they_stood_when_segments_grow(carry: int | None) -> No
     """After five steps of two lanes, so that half the rows are a segment ahead; then in more lanes of fewer rows."""
     tokens, rows, lanes = some_tokens((90, 70, 300, 51, 8, 77, 200)), 6, 2
     same = Segments(tokens, 4, rows * lanes, 30, carry=carry)
-    grown = Segments(tokens, 4, rows, 40, lanes=lanes, carry=carry, lengths={5: 12, 24: 24})
+    grown = Segments(tokens, 4, rows, 40, interleave=lanes, carry=carry, lengths={5: 12, 24: 24})
     assert [grown.times(step) for step in (0, 4, 5, 23, 24, 39)] == [1, 1, 3, 3, 6, 6]
     read: dict[int, list[dict[str, torch.Tensor]]] = {row: [] for row in range(rows * lanes)}
     for step in range(40):

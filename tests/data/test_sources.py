@@ -227,39 +227,12 @@ def test_only_the_first(tables) -> None:
     assert len(Corpus.load(str(tables / "texts"), documents_at_most=4).train) == 3
 
 
-def test_how_much_there_is_to_read_and_has_been(tables) -> None:
-    """Of text files and tables the bytes are known beforehand; of a dataset, of Parquet or of the first few not."""
-    for name in ("texts", "texts/*.txt", "a.jsonl", "a.csv"):
-        source = Source(str(tables / name))
-        heard = [source.read for _ in source.documents()]
-        assert 0 < heard[0] <= heard[-1] <= source.size() == source.read
-    assert Source([str(tables / "texts"), str(tables / "a.csv")]).size() == Source(str(tables / "texts")).size() + (
-        Source(str(tables / "a.csv")).size()
-    )
-    assert Source(str(tables / "nowhere")).size() == 0 and Source().size() > 3e6
-    for source in (Source(str(tables / "saved")), Source(str(tables / "a.parquet")), Source("owner/name")):
-        assert source.size() is None
-    assert Source(str(tables / "texts"), documents_at_most=1).size() is None
-
-
 def test_what_is_skipped_is_named(tables) -> None:
     for i in range(5):
         (tables / "texts" / f"a{i}.bin").write_bytes(b"a\0b")
     assert str(Corpus.load(tables / "texts")).endswith(
         "; 5 skipped (not text, empty or copies): a0.bin, a1.bin, a2.bin and 2 more"
     )
-
-
-def test_options_without_an_effect_are_named(tables) -> None:
-    options = {"column": "id", "split": "test", "streaming": True}
-    said = "; data.{}={!r} has no effect on such text"
-    for path, asked in (("texts", ""), ("b.csv", "column"), ("splits", "column split"), ("saved", "column")):
-        (tables / "b.csv").write_text("id,body\nfine,1\n")
-        source = Source(str(tables / path), **options)
-        list(source.documents())
-        for name, value in options.items():
-            assert (said.format(name, value) in source.remarks()) == (name not in asked.split())
-    assert Corpus.load(tables / "texts").remarks == ""
 
 
 def test_a_page_is_read_with_its_tags_and_that_is_said(tables, caplog) -> None:
@@ -285,7 +258,6 @@ def test_folders_and_files_that_cannot_be_read_are_left_out_by_name(tables, monk
     monkeypatch.setattr(os, "scandir", lambda path: refused(path) or scandir(path))
     monkeypatch.setattr(Path, "open", lambda path, *a, **k: refused(path) or opened(path, *a, **k))
     source = Source(str(corpus))
-    source.size()
     assert [d.text for d in source.documents()] == ["in open"]
     assert caplog.text.count("locked cannot be read (Permission denied): it is left out") == 1
     assert source.first_skipped == ["open/broken.txt", "open/secret.jsonl"]
@@ -308,7 +280,6 @@ def test_names_are_names_where_they_exist_and_patterns_elsewhere(tmp_path, endin
     wanted = {"data[1]{}": names[:1], "a*{}": names[2:3], "[ab]*": names[2:4]}.get(place, names[4:5])
     source = Source(str(tmp_path / place.format(ending)))
     assert [d.text for d in source.documents()] == wanted
-    assert source.size() == (None if ending == ".parquet" else sum((tmp_path / n).stat().st_size for n in wanted))
 
 
 def test_names_that_would_steer_a_terminal_are_shown_escaped(tmp_path, capsys) -> None:

@@ -100,10 +100,9 @@ def test_one_giant_line_is_text(wrong) -> None:
 
 def test_what_has_no_effect_is_said(wrong, capsys) -> None:
     arguments = [*SMALL, f"data.path={wrong}/line.txt", f"output_dir={wrong}/run", "train.steps=1"]
-    assert main(["train", *arguments, "data.order=crops", "data.column=body"]) == 0
+    assert main(["train", *arguments, "data.order=crops"]) == 0
     said = capsys.readouterr().err
     assert "warning: data.lanes=1 has no effect with data.order=crops\n" in said and said.count("warning") == 1
-    assert "held out; data.column='body' has no effect on such text\n" in said
 
 
 def test_a_folder_that_cannot_be_made_is_said_before_the_text_is_read(wrong, capsys) -> None:

@@ -42,12 +42,10 @@ def _progress(source: Source, unit: str) -> Iterator[Callable[[int, int], None]]
     def progress(documents: int, count: int) -> None:
         nonlocal read
         read = f"{documents:,} documents, {count:,} {unit}"
-        show(source.read, read)
+        show(documents, read)
 
     try:
-        size = source.size()
-        what = f"reading {source}" + (f", {size / 1e6:,.1f} MB" if size else "")
-        with progress_bar(console, what, size) as show:
+        with progress_bar(console, f"reading {source}") as show:
             yield progress
     except ValueError as error:
         said = re.sub(r"\bdata\.path(=|: )|; prepared text is made by: .*", "", str(error))

@@ -28,7 +28,6 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _JSON = json.JSONDecoder(parse_int=float)  # no number is text, and Python refuses to make an int of a long one
 _SPACE = re.compile(r"\s*")
 csv.field_size_limit(2**31 - 1)  # a field may be a book
-logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
@@ -141,7 +140,7 @@ def _json_objects(text: str) -> Iterator[Row]:
 
 def _csv_rows(delimiter: str, path: Path, column: str) -> Iterator[Row]:
     """Fields under a header, in quotes where they hold the delimiter or ends of lines."""
-    header, line, warned = list[str](), 0, False
+    header, line = list[str](), 0
     with _open_table(path, newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
@@ -156,13 +155,6 @@ def _csv_rows(delimiter: str, path: Path, column: str) -> Iterator[Row]:
                     raise ValueError(
                         f"line {first} has {len(fields)} fields and the header {len(header)}: put texts that have "
                         f"{'tabs' if delimiter == chr(9) else 'commas'} in quotes"
-                    )
-                if delimiter == "\t" and not warned and any("\t" in f and "\n" in f for f in fields):
-                    warned = True
-                    logger.warning(
-                        "%r: quotation marks hold lines %d to %d together, with the tabs in them; if marks are letters "
-                        "there, write JSON lines",
-                        *(str(path), first, line),
                     )
                 yield {column: fields[header.index(column)]} if column in header else dict.fromkeys(header)
         except csv.Error as error:
@@ -218,7 +210,16 @@ def read_dataset(
         if isinstance(place, str):
             found = datasets.load_dataset(place, subset, split=split, streaming=streaming)
         else:
-            found = datasets.load_from_disk(str(folder)) if (folder := _saved_split(place, split)) else []
+            if (place / SPLITS).is_file():
+                splits = json.loads((place / SPLITS).read_text(encoding="utf-8"))["splits"]
+                if split not in splits:
+                    raise ValueError(f"it has no split {split!r}: set data.split to one of {', '.join(splits)}")
+            folder = place / split if (place / SPLITS).is_file() else place
+            files = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
+            for name in (file["filename"] for file in files):
+                if not os.path.isfile(folder / name):  # or a pipe, which may never end
+                    raise ValueError(f"{name} is missing, or no file")
+            found = datasets.load_from_disk(str(folder)) if files else []  # an error of `datasets`
         # Of others pictures and sounds would be decoded.
         return found.select_columns(column) if column in (getattr(found, "column_names", None) or ()) else found
     except Exception as error:  # the loader raises a dozen different types
@@ -226,20 +227,6 @@ def read_dataset(
         if isinstance(error, ModuleNotFoundError):
             what = f"is read by {error.name}, which is missing: pip install {error.name}"
         raise ValueError(f"data.path={str(place)!r} {what} ({first_line(error)})") from error
-
-
-def _saved_split(folder: Path, split: str) -> Path | None:
-    """The folder of the split, where there are several; None if it is empty, of which `datasets` makes an error."""
-    if (several := folder / SPLITS).is_file():
-        splits = json.loads(several.read_text(encoding="utf-8"))["splits"]
-        if split not in splits:
-            raise ValueError(f"it has no split {split!r}: set data.split to one of {', '.join(splits)}")
-        folder = folder / split
-    files = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
-    for name in (file["filename"] for file in files):
-        if not os.path.isfile(folder / name):  # or a pipe, which may never end
-            raise ValueError(f"{name} is missing, or no file")
-    return folder if files else None
 
 
 def _open_table(path: Path, newline: str | None = None) -> TextIO:

@@ -45,18 +45,13 @@ class Tokens:
 
 
 class Segments(Dataset[dict[str, torch.Tensor]]):
-    """Segments of `seq_len` tokens, read by `rows` x `lanes` rows, `rows` of them in a step: item `step * rows + r` is
-    the next segment of row `step % lanes * rows + r`.
-
-    `lengths` makes segments n times as long from a step on. Then n items, one behind the other, are one segment: a step
-    reads rows / n of the rows, as many tokens as before, and there are n times as many lanes. It is the same rows that
-    are under way, and each goes on where it stood.
+    """Segments for truncated backpropagation through time: `rows * interleave` streams of `seq_len` tokens a segment,
+    of which a step reads `rows`. Item `step * rows + r` is the next segment of stream `step % interleave * rows + r`.
 
     In every epoch the documents are put one behind the other in another order, and the whole is cut into as many equal
-    parts as there are rows. A row reads its part in order, epoch after epoch, each segment from where the one before
-    ended. With `carry`, pieces of `carry` segments take the place of the documents: pieces of the text as it stands, in
-    which documents begin anywhere. An item depends on its index and the arguments alone: a resumed run sees what the
-    first would have seen.
+    parts as there are streams. A stream reads its part in order, epoch after epoch, each segment from where the one
+    before ended. An item depends on its index and the arguments alone: a resumed run sees what the first would have
+    seen.
 
     Items are `{"input_ids", "shift_labels", "document_starts"}`, each `[seq_len]`: int64, int64 (the token that follows
     each token in its document) and bool (where a document, a piece or a part begins, and with it an empty memory).
@@ -67,17 +62,20 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         rows: Rows read in a step, of all processes and all accumulated batches together.
         steps: Of training.
         seed: Of the orders.
-        lanes: Steps until the same rows are read again, so that steps one after the other learn from other documents.
-        carry: A row goes on in another place after so many segments, not all rows at the same step. None: it reads
-            documents to their ends.
+        interleave: Steps until the same streams are read again, so that successive steps learn from other documents.
+        carry: A stream moves to another place after so many segments, not all at the same step: pieces of `carry`
+            segments of the text as it stands, in which documents begin anywhere, take the place of the documents.
+            None: it reads documents to their ends.
         lengths: The step from which on segments are longer, counted from 0, and their tokens: `seq_len` or a multiple
-            of it that divides `rows * seq_len`. Lengths ascend with the steps, each a multiple of the one before.
-        pass_states: The share of documents or pieces that are not marked as beginning: a row that carries its state
-            begins them with what it remembers of the one before. A memory that is trained on short documents learns so
-            to go on from states that only long ones lead to.
+            of it that divides `rows * seq_len`, ascending, each a multiple of the one before. A segment of n times the
+            length is n items, one behind the other; a step then reads rows / n streams, each of which goes on where it
+            stood.
+        pass_states: The share of documents or pieces that are not marked as beginning: a stream begins them with what
+            it remembers of the one before, so that a memory that is trained on short documents learns to go on from
+            states that only long ones lead to.
 
     Raises:
-        ValueError: There is less than one segment a row.
+        ValueError: There is less than one segment a stream.
     """
 
     def __init__(
@@ -87,20 +85,20 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         rows: int,
         steps: int,
         seed: int = 0,
-        lanes: int = 1,
+        interleave: int = 1,
         carry: int | None = None,
         pass_states: float = 0.0,
         lengths: Mapping[int, int] | None = None,
     ) -> None:
         self.tokens, self.seq_len, self.rows, self.steps = tokens, seq_len, rows, steps
-        self.seed, self.lanes, self.carry, self.pass_states = seed, lanes, carry, pass_states
+        self.seed, self.interleave, self.carry, self.pass_states = seed, interleave, carry, pass_states
         self._phases = [(0, 1), *((first, length // seq_len) for first, length in sorted((lengths or {}).items()))]
         total = len(tokens.ids) - 1
         piece = 1 if carry is None else carry * seq_len
-        self.part = total // piece // (rows * lanes) * piece  # tokens that a row reads in an epoch
+        self.part = total // piece // (rows * interleave) * piece  # tokens that a row reads in an epoch
         if self.part < seq_len * self._phases[-1][1]:
             name = "data.seq_len" if len(self._phases) == 1 else "the last of data.lengths"
-            needed = f"{name}={seq_len * self._phases[-1][1]} times {rows * lanes} rows" + (
+            needed = f"{name}={seq_len * self._phases[-1][1]} times {rows * interleave} rows" + (
                 f" times data.carry={carry}" if carry else ""
             )
             raise ValueError(
@@ -116,9 +114,9 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         step, item = divmod(index, self.rows)
         first, times = self._phase(step)
         item, nth = divmod(item, times)
-        row = item + (step - first) % (self.lanes * times) * (self.rows // times)
+        row = item + (step - first) % (self.interleave * times) * (self.rows // times)
         # With an end to carrying, rows begin apart, so as not to move on all at the same step.
-        ahead = 0 if self.carry is None else row * self.carry // (self.rows * self.lanes)
+        ahead = 0 if self.carry is None else row * self.carry // (self.rows * self.interleave)
         at, left = (self._read(row, step) + nth + ahead) * self.seq_len, self.seq_len
         places, starts = [], []
         while left:
@@ -148,8 +146,8 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         """How many items' tokens a row has read before a step."""
         items = 0
         for (first, times), (end, _) in zip(self._phases, [*self._phases[1:], (step, 0)], strict=True):
-            rounds, lane = divmod(max(min(end, step) - first, 0), self.lanes * times)
-            items += times * (rounds + (row // (self.rows // times) < lane))
+            rounds, turn = divmod(max(min(end, step) - first, 0), self.interleave * times)
+            items += times * (rounds + (row // (self.rows // times) < turn))
         return items
 
     def _order(self, epoch: int) -> _Order:

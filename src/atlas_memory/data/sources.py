@@ -16,7 +16,6 @@ from typing import Any
 
 from atlas_memory.console import first_line, printable, valid_utf8
 from atlas_memory.data.readers import (
-    SPLITS,
     TABLES,
     NotATable,
     how_to_convert,
@@ -76,7 +75,6 @@ class Source:
         skipped: Of the files of folders and the rows of tables, how many were not text, empty, unreadable or exact
             copies of another (a copy could sit on the other side of a split).
         first_skipped: The names of the first of them.
-        read: Bytes of files that have been read.
     """
 
     path: str | Path | Sequence[str] | None = None
@@ -88,9 +86,7 @@ class Source:
     chunk: int | None = None
     skipped: int = 0
     first_skipped: list[str] = field(default_factory=list)
-    read: int = 0
     _digests: set[bytes] = field(default_factory=set)
-    _used: set[str] = field(default_factory=set)  # options that had an effect
     _warned: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
@@ -100,37 +96,16 @@ class Source:
         return [str(self.path)] if isinstance(self.path, str | Path) else list(self.path or [])
 
     def remarks(self) -> str:
-        """How many were skipped, the names of the first of them, and which options had no effect, as the end of a
-        sentence; empty if there is nothing to say."""
+        """How many were skipped and the names of the first of them, as the end of a sentence; empty for none."""
+        if not self.skipped:
+            return ""
         names = ", ".join(self.first_skipped)
         more = f" and {self.skipped - _NAMED} more" if self.skipped > _NAMED else ""
-        said = f"; {self.skipped} skipped (not text, empty or copies): {names}{more}" if self.skipped else ""
-        for name in ("column", "split", "subset", "streaming"):
-            if name not in self._used and getattr(self, name) != getattr(Source, name):
-                said += f"; data.{name}={getattr(self, name)!r} has no effect on such text"
-        return said
+        return f"; {self.skipped} skipped (not text, empty or copies): {names}{more}"
 
     def without_text(self) -> str:
         """The message where nothing that was read is a document."""
         return f"no text in {str(self)!r}: it has no non-empty UTF-8 text{self.remarks()}"
-
-    def size(self) -> int | None:
-        """Bytes of the files that will be read; None where that is not known, as of datasets."""
-        if self.documents_at_most is not None:
-            return None
-        if self.path is None:
-            root = Path(sysconfig.get_path("stdlib"))
-            return sum(_size(root / name) for name in _library_files(root))
-        files: list[Path] = []
-        for place in self._places():
-            root = _checked_path(place)
-            found = [root] if root.exists() else [path for path, _ in _matching(root)]
-            if any(map(is_saved_dataset, found)) or (not found and is_dataset_name(place)):
-                return None
-            for path in found:
-                files += [path / name for name in _files_under(path, self._leave_out)] if path.is_dir() else [path]
-        compressed = any(path.suffix.lower() == ".parquet" for path in files)  # of which more is read than there is
-        return None if compressed else sum(map(_size, files))
 
     def documents(self) -> Iterator[Document]:
         """Every document, or the first so many.
@@ -147,7 +122,7 @@ class Source:
             yield document
 
     def _documents(self) -> Iterator[Document]:
-        self.skipped, self.first_skipped, self.read, self._digests = 0, [], 0, set()
+        self.skipped, self.first_skipped, self._digests = 0, [], set()
         if self.path is None:
             root = Path(sysconfig.get_path("stdlib"))
             yield from self._folder(root, [*_library_files(root)])
@@ -168,7 +143,6 @@ class Source:
         if root.is_dir() and not is_saved_dataset(root):
             found = self._folder(root, [*_files_under(root, self._leave_out)])
         elif root.is_dir():
-            self._used |= {"split"} if (root / SPLITS).is_file() else set()
             found = self._rows(place, read_dataset(root, self.column, self.split), root.name)
         elif root.is_file():
             found = self._file(root, root.name, alone=True)
@@ -181,7 +155,6 @@ class Source:
         elif any(c in place for c in "*?["):
             raise ValueError(f"data.path={place!r}: no file fits this pattern")
         elif is_dataset_name(place):
-            self._used |= {"split", "subset", "streaming"}
             rows = read_dataset(place, self.column, self.split, self.subset, self.streaming)
             found = self._rows(place, rows, place)
         else:
@@ -196,21 +169,20 @@ class Source:
 
     def _file(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
         """`alone`: the user named it, so that what is wrong with it is an error; others are skipped."""
-        before, is_table = self.read, path.suffix.lower() in TABLES and _size(path)
         try:
+            is_table = path.suffix.lower() in TABLES and path.stat().st_size
             yield from self._table(path, name, alone) if is_table else self._text(path, name, alone)
         except OSError as error:
             if alone:
                 raise ValueError(f"data.path={str(path)!r} cannot be read: {error.strerror}") from error
             self._skip(name)
             self._leave_out(error)
-        self.read = before + _size(path)
 
     def _table(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
         path.open("rb").close()  # an OSError where it cannot be read; later ones are of damaged rows
         try:
             rows = TABLES[path.suffix.lower()](path, self.column)
-            yield from self._rows(str(path), rows, name, self.read + _size(path))
+            yield from self._rows(str(path), rows, name)
         except ValueError as error:
             if alone:
                 raise
@@ -227,11 +199,10 @@ class Source:
         try:
             parts: Iterable[str] = read_text(path, self.chunk)
             whole: Iterable[str] = read_text(path, self.chunk)
-            if self.chunk is None or _size(path) < self.chunk:  # a single part, which is read once
+            if self.chunk is None or path.stat().st_size < self.chunk:  # a single part, which is read once
                 parts = whole = [*parts]
             digest = _digest(whole)  # of all parts, before any of them is given
             for i, text in enumerate(parts):
-                self.read += len(text)
                 if path.suffix.lower() in (".html", ".htm"):
                     words = "is read as it is, with its tags, and so are others like it"
                     self._warn_once("tags", f"{path} {words}: take their text out before if that is not wanted")
@@ -247,15 +218,13 @@ class Source:
                 raise ValueError(f"data.path={str(path)!r} is not UTF-8 text: {how_to_convert(path)}") from error
             self._skip(name)
 
-    def _rows(self, place: str, rows: Iterable[Any], name: str, end: int = 0) -> Iterator[Document]:
-        """A document for each row that has text. `end`: the bytes read when all of them have been."""
-        self._used.add("column")
+    def _rows(self, place: str, rows: Iterable[Any], name: str) -> Iterator[Document]:
+        """A document for each row that has text."""
         for i, text in enumerate(read_column(place, rows, self.column)):
             row = f"{name}:{i + 1}"  # people count from one
             if not isinstance(text, str):
                 self._skip(row)
                 continue
-            self.read = min(end, self.read + len(text))
             try:
                 new = self._is_new(_digest([text]), row)
             except UnicodeEncodeError:
@@ -350,7 +319,3 @@ def _library_files(root: Path) -> Iterator[str]:
     """Relative paths of the Python standard library's own source, where `root` is its folder."""
     names = _files_under(root, without=_NOT_LIBRARY)
     return (n for n in names if n.endswith(".py") and not n.rpartition("/")[2].startswith("_sysconfigdata"))
-
-
-def _size(path: Path) -> int:
-    return os.path.getsize(path) if os.path.isfile(path) else 0

@@ -165,12 +165,8 @@ def _read_and_tokenise(
     """The fields of `Text`. What is done is shown; without a terminal, what may take long."""
     options = data.source
     source, share = Source(**{n: v for n, v in options.items() if n != "held_out"}), options["held_out"]
-    size = source.size()
-    if console.is_terminal or size is None or size > 16 * LONG:
-        with progress_bar(console, f"reading {source}", size) as show:
-            corpus = Corpus.of(source, share, lambda documents: show(source.read, f"{documents:,} documents read"))
-    else:
-        corpus = Corpus.of(source, share)
+    with progress_bar(console if console.is_terminal else Console(quiet=True), f"reading {source}") as show:
+        corpus = Corpus.of(source, share, lambda documents: show(documents, f"{documents:,} documents read"))
     characters = sum(len(document.text) for document in corpus.train)
     if is_byte_tokenizer(tokenizer) or characters < LONG:
         return str(corpus), tokenizer, Tokens.of(tokenizer, corpus.train), corpus.held_out

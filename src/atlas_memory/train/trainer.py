@@ -235,7 +235,7 @@ class _Trainer(sharded.ShardedTrainer):
         self.told: Callable[[], dict[str, float]] = dict  # what callbacks have found out of the step that ends
         if run.data.order == "stream" and isinstance(examples, Segments):
             rows, passes = self.run.batch_size, self.run.gradient_accumulation_steps
-            self.carried = CarriedStates(model, rows, passes, examples.lanes, process(), processes())
+            self.carried = CarriedStates(model, rows, passes, examples.interleave, process(), processes())
         kwargs |= {"data_collator": collate(cast(Any, model).config.vocab_size)}
         super().__init__(model, self.run.fsdp, self.run.optimizer, train_dataset=examples, **kwargs)
 
