@@ -6,10 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
@@ -35,14 +34,6 @@ app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")]
 ColumnOfData = Annotated[str | None, typer.Option("--column", help="Where tables in --data have the text.")]
-
-
-class Writes(str, Enum):
-    """Which memories `evaluate` reads with."""
-
-    on = "on"
-    off = "off"
-    both = "both"
 
 
 def _version(asked: bool) -> None:
@@ -88,14 +79,6 @@ def train(
         print(one_line(done))
 
 
-def _above_zero(temperature: float) -> float:
-    if not 1e-6 <= temperature < float("inf"):
-        raise typer.BadParameter(
-            f"{temperature:g} is no number of at least 1e-6: take --greedy for always the likeliest token"
-        )
-    return temperature
-
-
 def _prompt(given: str) -> str:
     """What the text begins with, from standard input if that is asked for; ValueError if it is no text."""
     name = "standard input (--prompt -)" if given == "-" else "--prompt"
@@ -114,7 +97,7 @@ def generate(
     run: RunFolder,
     prompt: Annotated[str, typer.Option(help="What the text begins with; - reads it from standard input.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
-    temperature: Annotated[float, typer.Option(callback=_above_zero)] = 0.8,
+    temperature: Annotated[float, typer.Option(min=1e-6, help="See --greedy for none.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="Draw from so many of the likeliest tokens,")] = 40,
     top_p: Annotated[
         float, typer.Option(min=1e-6, max=1.0, help="and of these from the fewest that have this share of all.")
@@ -142,7 +125,7 @@ def evaluate(
     column: ColumnOfData = None,
     length: Annotated[int | None, typer.Option(help="Tokens a stream; default 8 training lengths or 8,192.")] = None,
     streams: Annotated[int, typer.Option(min=0, help="Read at most so many streams; 0: all.")] = 64,
-    writes: Annotated[Writes, typer.Option(help="Memory on, its writes off, or both.")] = Writes.both,
+    writes: Annotated[Literal["on", "off", "both"], typer.Option(help="Memory on, its writes off, or both.")] = "both",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Bits per byte of held-out text, overall and by position."""
@@ -154,22 +137,22 @@ def evaluate(
         from atlas_memory.train.texts import text_of
 
     loaded = load_run(run)
-    if not memory_layers(loaded.model) and writes is not Writes.on:
-        if writes is Writes.off:
+    if not memory_layers(loaded.model) and writes != "on":
+        if writes == "off":
             raise ValueError("--writes off: the model has no memory whose writes could be off")
-        writes = Writes.on
+        writes = "on"
     _, documents = text_of(loaded, data, column)
     trained = (loaded.config or RunConfig()).data
     length = evaluation_length(trained.longest) if length is None else length
     scores = {}
     with progress_lines("evaluate") as progress:
         for name, enabled in (("memory_on", True), ("writes_off", False)):
-            if writes is not (Writes.off if enabled else Writes.on):
+            if writes != ("off" if enabled else "on"):
                 shown = partial(progress, f"reading with {name.replace('_', ' ')}")
                 scores[name] = bits_per_byte(
                     loaded.model, loaded.tokenizer, documents, length, enabled, streams or None, progress=shown
                 ).checked()
-    margin = scores["memory_on"].margin(scores["writes_off"]) if writes is Writes.both else None
+    margin = scores["memory_on"].margin(scores["writes_off"]) if writes == "both" else None
     if as_json:
         found: dict[str, Any] = {name: score.to_dict() for name, score in scores.items()}
         if margin is not None:

@@ -17,13 +17,8 @@ CACHE = "cache" if any(field.name == "cache" for field in fields(CausalLMOutputW
 
 
 class AtlasCacheLayer(CacheLayerMixin):
-    """The state of one block: memory and window of attention; keys and values of every token in full attention only.
-
-    Attributes:
-        state: What the block returned, or None before the first token; without its graph, unless `keep_graph`.
-        straight_through: Whether the gradient that reaches the state goes on to M_0; see `AtlasCache`.
-        seen: Columns of tokens read, padding included, as `generate` counts them.
-    """
+    """The state of one block, or None before the first token, without its graph unless `keep_graph`; and `seen`, the
+    columns of tokens that were read, padding included, as `generate` counts them."""
 
     is_compileable = False
     is_croppable = False
@@ -48,13 +43,12 @@ class AtlasCacheLayer(CacheLayerMixin):
         """ValueError unless it holds what the layer of a cache can that was kept `where`."""
         if not _is_count(self.seen):
             raise ValueError(f"{where} has seen={self.seen!r}, which counts tokens: it must be from 0 to {TOKENS:,}")
-        if self.state is None:
-            return
-        try:
-            tensors = list(self.state.named_tensors())
-        except AttributeError as error:
-            raise ValueError(f"{where} has no state, but {self.state!r}: begin with a new cache") from error
-        check_numbers(tensors, where)
+        if self.state is not None:
+            try:
+                tensors = list(self.state.named_tensors())
+            except AttributeError as error:
+                raise ValueError(f"{where} has no state, but {self.state!r}: begin with a new cache") from error
+            check_numbers(tensors, where)
 
     def write(self, state: Any, tokens: int) -> None:
         """Replace the state after reading `tokens` more columns."""
@@ -67,7 +61,7 @@ class AtlasCacheLayer(CacheLayerMixin):
         self.state, self.seen, self.is_initialized = state, seen, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The state is made by the block itself, so nothing is done here."""
+        """Nothing: the block makes its state."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise ValueError("an Atlas cache holds no keys and values; use write(state, tokens)")
@@ -79,16 +73,15 @@ class AtlasCacheLayer(CacheLayerMixin):
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
-        """No limit."""
-        return -1
+        return -1  # no limit
 
     get_max_cache_shape = get_max_length  # its name in the first releases of transformers 5
 
     def offload(self) -> None:
-        """The state is small and used at once: it stays where it is."""
+        """Nothing: the state is small and used at once."""
 
     def prefetch(self) -> None:
-        """See `offload`."""
+        """Nothing, as `offload`."""
 
     def reset(self) -> None:
         self.state, self.seen, self.is_initialized = None, 0, False
@@ -124,16 +117,13 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= TOKENS
 
 
-_FACTOR = 6364136223846793005
-"""Of the digest below: the factor of Knuth's linear congruential generator of 64 bits."""
-
-
-def _digest(ids: Tensor, before: Tensor) -> Tensor:
-    """A number, int64 `[batch]`, by which the ids of a row are known again: a polynomial of them, of 64 bits. `before`
-    is that of the ids before these, `[batch, time]`."""
+def _hash_ids(ids: Tensor, before: Tensor) -> Tensor:
+    """A hash of the ids of each row, int64 `[batch]`: a polynomial of them with Knuth's factor, modulo 2^64. `before`:
+    that of the ids before these `[batch, time]`."""
+    factor = 6364136223846793005
     if ids.shape[1] == 1:  # in decoding, at the least cost
-        return before * _FACTOR + ids[:, 0]
-    powers = torch.full((ids.shape[1] + 1,), _FACTOR, device=ids.device)
+        return before * factor + ids[:, 0]
+    powers = torch.full((ids.shape[1] + 1,), factor, device=ids.device)
     powers[0] = 1
     powers = powers.cumprod(0).flip(0)
     return before * powers[0] + (ids * powers[1:]).sum(1)
@@ -156,7 +146,7 @@ class AtlasCache(Cache):
 
     def __init__(self, num_hidden_layers: int, keep_graph: bool = False, straight_through: bool = False) -> None:
         super().__init__(layers=[AtlasCacheLayer(keep_graph, straight_through) for _ in range(num_hidden_layers)])
-        self._ids: Tensor | None = None  # the digest of those that were read, [batch]; None where they are not known
+        self._ids: Tensor | None = None  # the hash of those that were read, [batch]; None where they are not known
         self._first = 0  # the place where they begin
         self.finished: FinishedRows | None = None  # while `generate` writes
         self.after_beam_search = False  # what was read is of its last beams
@@ -180,27 +170,24 @@ class AtlasCache(Cache):
             raise ValueError("the cache does not say what it has read: begin with a new one")
 
     def add_ids(self, ids: Tensor | None) -> None:
-        """Remember the ids that were read last, int64 `[batch, time]`, by a number; None after embeddings."""
+        """Remember the hash of the ids that were read last, int64 `[batch, time]`; None after embeddings."""
         if ids is None:
             self._ids = None
             return
         if self._ids is None:
             self._ids = ids.new_zeros(len(ids), dtype=torch.int64)
             self._first = self.get_seq_length() - ids.shape[1]
-        self._ids = _digest(ids, self._ids.to(ids.device))
+        self._ids = _hash_ids(ids, self._ids.to(ids.device))
 
     def is_read_in(self, ids: Tensor) -> bool:
-        """Whether ids `[batch, time]` for `generate` begin with what was read, and are not new ones alone.
-
-        Raises:
-            ValueError: They are longer and begin otherwise, or they are just what was read.
-        """
+        """Whether ids `[batch, time]` for `generate` begin with what was read, and are not new ones alone; ValueError
+        where they are longer and begin otherwise, or are just what was read."""
         seen, time = self.get_seq_length(), ids.shape[1]
         read = self._ids
         if not seen or time < seen or read is None or len(read) != len(ids):
             return time > seen
         read = read.to(ids.device)
-        known = bool((_digest(ids[:, self._first : seen], torch.zeros_like(read)) == read).all())
+        known = bool((_hash_ids(ids[:, self._first : seen], torch.zeros_like(read)) == read).all())
         if known == (time > seen):
             return known
         what = "are what past_key_values has read" if known else f"do not begin with the {seen} that it has read"
@@ -210,8 +197,7 @@ class AtlasCache(Cache):
         )
 
     def repeat_rows(self, rows: int, times: int) -> None:
-        """Repeat every row so often, where each of them is the past of `times` of the `rows` that are to be read, as in
-        beam search."""
+        """Repeat every row where each is the past of `times` of the `rows` that are to be read, as in beam search."""
         state = self.blocks[0].state
         first = None if state is None else next(state.tensors(), None)
         if times > 1 and first is not None and first.shape[0] * times == rows:
@@ -262,11 +248,8 @@ def one_cache(past_key_values: Any, cache: Any) -> Any:
 
 
 def check_cache(cache: Any, num_hidden_layers: int) -> list[AtlasCacheLayer]:
-    """The layers of a cache given as `past_key_values`.
-
-    Raises:
-        ValueError: It is not an Atlas cache of so many blocks, or some of them have read on in a call that failed.
-    """
+    """The layers of a cache given as `past_key_values`; ValueError where it is not an Atlas cache of so many blocks, or
+    some of them have read on in a call that failed."""
     layers = getattr(cache, "layers", None)
     if not layers or not all(isinstance(layer, AtlasCacheLayer) for layer in layers):
         raise ValueError(

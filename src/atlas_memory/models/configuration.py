@@ -40,55 +40,22 @@ AUTO_MAP = {
 }
 """Of each Auto class, what that file has for it."""
 
-MAX_SIZES = {
-    "vocab_size": LARGEST,
-    "hidden_size": LARGEST,
-    "num_hidden_layers": DEEPEST,
-    "num_attention_heads": LARGEST,
-    "intermediate_size": LARGEST,
-    "conv_size": LONGEST,
-    "window": LONGEST,
-    "chunk_size": LONGEST,
-    "attention_window": LONGEST,
-    "gate_rank": LARGEST,
-    "max_position_embeddings": 2**53,  # by which nothing is made
-}
+_WIDTHS = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "gate_rank")
+_LENGTHS = ("conv_size", "window", "chunk_size", "attention_window")
+MAX_SIZES = dict.fromkeys(_WIDTHS, LARGEST) | dict.fromkeys(_LENGTHS, LONGEST)
+MAX_SIZES |= {"num_hidden_layers": DEEPEST, "max_position_embeddings": 2**53}  # by which nothing is made
 MAX_PARAMETERS = 2**40
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 """Those that weights may have."""
-# Keyword arguments that transformers itself understands although they are no fields.
-_HANDLED_BY_TRANSFORMERS = {
-    "torch_dtype",
-    "num_labels",
-    "name_or_path",
-    "output_attentions",
-    "attn_implementation",
-    "experts_implementation",
-    "model_type",
-    "use_return_dict",
-}
 # Options of a memory: no use in a block without one.
-_OF_MEMORY = (
-    "rule",
-    "rule_options",
-    "window",
-    "chunk_size",
-    "hierarchy",
-    "conv_size",
-    "key_lag",
-    "gate_rank",
-    "persistent_tokens",
-)
+_OF_MEMORY = ("rule", "rule_options", "window", "chunk_size", "hierarchy", "conv_size", "key_lag", "gate_rank")
+_OF_MEMORY += ("persistent_tokens",)
+# Keyword arguments that transformers itself understands although they are no fields.
+_OF_TRANSFORMERS = {"torch_dtype", "num_labels", "name_or_path", "output_attentions", "attn_implementation"}
+_OF_TRANSFORMERS |= {"experts_implementation", "model_type", "use_return_dict"}
 # Entries of every model's configuration that are read from a file, and of which type they are.
-_READ_OF_ALL_MODELS: dict[str, type] = {
-    "dtype": object,
-    "torch_dtype": object,
-    "transformers_version": str,
-    "architectures": list,
-    "output_hidden_states": bool,
-    "id2label": dict,
-    "label2id": dict,
-}
+_READ_OF_ALL_MODELS: dict[str, type] = {"dtype": object, "torch_dtype": object, "transformers_version": str}
+_READ_OF_ALL_MODELS |= {"architectures": list, "output_hidden_states": bool, "id2label": dict, "label2id": dict}
 
 
 class AtlasConfig(PreTrainedConfig):
@@ -166,7 +133,7 @@ class AtlasConfig(PreTrainedConfig):
         self.auto_map = dict(AUTO_MAP)
         import_module(".modeling", __package__)  # a configuration by name may be followed by AutoModel
         # Others would be kept by transformers as attributes that nothing reads.
-        if unknown := [k for k in kwargs if k not in _HANDLED_BY_TRANSFORMERS and not k.startswith("_")]:
+        if unknown := [k for k in kwargs if k not in _OF_TRANSFORMERS and not k.startswith("_")]:
             raise ValueError(
                 f"AtlasConfig has no argument {', '.join(unknown)}; it has {', '.join(AtlasConfig.__annotations__)}"
             )
@@ -177,10 +144,8 @@ class AtlasConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def check(self) -> None:
-        """Raise ValueError for values that are none or do not go together, and fill in what follows from others.
-
-        A model checks again what it is given: a field may have been changed since.
-        """
+        """Raise ValueError for values that are none or do not go together, and fill in what follows from others. A
+        model checks again what it is given: a field may have been changed since."""
         self._check_values()
         self._check_tokens()
         check_blocks()

@@ -1,5 +1,5 @@
-"""What `generate` of transformers does with an Atlas model: it begins with our cache, reads on from what a cache holds,
-and reads no padding into it."""
+"""`generate` of transformers with an Atlas model: it begins with our cache, reads on from what a cache holds, and reads
+no padding into it."""
 
 from typing import Any
 

@@ -261,14 +261,6 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
         shift_labels = kwargs.pop("shift_labels", None)
         refuse_unknown(kwargs)
         past_key_values = one_cache(past_key_values, cache)
-        if inputs_embeds is not None:
-            check_embeds(inputs_embeds, self.config.hidden_size)
-        inputs, ignore = input_ids if inputs_embeds is None else inputs_embeds, kwargs.get("ignore_index", IGNORE_INDEX)
-        for name, given in (("labels", labels), ("shift_labels", shift_labels)):
-            if given is not None and inputs is not None:
-                check_labels(name, given, inputs, self.config.vocab_size, ignore)
-            if given is not None and (not isinstance(logits_to_keep, int) or logits_to_keep):
-                raise ValueError(f"{name} need the logits of all tokens: leave logits_to_keep out")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -281,6 +273,12 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
             cu_seq_lens_q=cu_seq_lens_q,
             return_dict=True,
         )
+        ignore = kwargs.get("ignore_index", IGNORE_INDEX)
+        for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+            if given is not None:
+                check_labels(name, given, outputs.last_hidden_state, self.config.vocab_size, ignore)
+                if not isinstance(logits_to_keep, int) or logits_to_keep:
+                    raise ValueError(f"{name} need the logits of all tokens: leave logits_to_keep out")
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss = None
