@@ -101,7 +101,7 @@ def test_compiled_chunks_change_no_loss(whole, tmp_path, monkeypatch) -> None:
 def test_a_model_without_memories_has_nothing_to_compile_or_record(what, tmp_path) -> None:
     option = f"train.{what.split()[0]}"
     with pytest.raises(ConfigError, match=f"{what}, and .*: leave it out"):
-        train(settings(tmp_path, option, "model.block=swa", "model.rule=atlas", "model.attention_window=4"))
+        train(settings(tmp_path, option, "model.block=swa", "model.rule=null", "model.attention_window=4"))
 
 
 def test_recording_does_not_go_with_checkpointing(tmp_path) -> None:

@@ -107,7 +107,7 @@ def test_training_goes_on_where_nobody_listens(tmp_path: Path, address: str) -> 
     assert load_run(tmp_path / "run").folder == tmp_path / "run"
 
 
-@pytest.mark.parametrize("more", [("model.block=swa", "model.rule=atlas", "model.attention_window=4")])
+@pytest.mark.parametrize("more", [("model.block=swa", "model.rule=null", "model.attention_window=4")])
 def test_a_model_without_memories_is_not_looked_at(tmp_path: Path, more: tuple[str, ...]) -> None:
     train(settings(tmp_path, "train.watch_every=1", *more))
     assert not (tmp_path / "run" / "memory.jsonl").exists()

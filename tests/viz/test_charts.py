@@ -19,7 +19,7 @@ def lines(chart: charts.Spec | None) -> dict[str, Any]:
     """What says how the curves of a chart are drawn."""
     assert chart is not None
     json.dumps(chart, allow_nan=False)
-    return next(layer for layer in chart["layer"] if layer["mark"]["type"] == "line")["encoding"]
+    return chart["layer"][-1]["layer"][-1]["encoding"]
 
 
 def test_a_legend_has_only_runs_with_data_in_their_own_colours() -> None:
@@ -70,8 +70,8 @@ def test_charts_are_drawn_without_a_browser(tmp_path: Path) -> None:
     reading = TokenCosts(list("abcbc"), cost, cost, None, None, np.array([-1, -1, -1, 1, 2]))
     drawn = [
         charts.curves({"_$x^2$ <b>": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]}, "a_$5^_to_$10"),
-        charts.by_position({"run": [(64, 2.0, 1.9, 2.1), (100, 1.0, 1.0, 1.0)]}, None, "bits", 64),
-        charts.by_position({"run": [(64, 2.0)]}, None, "bits", 64),
+        charts.by_position({"run": [(64, 2.0, 1.9, 2.1), (100, 1.0, 1.0, 1.0)]}, None, 64, bands=True),
+        charts.by_position({"run": [(64, 2.0)]}, None, 64),
         charts.along_text(reading),
     ]
     rows = [[chart] for chart in drawn if chart is not None]

@@ -237,7 +237,7 @@ def test_a_text_is_read(opened: Any, finished: Path, tmp_path: Path) -> None:
         page.get_by_label("Your text").fill("x")
         page.keyboard.press("Tab")
         page.get_by_role("button", name="Read", exact=True).click()
-        expect(page.get_by_text("it has less than two tokens")).to_be_visible()
+        expect(page.get_by_text("it has fewer than two tokens")).to_be_visible()
         page.get_by_label("Your text").fill("x" * 40)
         page.get_by_label("tokens of a passage to read again", exact=True).fill("20")
         page.get_by_label("tokens between its end and its second time", exact=True).fill("0")
@@ -260,9 +260,11 @@ def test_a_folder_without_runs_is_one_line(tmp_path: Path) -> None:
 def test_what_a_text_is_too_short_for_is_refused() -> None:
     ids = np.arange(50)
     assert len(with_passage(ids, 38, 0)) == 88 and len(with_passage(ids, 0, 9)) == 50
-    with pytest.raises(ValueError, match="passage of 150 tokens does not fit: without its second time 50 tokens"):
+    with pytest.raises(
+        ValueError, match="passage of 150 tokens at token 12, and 0 tokens behind it, do not fit in the 50"
+    ):
         with_passage(ids, 150, 0)
-    with pytest.raises(ValueError, match="18 tokens follow the passage of 20, so that its second time cannot be 19"):
+    with pytest.raises(ValueError, match="passage of 20 tokens at token 12, and 19 tokens behind it"):
         with_passage(ids, 20, 19)
 
 

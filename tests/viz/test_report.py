@@ -59,7 +59,7 @@ def test_report(watched: Path, tmp_path: Path) -> None:
     assert saved["steps"] == 6
     assert saved["prompt"].startswith("document ") and saved["sample"]
     assert saved["rule"] == "deltanet" and saved["date"] and saved["machine"] and str(tmp_path) in saved["text"]
-    assert [memory["name"] for memory in saved["gates"]["memories"]] == [
+    assert [memory["name"] for memory in saved["memories"]] == [
         "model.layers.0.mixer",
         "model.layers.1.mixer",
     ]
@@ -70,9 +70,9 @@ def test_report(watched: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("words_only")
 def test_a_report_of_a_model_without_memory(tmp_path: Path) -> None:
-    train(settings(tmp_path, "model.block=swa", "model.rule=atlas", "model.attention_window=4"))
+    train(settings(tmp_path, "model.block=swa", "model.rule=null", "model.attention_window=4"))
     numbers = write_report(tmp_path / "run", streams=2, sample_tokens=5)
-    assert numbers["gates"]["memories"] == []
+    assert numbers["memories"] == []
     assert numbers["margin"] is None and numbers["writes_off"] is None and numbers["rule"] is None
     assert not (tmp_path / "run" / "report" / "gates.png").exists()
     page = (tmp_path / "run" / "report" / "report.html").read_text()
@@ -299,7 +299,7 @@ def test_the_headline_is_of_the_memories_that_raise_an_alarm() -> None:
     def of(*alarms: tuple[str, str], wrote: bool = True) -> str:
         found = [{"memory": memory, "kind": kind, "until": None} for memory, kind in alarms]
         memories = [{"name": "a", "wrote": wrote}, {"name": "b", "wrote": True}]
-        return headline({"margin": {}, "gates": {"memories": memories}, "alarms": found})
+        return headline({"margin": {}, "memories": memories, "alarms": found})
 
     assert of() == "A memory that learns while it reads"
     assert of(("a", "unused")) == of(wrote=False) == "A model with 2 memories, 1 of which is of no use"
@@ -370,9 +370,7 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     for name in ("a_$5^_to_$10.txt", os.fsdecode(b"20\xe9.txt")):
         write_report(tmp_path / "_run", tmp_path / "text" / name, streams=2, sample_tokens=5)
     (tmp_path / "text" / "a_$5^_to_$10.txt").unlink()
-    assert (
-        write_report(tmp_path / "_run", tmp_path / "text", streams=2, sample_tokens=5)["gates"]["document"] == "20?.txt"
-    )
+    assert write_report(tmp_path / "_run", tmp_path / "text", streams=2, sample_tokens=5)["document"] == "20?.txt"
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_is_read(
@@ -405,7 +403,7 @@ def test_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             tmp_path,
             f"output_dir={tmp_path}/without#2",
             "model.block=swa",
-            "model.rule=atlas",
+            "model.rule=null",
             "model.attention_window=4",
             "data.held_out=0.3",
         )

@@ -30,14 +30,14 @@ def test_a_log_is_read_as_it_grows(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = Log(path, Line)
     assert log.read() == []
-    append(path, {"step": 1, "loss": 3.0})
+    append(path, {"step": 1, "loss": 3.0, "elapsed": 1})
     with path.open("a") as file:
         file.write('{"step": 2, "lo')  # still being written
     assert [line.step for line in log.read()] == [1] and log.damaged == 0
     with path.open("a") as file:
         file.write('ss": 2.0}\n')
     assert [line.loss for line in log.read()] == [3.0, 2.0]
-    append(path, {"step": 1, "loss": 4.0})  # done again
+    append(path, {"step": 1, "loss": 4.0, "elapsed": 1})  # done again
     assert [line.loss for line in log.read()] == [4.0, 2.0]
     cut_logs(tmp_path, 1)  # replaces the file
     assert [line.loss for line in log.read()] == [4.0]

@@ -34,16 +34,8 @@ class Call:
 
 @dataclass
 class MemoryLayer:
-    """A layer with memories, in a block or alone, and its recorded calls.
-
-    Attributes:
-        name: of the module in the model.
-        block: the block; None: the layer stands alone.
-        layer: the layer with the memories.
-        residual: inputs of the block, ``[batch, time, dim]`` each.
-        mixed: calls of the block's mixer, which contains the layer or is it.
-        reads: calls of the layer.
-    """
+    """A layer with memories: its name in the model, its block (None: it stands alone), and what was recorded: inputs of
+    the block ``[batch, time, dim]``, calls of its mixer, which contains the layer or is it, and of the layer."""
 
     name: str
     block: MemoryBlock | None
@@ -107,38 +99,28 @@ def recorded(model: nn.Module) -> Iterator[list[MemoryLayer]]:
 
 def _record(calls: list[Call]) -> Any:
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, Any]) -> None:
-        x, state, mask = (_argument(args, kwargs, i, name) for i, name in enumerate(("x", "state", "mask")))
-        y = output[0]
-        if mask is not None:  # as memory as context cuts what it reads; the rows are alike
-            real = mask[0].bool()
+        given = dict(zip(("x", "state", "mask"), args, strict=False)) | kwargs
+        x, y = given["x"], output[0]
+        if given.get("mask") is not None:  # as memory as context cuts what it reads; the rows are alike
+            real = given["mask"][0].bool()
             x, y = x[:, real], y[:, real]
         if x.shape[1]:
-            calls.append(Call(x, state, y, output[1]))
+            calls.append(Call(x, given.get("state"), y, output[1]))
 
     return hook
 
 
 def _record_input(inputs: list[Tensor]) -> Any:
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append(_argument(args, kwargs, 0, "x"))
+        inputs.append(args[0] if args else kwargs["x"])
 
     return hook
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:
-    return args[place] if place < len(args) else kwargs.get(name)
-
-
 @dataclass(frozen=True)
 class WriteInputs:
-    """What a layer writes to one memory, so that the memory can be queried without the layer.
-
-    Attributes:
-        rule, params: of the memory.
-        k, v: ``[batch, heads, time, dim]``.
-        gates: of each token.
-        state: of the memory before these tokens.
-    """
+    """What a layer writes to one memory: k and v ``[batch, heads, time, dim]`` and the gates of each token; with the
+    state of the memory before them, so that it can be queried without the layer."""
 
     rule: Rule
     params: Params

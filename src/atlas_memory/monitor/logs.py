@@ -34,9 +34,9 @@ Measured = Annotated[float, Strict()] | None
 Heads = list[Measured]
 
 
-def _measure(title: str, description: str, limits: tuple[float, float] | None = None, **options: Any) -> Any:
-    """A field with the label of its chart, what it means, and the values between which colours change."""
-    return Field(title=title, description=description, json_schema_extra={"limits": limits}, **options)
+def _measure(title: str, says: str, limits: tuple[float, float] | None = None, default: Any = None) -> Any:
+    """A field with the label of its chart, its meaning, and the values between which colours change."""
+    return Field(default, title=title, description=says, json_schema_extra={"limits": limits})
 
 
 class Record(BaseModel):
@@ -100,84 +100,79 @@ class MemoryRecord(Record):
         "Tokens after which the retention gate α has reduced a write to one half. Low: the memory forgets at once. "
         "Absent if the rule has no α.",
         (1.0, 1e4),
-        default=None,
     )
     readout_change: Heads | None = _measure(
         "readout change",
         "Relative change of the memory's answer to a key between the write and 16 tokens later, from 0 to 1. 0: "
         "nothing was written, or it has been forgotten.",
         (0.0, 1.0),
-        default=None,
     )
     error_before_write: Heads | None = _measure(
         "error before the write",
         "Normalised squared error of the memory's answer to a key just before the write. 0: the memory knows the "
         "value; 1: it knows nothing of it; at most 2.",
         (0.0, 1.0),
-        default=None,
     )
     recall_error: list[Heads] = _measure(
         "error {lag} tokens after the write",
         "The same error some tokens after the write, a list for each of the probe's `lags`. Near the error before the "
         "write: the token has been forgotten.",
         (0.0, 1.0),
+        default=...,
     )
     memory_contribution: Measured = _measure(
         "memory contribution",
         "Share of the layer's output that depends on what the memory has written: the output is compared with that of "
         "a memory that stays at M_0. 0: the memory contributes nothing; 1: everything.",
         (0.0, 1.0),
+        default=...,
     )
     branch_ratio: Measured = _measure(
         "branch ratio",
         "Norm of the layer's output divided by the norm of the residual stream after it. Near 0: the model ignores the "
         "layer.",
+        default=...,
     )
     norm: Heads | None = _measure(
         "norm of M",
         "Frobenius norm of the memory's matrices M at the end of the text. Growth from probe to probe without end: the "
         "memory diverges.",
-        default=None,
     )
     distance_from_init: Heads | None = _measure(
         "distance from M_0",
         "Frobenius norm of M - M_0 at the end of the text: how far reading moved the memory. 0: nothing was written.",
-        default=None,
     )
     momentum_norm: Heads | None = _measure(
-        "norm of the momentum", "Frobenius norm of the momentum S at the end of the text.", default=None
+        "norm of the momentum", "Frobenius norm of the momentum S at the end of the text."
     )
     momentum_rank: Heads | None = _measure(
-        "effective rank of the momentum", "Effective rank of the last matrix of S; at most its width.", default=None
+        "effective rank of the momentum", "Effective rank of the last matrix of S; at most its width."
     )
     effective_rank: Heads | None = _measure(
         "effective rank",
         "Effective rank of the memory's last matrix. 1: all answers point the same way; at most the matrix's width.",
-        default=None,
     )
     update_angle: Heads | None = _measure(
         "update angle (degrees)",
         "Angle between the updates of M in consecutive pieces of the text. 0: same direction; 90: orthogonal; 120: "
         "each piece is forgotten in the next; 180: each piece undoes the one before.",
         (0.0, 180.0),
-        default=None,
     )
     alpha: GateRecord | None = _measure(
-        "α retention", "Share of the memory that is kept at a token. 1: nothing is forgotten.", default=None
+        "α retention", "Share of the memory that is kept at a token. 1: nothing is forgotten."
     )
     eta: GateRecord | None = _measure(
-        "η step size", "Step size of the write of a token. 0: nothing is written.", (0.0, 1.0), default=None
+        "η step size", "Step size of the write of a token. 0: nothing is written.", (0.0, 1.0)
     )
     theta: GateRecord | None = _measure(
-        "θ momentum", "Share of the momentum that is kept at a token. 0: no momentum.", (0.0, 1.0), default=None
+        "θ momentum", "Share of the momentum that is kept at a token. 0: no momentum.", (0.0, 1.0)
     )
     gamma: GateRecord | None = _measure(
         "Σγ tokens in the window",
         "Sum of the window's gates: how many tokens of its window a write uses.",
-        default=None,
     )
     delta: GateRecord | None = _measure(
-        "δ threshold", "Error above which a robust loss (Huber, RobustL2) limits a write.", default=None
+        "δ threshold", "Error above which a robust loss (Huber, RobustL2) limits a write."
     )
 
 
@@ -216,10 +211,6 @@ class SampleRecord(Record):
 RECORDS: dict[str, type[Any]] = {LOG: StepRecord, MEMORY: ProbeRecord, SAMPLES: SampleRecord}
 
 
-class _AnyRecord(Record):
-    step: Whole
-
-
 R = TypeVar("R", bound=Record)
 
 
@@ -228,17 +219,16 @@ class Log(Generic[R]):
 
     Attributes:
         path: of the file, which need not be there yet.
-        record: the schema of a line.
-        damaged: how many lines do not fit the schema; they are skipped.
+        damaged: how many lines do not fit the schema `record`; they are skipped.
         unreadable: why the file cannot be read, such as "it is a folder"; else "".
     """
 
     def __init__(self, path: Path, record: type[R]) -> None:
         self.path, self.record = path, record
-        self._begin(None)
+        self._restart(None)
 
-    def _begin(self, file: int | None) -> None:
-        self._file, self._at, self.damaged, self.unreadable = file, 0, 0, ""
+    def _restart(self, file: int | None, unreadable: str = "") -> None:
+        self._file, self._at, self.damaged, self.unreadable = file, 0, 0, unreadable
         self._steps: dict[int, R] = {}
 
     def read(self) -> list[R]:
@@ -250,29 +240,22 @@ class Log(Generic[R]):
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
                 if found.st_ino != self._file or found.st_size < self._at:
-                    self._begin(found.st_ino)
+                    self._restart(found.st_ino)
                 file.seek(self._at)
                 new = file.read()
-        except FileNotFoundError:
-            self._begin(None)
-            return []
         except OSError as error:
-            self._begin(None)
-            self.unreadable = error.strerror or str(error)
+            missing = isinstance(error, FileNotFoundError)
+            self._restart(None, "" if missing else error.strerror or str(error))
             return []
         whole = new[: new.rfind(b"\n") + 1]
         self._at += len(whole)
-        for line in whole.split(b"\n"):
-            if line.strip():
-                self._take(line)
+        for line in filter(bytes.strip, whole.split(b"\n")):
+            try:
+                record: Any = self.record.model_validate(json.loads(line))
+                self._steps[record.step] = record
+            except (ValueError, RecursionError):  # cut off when the process was killed, or edited
+                self.damaged += 1
         return [self._steps[step] for step in sorted(self._steps)]
-
-    def _take(self, line: bytes) -> None:
-        try:
-            record: Any = self.record.model_validate(json.loads(line))
-            self._steps[record.step] = record
-        except (ValueError, RecursionError, OverflowError):  # cut off when the process was killed, or edited
-            self.damaged += 1
 
 
 def _check_regular(path: Path) -> None:
@@ -284,10 +267,7 @@ def _check_regular(path: Path) -> None:
 def read_log(folder: Path, name: str = LOG) -> list[Any]:
     """The records of a log of the run in `folder`, of the class that `RECORDS` names; ValueError if the file is there
     and cannot be read."""
-    return _records(Log(folder / name, RECORDS[name]))
-
-
-def _records(log: Log[R]) -> list[R]:
+    log: Log[Any] = Log(folder / name, RECORDS[name])
     records = log.read()
     if log.unreadable:
         raise ValueError(f"{str(log.path)!r} cannot be read ({log.unreadable}): move it away, or make it readable")
@@ -295,21 +275,21 @@ def _records(log: Log[R]) -> list[R]:
 
 
 def so_far(folder: Path, step: int) -> tuple[StepRecord | None, float]:
-    """The record of a step in the log of the run in `folder`, None if it has none; and the seconds that the run had
-    taken by then, or by the last step before it of which there is a record."""
+    """The record of a step in the log of the run in `folder`, if there is one; and the seconds of training by then, as
+    the records up to it tell."""
     records: list[StepRecord] = [record for record in read_log(folder) if record.step <= step]
-    of_step = next((record for record in reversed(records) if record.step == step), None)
+    of_step = records[-1] if records and records[-1].step == step else None
     return of_step, max((record.elapsed for record in records), default=0.0)
 
 
 def cut_logs(folder: Path, step: int) -> None:
     """Drop the lines after `step` from all logs: a run resumed at `step` repeats those steps, or takes others."""
-    for name in (LOG, SAMPLES, MEMORY):
+    for name in RECORDS:
         path = folder / name
-        kept = [record for record in _records(Log(path, _AnyRecord)) if record.step <= step]
+        kept = [record for record in read_log(folder, name) if record.step <= step]
         if path.is_file():
             replacement = path.with_suffix(".tmp")
-            replacement.write_text("".join(json.dumps(dict(record)) + "\n" for record in kept), encoding="utf-8")
+            replacement.write_text("".join(record.line() for record in kept), encoding="utf-8")
             replacement.replace(path)
 
 
@@ -319,8 +299,7 @@ def alarm_history(probes: Sequence[ProbeRecord]) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for probe in probes:
         for alarm in probe.alarms:
-            first = found[alarm.key]["step"] if alarm.key in found else probe.step
-            until = None if probe is probes[-1] else probe.step
-            found[alarm.key] = {"kind": alarm.kind, "memory": alarm.memory, "text": alarm.text}
-            found[alarm.key] |= {"step": first, "until": until}
+            about = {"kind": alarm.kind, "memory": alarm.memory, "text": alarm.text}
+            first = found.get(alarm.key, {}).get("step", probe.step)
+            found[alarm.key] = about | {"step": first, "until": None if probe is probes[-1] else probe.step}
     return list(found.values())

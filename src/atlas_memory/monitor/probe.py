@@ -15,11 +15,10 @@ from .tracing import GATES, MemoryTrace, Trace
 SHORTEST_HALF_LIFE = 8.0
 """Tokens: a memory of which no head has a longer half-life keeps nothing that a convolution would not."""
 LEAST_CHANGE, LEAST_CONTRIBUTION, LEAST_BRANCH = 0.002, 0.01, 0.001
-"""Below the first a write hardly changes the answer to its key: the memories of Hope that make keys and values begin at
-0.01, and change within a hundred tokens all the same. Below the second the writes hardly change the output of the mixer
-around the memory; below the third that output is next to nothing in the residual stream."""
+"""Of `readout_change` (the memories of Hope that make keys and values begin at 0.01, and change within a hundred tokens
+all the same), `memory_contribution` and `branch_ratio`."""
 LEAST_ETA = 0.01
-"""An eta below which it is the gate that keeps a memory from writing."""
+"""Below it, it is the gate that keeps a memory from writing."""
 
 AGAIN = "Start a new run (another output_dir) with"  # since settings cannot be changed under a run
 SLOWER = (

@@ -28,39 +28,36 @@ from .hooks import (
 LAGS = (16, 256)
 """How many tokens after its write a key is queried again."""
 GATES = ("alpha", "eta", "theta", "gamma", "delta")
-LONGEST = 1e6
-"""Tokens: a half-life beyond it is given as this."""
+LONGEST = 1e6  # tokens, as which a longer half-life is given
 
 Matrices = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """One memory of one layer, all its heads, over ``time`` tokens of ``batch`` rows; float32, on the CPU.
+    """One memory of one layer, all its heads, over ``time`` tokens of ``batch`` rows; float32, on the CPU. Values by
+    token are ``[batch, heads, time]``, those of the matrices ``[batch, heads, positions]``.
 
     Attributes:
         name: of the layer, and behind a colon of the memory where the layer has several.
-        alpha, eta, theta, delta: the gates, ``[batch, heads, time]``; of channel-wise ones the mean over channels. None
-            where the rule has none.
-        gamma: how many tokens of its window count at a token, ``[batch, heads, time]``: the sum of the window's gates.
-        error_before_write: |m - v_t|^2 / (|m|^2 + |v_t|^2) of the answer m = M_{t-1}(k_t) before the token is written,
-            ``[batch, heads, time]``. 0: it is right; 1: it has nothing to do with v_t, or is zero; at most 2.
+        alpha, eta, theta, delta: the gates; of channel-wise ones the mean over channels. None where the rule has none.
+        gamma: how many tokens of its window count at a token: the sum of the window's gates.
+        error_before_write: |m - v_t|^2 / (|m|^2 + |v_t|^2) of the answer m = M_{t-1}(k_t) before the token is written.
+            0: it is right; 1: it has nothing to do with v_t, or is zero; at most 2.
         recall_error: the same of the pair written so many tokens before, ``[batch, heads, lags, time]``; NaN where the
             text is younger.
-        readout_change: |m' - m| / (|m| + |v|) of the pair of the first lag, ``[batch, heads, time]``, m being the
-            answer to its key before it was written and m' the answer now. 0: nothing was written, or all is forgotten.
-        memory_contribution: |y - y'| / (|y| + |y'|), ``[batch, time]``: the share of the mixer's output y that depends
-            on what its memories have written, y' being the output if they stay at M_0; from 0 to 1. The same for all
-            memories of a layer.
+        readout_change: |m' - m| / (|m| + |v|) of the pair of the first lag, m being the answer to its key before
+            the write and m' the answer now. 0: nothing was written, or all is forgotten.
+        memory_contribution: |y - y'| / (|y| + |y'|), ``[batch, time]``, of the mixer's output y and its output y' if
+            the layer's memories stay at M_0: the share that depends on what they have written.
         branch_ratio: |y| / |x + y|, ``[batch, time]``: the mixer's output beside the residual stream after it; NaN for
             a layer that stands alone.
-        norm, distance_from_init: |M| and |M - M_0| (Frobenius, all matrices), ``[batch, heads, positions]``.
-        momentum_norm: |S|; None where the optimiser keeps none.
-        momentum_rank: effective rank of the last matrix of S; None likewise.
-        effective_rank: of the last matrix of M, ``[batch, heads, positions]``.
-        update_angle: degrees between the change of M over a piece and over the piece before, ``[batch, heads,
-            positions]``. 0: same direction; 90: orthogonal; 120: pieces are forgotten one after the other, since the
-            difference of two unrelated states undoes the first; 180: reversed. NaN for the first piece.
+        norm, distance_from_init: |M| and |M - M_0| (Frobenius, all matrices).
+        momentum_norm, momentum_rank: |S|, and the effective rank of its last matrix; None without momentum.
+        effective_rank: of the last matrix of M.
+        update_angle: degrees between the change of M over a piece and over the piece before. 0: same direction; 90:
+            orthogonal; 120: pieces are forgotten one after the other, since the difference of two unrelated states
+            undoes the first; 180: reversed. NaN for the first piece.
     """
 
     name: str
@@ -136,8 +133,8 @@ def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or 0 in ids.shape:
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"ids must be a tensor of int64 token ids [batch, time] with at least one token, got {got}")
-    known = getattr(getattr(model, "config", None), "vocab_size", None)
-    if known is not None and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+    known = getattr(getattr(model, "config", None), "vocab_size", 2**63)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < known:
         raise ValueError(f"ids must be from 0 to {known - 1}, got {int(ids.min())} to {int(ids.max())}")
     if not lags or min(lags) < 1 or sorted(set(lags)) != list(lags):
         raise ValueError(f"lags must be whole numbers of at least 1 that grow, got {list(lags)}")
@@ -145,15 +142,14 @@ def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 
     device = next(model.parameters()).device
     cache: Any = None
     last: Tensor | None = None  # log-probabilities of the token that comes next
-    tracers: list[_LayerTracer] | None = None
+    tracers: list[_LayerTracer] = []
     read = 0
     for part in ids.to(device).split(piece, 1):
         with torch.inference_mode(), eval_mode(model):
             with recorded(model) as seen:
                 out = model(input_ids=part, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            if tracers is None:
-                tracers = [_LayerTracer(layer, lags) for layer in seen]
+            tracers = tracers or [_LayerTracer(layer, lags) for layer in seen]
             found = [m for tracer, layer in zip(tracers, seen, strict=True) for m in tracer.measure(layer, part)]
             nats, last = _nats(getattr(out, "logits", None), part, last)
         read += part.shape[1]
@@ -192,7 +188,7 @@ class _LayerTracer:
         self.lags = lags
         self.tracers: list[_TokenTracer] = []
         self.start: list[MemoryState] = []
-        self.paths: list[_Path] = []
+        self.paths: list[tuple[Matrices, Matrices | None]] = []  # after the last piece, and how they came there
         self.without: Any = None  # the mixer's state with the writes off
 
     def measure(self, seen: MemoryLayer, ids: Tensor) -> list[MemoryTrace]:
@@ -208,22 +204,19 @@ class _LayerTracer:
                     each.append(of_memory)
         if not self.start:
             self.start = memory_states(seen.layer, seen.layer.initial_state(batch))
-            self.paths = [_Path(start.weights) for start in self.start]
-        contribution, branch = self._contribution(seen)
+            self.paths = [(start.weights, None) for start in self.start]
+        of_layer = self._contribution(seen)
         ends = memory_states(seen.layer, seen.reads[-1].after)
-        return [
-            MemoryTrace(
-                name=name,
-                memory_contribution=contribution,
-                branch_ratio=branch,
-                update_angle=path.angle(end.weights),
-                **_by_token(each, time),
-                **_of_matrices(end, start),
-            )
-            for name, each, end, start, path in zip(self.names, found, ends, self.start, self.paths, strict=True)
+        updates = [_difference(end.weights, at) for end, (at, _) in zip(ends, self.paths, strict=True)]
+        of = zip(self.names, found, ends, self.start, updates, self.paths, strict=True)
+        traced = [
+            MemoryTrace(name=name, **of_layer, **_by_token(each, time), **_of_matrices(end, start, update, before))
+            for name, each, end, start, update, (_, before) in of
         ]
+        self.paths = [(end.weights, update) for end, update in zip(ends, updates, strict=True)]
+        return traced
 
-    def _contribution(self, seen: MemoryLayer) -> tuple[Tensor, Tensor]:
+    def _contribution(self, seen: MemoryLayer) -> dict[str, Tensor]:
         """``MemoryTrace.memory_contribution`` and ``branch_ratio``."""
         calls = seen.reads if seen.block is None else seen.mixed
         mixer = cast(nn.Module, seen.layer if seen.block is None else seen.block.mixer)
@@ -235,10 +228,10 @@ class _LayerTracer:
         y, without = torch.cat([call.y for call in calls], 1), torch.cat(parts, 1)
         length = y.norm(dim=-1)
         share = (y - without).norm(dim=-1) / (length + without.norm(dim=-1)).clamp(min=1e-12)
-        if seen.block is None:
-            return share.float().cpu(), torch.full_like(share, torch.nan).float().cpu()
-        branch = length / (torch.cat(seen.residual, 1) + y).norm(dim=-1).clamp(min=1e-12)
-        return share.float().cpu(), branch.float().cpu()
+        branch = torch.full_like(length, torch.nan)
+        if seen.block is not None:
+            branch = length / (torch.cat(seen.residual, 1) + y).norm(dim=-1).clamp(min=1e-12)
+        return {"memory_contribution": share.float().cpu(), "branch_ratio": branch.float().cpu()}
 
 
 class _TokenTracer:
@@ -269,25 +262,13 @@ class _TokenTracer:
         }
 
 
-class _Path:
-    """The matrices of a memory after the last piece, and their last change."""
-
-    def __init__(self, start: Matrices) -> None:
-        self.at = start
-        self.update: Matrices | None = None
-
-    def angle(self, end: Matrices) -> Tensor:
-        """``MemoryTrace.update_angle`` at the end of the next piece, ``[batch, heads, 1]``."""
-        update = tuple(a - b for a, b in zip(end, _widened(self.at, end), strict=True))
-        before, self.at, self.update = self.update, end, update
-        if before is None:
-            return torch.full((*end[0].shape[:2], 1), torch.nan)
-        return angle(update, _widened(before, end))[..., None].cpu()
-
-
 def _widened(matrices: Matrices, like: Matrices) -> Matrices:
     """With a column of zeros for every key that was read since: on phi* a matrix has one for each."""
     return tuple(F.pad(a, (0, b.shape[-1] - a.shape[-1])) for a, b in zip(matrices, like, strict=True))
+
+
+def _difference(end: Matrices, start: Matrices) -> Matrices:
+    return tuple(a - b for a, b in zip(end, _widened(start, end), strict=True))
 
 
 def _gates(gates: Gates) -> dict[str, Tensor]:
@@ -306,23 +287,23 @@ def _by_token(parts: list[dict[str, Tensor]], time: int) -> dict[str, Any]:
     return {**dict.fromkeys(GATES), **whole}
 
 
-def _of_matrices(end: MemoryState, start: MemoryState) -> dict[str, Any]:
-    """The measurements of a memory's matrices, ``[batch, heads, 1]`` each."""
-    moved = tuple(w - w0 for w, w0 in zip(end.weights, _widened(start.weights, end.weights), strict=True))
+def _of_matrices(end: MemoryState, start: MemoryState, update: Matrices, before: Matrices | None) -> dict[str, Any]:
+    """The measurements of a memory's matrices after an update, ``[batch, heads, 1]`` each."""
     sums = tuple(m.sums[0] for m in end.matrices if m.sums)
+    length = norm(end.weights)
     found = {
-        "norm": norm(end.weights),
-        "distance_from_init": norm(moved),
+        "norm": length,
+        "distance_from_init": norm(_difference(end.weights, start.weights)),
         "momentum_norm": norm(sums) if sums else None,
         "momentum_rank": effective_rank(sums[-1]) if sums else None,
         "effective_rank": effective_rank(end.weights[-1]),
+        "update_angle": length * torch.nan if before is None else angle(update, _widened(before, update)),
     }
     return {name: None if value is None else value[..., None].cpu() for name, value in found.items()}
 
 
 def half_life(alpha: Tensor, dim: int = -1) -> Tensor:
-    """Tokens after which retention ``alpha`` has left half of what was written: ln(1/2) over the mean of ln(alpha)
-    along ``dim``, at most ``LONGEST``."""
+    """Tokens after which retention ``alpha`` has left half of a write, by the mean of ln(alpha) along ``dim``."""
     rate = -alpha.double().clamp(min=1e-30).log().mean(dim)
     return (math.log(2) / rate.clamp(min=math.log(2) / LONGEST)).float()
 

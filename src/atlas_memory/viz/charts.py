@@ -14,19 +14,22 @@ from atlas_memory.monitor.logs import GATES, MemoryRecord, ProbeRecord
 from atlas_memory.viz.labels import BLUE, COLOURS, GREEN, GREY, ORANGE, PINK, decimals, memory_label
 
 if TYPE_CHECKING:  # which load torch
+    from torch import Tensor
+
     from atlas_memory.eval.perplexity import Score
     from atlas_memory.eval.token_costs import TokenCosts
-    from atlas_memory.monitor import MemoryTrace
+    from atlas_memory.monitor import MemoryTrace, Trace
 
 Spec = dict[str, Any]
 POINTS, PROBES, ROWS, COLUMNS, BINS = 1000, 60, 64, 3, 96  # at most: of all curves, of heat maps, a legend, a panel
+PANEL = (200, 110)  # pixels of a panel
 ROW, AROUND = 15, 84  # pixels of a heat map's line, and of what is above and below: Streamlit fits all into a height
 STYLE: Spec = {  # Streamlit's own leaves half of the height empty
     "font": "Source Sans, sans-serif",
     "view": {"stroke": None},
     "axis": {"gridColor": "#E8E8E8", "domain": False, "tickColor": "#CCCCCC", "labelColor": "#555555"},
     "title": {"fontSize": 15, "anchor": "start", "offset": 6},
-    "legend": {"labelFontSize": 12, "orient": "top", "offset": 4, "title": None, "labelLimit": 300},
+    "legend": {"labelFontSize": 12, "orient": "top", "offset": 4, "title": None, "labelLimit": 300, "symbolOpacity": 1},
 }
 STEPS: Spec = {  # every number with a prefix of its own; phones are narrow
     "labelExpr": "format(datum.value, '~s')",
@@ -48,15 +51,16 @@ def _field(name: str, kind: str, **rest: Any) -> Spec:
     return {"field": name, "type": kind} | rest
 
 
-def save(path: Path, *rows: Sequence[Spec], width: int = 640) -> None:
-    """Draw rows of charts, one below the other, as a PNG; charts that share a row share its width."""
+def save(path: Path, *rows: Sequence[Spec | None], width: int = 640) -> None:
+    """Draw rows of charts, one below the other, as a PNG; charts in a row share the width, and None is left out."""
     import vl_convert
 
-    def within(chart: Spec, beside: int) -> Spec:
-        return {"width": width // beside} | {key: chart[key] for key in chart.keys() - {"config", "padding"}}
+    def placed(chart: Spec, beside: int) -> Spec:
+        inside = {key: chart[key] for key in chart.keys() - {"config", "padding"}}
+        return inside if "facet" in chart else inside | {"width": width // beside}
 
     apart = {"resolve": {"scale": {"color": "independent", "strokeDash": "independent"}}}
-    lines = [{"hconcat": [within(chart, len(row)) for chart in row]} | apart for row in rows]
+    lines = [{"hconcat": [placed(chart, len(row)) for chart in row if chart]} | apart for row in rows if any(row)]
     stacked = {"vconcat": lines, "config": STYLE, "background": "white", "padding": 12} | apart
     path.write_bytes(vl_convert.vegalite_to_png(stacked, scale=2))
 
@@ -68,26 +72,23 @@ def curves(
     colours: Sequence[str] = COLOURS,
     x: Spec | None = None,
     unit: str | None = None,
+    bands: bool = False,
     dashed: bool = False,
     under: Sequence[Spec] = (),
 ) -> Spec | None:
-    """A curve for each series, of means of neighbours where points are many, over the range of those where the series
-    is the only one; None where there is nothing.
+    """A curve for each series, of means of neighbours where points are many; None where there is nothing.
 
-    `x`: the axis, of steps unless given; `unit`: of y; `dashed`: all but the first, so that those on top of each other
-    are seen; `under`: layers to draw first.
+    `x`: the axis, of steps unless given; `unit`: of y; `bands`: draw those of the points, and the range of neighbours;
+    `dashed`: all but the first, so that those on top of each other are seen; `under`: layers to draw first.
     """
     most = max(60, min(300, POINTS // max(1, len(series))))
-    rows = [
-        {"series": name, "x": at, "value": value, "low": low, "high": high}
-        for name, points in series.items()
-        for at, value, low, high in _thinned(points, most, bands=len(series) == 1)
-    ]
+    keys = ("series", "x", "value", "low", "high")
+    rows = [dict(zip(keys, (n, *p), strict=True)) for n, points in series.items() for p in _thinned(points, most)]
     if not rows:
         return None
     found = {row["series"] for row in rows}
     shown = {name: colours[i % len(colours)] for i, name in enumerate(series) if name in found}
-    low, high = min(row["low"] for row in rows), max(row["high"] for row in rows)
+    low, high = min(row["value"] for row in rows), max(row["value"] for row in rows)
     limits = {"zero": False} if low < high else {"domain": [min(0, 2 * low), max(0, 2 * high) or 1]}  # for one value
     legend = {"columns": COLUMNS, "symbolType": "stroke"} | ({"labelExpr": END} if len(series) > COLUMNS else {})
     across = _field("x", "quantitative", **({"title": "step", "axis": STEPS} if x is None else x))
@@ -100,33 +101,25 @@ def curves(
     ]
     line: Spec = {"x": across, "y": up, "color": colour, "tooltip": tooltip}
     if dashed:
-        order = [[1, 0], *([[4 + n, 5] for n in range(1, len(shown))])]
+        order = [[1, 0], *([4 + n, 5] for n in range(1, len(shown)))]
         line["strokeDash"] = _field("series", "nominal", scale={"domain": list(shown), "range": order}, legend=None)
-    layers = [
-        *under,
-        {"mark": {"type": "line", "point": len(rows) <= 20 * len(series), "clip": True}, "encoding": line},
-    ]
-    if any(row["low"] < row["high"] for row in rows):
+    layers = [{"mark": {"type": "line", "point": len(rows) <= 20 * len(series), "clip": True}, "encoding": line}]
+    if bands:
         band = {"x": across, "y": up | {"field": "low"}, "y2": {"field": "high"}, "color": colour}
         layers.insert(0, {"mark": {"type": "area", "opacity": 0.2, "clip": True}, "encoding": band})
     height = 240 + (18 * -(-len(shown) // COLUMNS) if len(shown) > 1 else 0)
-    independent = {"scale": {"color": "independent"}} if under else {}
-    return _chart(title, height, data={"values": rows}, layer=layers, resolve=independent)
+    apart = {"scale": {"color": "independent"}}  # what is under the curves has a legend of its own
+    return _chart(title, height, data={"values": rows}, layer=[*under, {"layer": layers}], resolve=apart)
 
 
-def _thinned(points: Points, most: int, bands: bool) -> Iterable[tuple[float, float, float, float]]:
-    """At most so many points, each the mean of neighbours with the least and the largest of them, if `bands`."""
+def _thinned(points: Points, most: int) -> Iterable[tuple[float, ...]]:
+    """At most so many finite points (x, value, low, high), each of them for neighbours: the last x, the mean, the least
+    and the largest."""
     known = [(p[0], p[1], *(p[2:] or (p[1], p[1]))) for p in points if p[1] is not None and math.isfinite(p[1])]
     if len(known) <= most:
-        yield from known  # type: ignore[misc]
-        return
-    for part in np.array_split(np.array(known, dtype=float), most):
-        value = float(part[:, 1].mean())
-        yield (
-            int(part[-1, 0]),
-            value,
-            *((float(part[:, 2].min()), float(part[:, 3].max())) if bands else (value, value)),
-        )
+        return known
+    parts = np.array_split(np.array(known, dtype=float), most)
+    return [(int(p[-1, 0]), float(p[:, 1].mean()), float(p[:, 2].min()), float(p[:, 3].max())) for p in parts]
 
 
 def _colours(of: Mapping[str, str]) -> Spec:
@@ -233,11 +226,10 @@ def _lines(probes: Sequence[ProbeRecord], measure: Measure) -> dict[str, dict[in
 
 
 def by_position(
-    series: Mapping[str, Points], title: str | None, unit: str, trained: int | None, **rest: Any
+    series: Mapping[str, Sequence[Any]], title: str | None, trained: int | None = None, **rest: Any
 ) -> Spec | None:
-    """Curves over positions in a stream, each point at the end of its bucket; buckets double, and are equally wide. The
-    length of training is marked."""
-    series = {name: list(points) for name, points in series.items()}
+    """Curves of bits per byte over positions in a stream, each point at the end of its bucket; buckets double, and are
+    equally wide. The length of training is marked."""
     ends = sorted({int(point[0]) for points in series.values() for point in points})
     x = {
         "title": "position in the stream (tokens, up to)",
@@ -246,36 +238,31 @@ def by_position(
     }
     under: list[Spec] = []
     if trained is not None and ends[0] / 1.2 < trained < ends[-1]:
-        at = {"x": _field("x", "quantitative", **x)}
+        at = {"x": _field("x", "quantitative", **x), "text": {"field": "text"}}
         of = {"data": {"values": [{"x": trained, "text": "training length"}]}}
+        rule = {"type": "rule", "color": GREY, "strokeDash": [4, 3]}
         label = {"type": "text", "align": "left", "dx": 4, "y": 6, "color": GREY}
-        under += [of | {"mark": {"type": "rule", "color": GREY, "strokeDash": [4, 3]}, "encoding": at}]
-        under += [of | {"mark": label, "encoding": at | {"text": {"field": "text"}}}]
-    return curves(series, title, x=x, unit=unit, dashed=True, under=under, **rest)
+        under = [of | {"mark": rule, "encoding": {"x": at["x"]}}, of | {"mark": label, "encoding": at}]
+    return curves(series, title, x=x, unit="bits per byte", dashed=True, under=under, **rest)
 
 
 def bits_by_position(on: Score, off: Score | None, recent: Score, trained: int, title: str) -> list[Spec | None]:
     """Bits per byte in each bucket of positions as the model reads, with a memory of the last tokens only and, if it
     has memories, with their writes off; and what writing and older tokens save, within twice the standard error over
     streams where there is more than one. Legends have the last values."""
-    found = {"memory on" if off else "full context": (on, BLUE), f"last {trained:,} tokens only": (recent, GREEN)}
-    found |= {"writes off": (off, ORANGE)} if off else {}
-    saved = ({"by writing": (off, ORANGE)} if off else {}) | {"by older tokens": (recent, GREEN)}
-    ends = on.edges[1:]
-    costs = {
-        f"{name} {of.by_position[-1]:.3f}": list(zip(ends, map(float, of.by_position), strict=True))
-        for name, (of, _) in found.items()
-    }
-    savings: dict[str, Points] = {}
-    for name, (of, _) in saved.items():
-        value, error = on.margin_by_position(of).T
-        known = np.where(on.reached > 1, 2 * error, 0.0)
-        label = f"{name} {decimals(value[-1], float(error[-1]) if on.reached[-1] > 1 else None)}"
-        rows = np.stack([ends, value, value - known, value + known], 1).tolist()
-        savings[label] = [(row[0], row[1], row[2], row[3]) for row in rows]
+    ends, costs, savings = on.edges[1:], {}, {}
+    names = {"memory on" if off else "full context": on, f"last {trained:,} tokens only": recent}
+    for name, of in (names | ({"writes off": off} if off else {})).items():
+        label = f"{name} {of.by_position[-1]:.3f}"
+        costs[label] = list(zip(ends, map(float, of.by_position), strict=True))
+    for name, other in ({"by older tokens": recent} | ({"by writing": off} if off else {})).items():
+        value, error = on.margin_by_position(other).T
+        error = np.where(on.reached > 1, error, 0.0)
+        label = f"{name} {decimals(value[-1], float(error[-1]))}"
+        savings[label] = np.stack([ends, value, value - 2 * error, value + 2 * error], 1).tolist()
     return [
-        by_position(costs, title, "bits per byte", trained, colours=[c for _, c in found.values()]),
-        by_position(savings, "Saved", "bits per byte", trained, colours=[c for _, c in saved.values()]),
+        by_position(costs, title, trained, colours=[BLUE, GREEN, ORANGE]),
+        by_position(savings, "Saved", trained, bands=True, colours=[GREEN, ORANGE]),
     ]
 
 
@@ -298,7 +285,7 @@ def along_text(reading: TokenCosts) -> Spec | None:
         "mark": {"type": "rect", "opacity": 0.18},
         "encoding": {"x": _field("from", "quantitative", **x), "x2": {"field": "to"}, "color": colour},
     }
-    series = {name: list(enumerate(values.tolist())) for name, (values, _) in known.items()}
+    series = {name: enumerate(values.tolist()) for name, (values, _) in known.items()}
     colours = [colour for _, colour in known.values()]
     return curves(series, None, colours=colours, x=x, unit="bits per token", under=[shaded] if shades else [])
 
@@ -311,58 +298,56 @@ def _stretches(places: np.ndarray) -> list[tuple[int, int]]:
     return [(int(part[0]), int(part[-1]) + 1) for part in parts]
 
 
-def trace_panels(
-    memories: Sequence[MemoryTrace], columns: Mapping[str, tuple[str, str]], positions: Sequence[int] | None = None
-) -> list[list[Spec]]:
-    """A row for each memory, a column for each measure (the attribute, or ATTRIBUTE/I for that of lag I: title and
-    colour): the median over heads and neighbouring tokens, and the middle 90 %. Measures of the matrices are taken at
-    `positions`."""
-    found = [{name: _quantiles(memory, name, positions) for name in columns} for memory in memories]
-    rows = []
-    for memory, of in zip(memories, found, strict=True):
-        row = []
-        for n, (name, (title, colour)) in enumerate(columns.items()):
-            ends = [end for each in found for point in each[name] or () for end in (point["low"], point["high"])]
-            scale = (
-                {"domain": [min(ends), max(ends)], "nice": True} if ends and min(ends) < max(ends) else {"zero": False}
-            )
-            side = memory_label(memory.name) if n == 0 else None
-            x = _field("x", "quantitative", title="token" if memory is memories[-1] else None, axis=STEPS)
-            y = {"title": side, "scale": scale, "axis": {"tickCount": 4, "format": "~g"}}
-            low, middle = _field("low", "quantitative", **y), _field("middle", "quantitative", **y)
-            line = {"type": "line", "color": colour, "point": len(of[name] or ()) == 1}
-            note = {"text": {"value": _note(memory, name, of[name])}}
-            layers: list[Spec] = [
-                {
-                    "mark": {"type": "area", "opacity": 0.22, "color": colour},
-                    "encoding": {"x": x, "y": low, "y2": {"field": "high"}},
-                },
-                {"mark": line, "encoding": {"x": x, "y": middle}},
-                {"data": {"values": [{}]}, "mark": {"type": "text", "color": "#555"}, "encoding": note},
-            ]
-            head = {"text": title, "color": colour, "fontSize": 13} if memory is memories[0] else None
-            row.append(_chart(head, 120, data={"values": of[name] or []}, layer=layers))
-        rows.append(row)
-    return rows
+def trace_columns(seen: Trace, columns: Mapping[str, str]) -> list[Spec]:
+    """A chart for each measure (an attribute of ``MemoryTrace``, or ATTRIBUTE/I for its lag I) in its colour, with a
+    panel for each memory: the median over heads and neighbouring tokens, and the middle 90 %."""
+    return [_column(seen, name, colour, first=n == 0) for n, (name, colour) in enumerate(columns.items())]
 
 
-def _quantiles(memory: MemoryTrace, name: str, positions: Sequence[int] | None) -> list[dict[str, float]] | None:
-    """The 5 %, 50 % and 95 % quantiles of a measure in each bin of positions, what is not finite left out; None where
-    the memory lacks it."""
+def _column(seen: Trace, name: str, colour: str, first: bool) -> Spec:
     attribute, _, lag = name.partition("/")
-    value = getattr(memory, attribute)
-    if value is None:
-        return None
-    value = value[:, :, int(lag)] if lag else value  # [batch, heads, time], or [batch, time]
+    title = (FIELDS[attribute].title or "").format(lag=f"{seen.lags[int(lag or 0)]:,}")
+    rows: list[Spec] = []
+    for memory in seen.memories:
+        value = getattr(memory, attribute)
+        points = None if value is None else _quantiles(value[:, :, int(lag)] if lag else value, seen.positions)
+        label, note = {"memory": memory_label(memory.name)}, _note(memory, attribute, points)
+        rows += [label | point for point in points or ()] + [label | {"note": note}] * bool(note)
+    x = _field("x", "quantitative", title="token", axis=STEPS)
+    y = {"title": None, "scale": {"zero": False}, "axis": {"tickCount": 4}}
+    line = {"type": "line", "color": colour, "point": len(rows) <= 20 * len(seen.memories)}
+    known = [{"filter": "isValid(datum.x)"}]
+    layers: list[Spec] = [
+        {
+            "transform": known,
+            "mark": {"type": "area", "opacity": 0.22, "color": colour},
+            "encoding": {"x": x, "y": _field("low", "quantitative", **y), "y2": {"field": "high"}},
+        },
+        {"transform": known, "mark": line, "encoding": {"x": x, "y": _field("middle", "quantitative", **y)}},
+        {
+            "transform": [{"filter": "isValid(datum.note)"}],
+            "mark": {"type": "text", "color": "#555555"},
+            "encoding": {"x": {"value": PANEL[0] / 2}, "y": {"value": PANEL[1] / 2}, "text": {"field": "note"}},
+        },
+    ]
+    row = _field("memory", "nominal", title=None, sort=None, header={"labels": first, "labelOrient": "left"})
+    panel = {"width": PANEL[0], "height": PANEL[1], "layer": layers}
+    head = {"text": title, "color": colour, "fontSize": 13}
+    return {"title": head, "data": {"values": rows}, "facet": {"row": row}, "spec": panel}
+
+
+def _quantiles(value: Tensor, positions: Sequence[int]) -> list[dict[str, float]]:
+    """The 5 %, 50 % and 95 % quantiles of ``[batch, heads, time]`` (or ``[batch, time]``, or of the values at the
+    positions alone) in each bin of tokens, what is not finite left out."""
     values = value.movedim(-1, 0).flatten(1).numpy()
     values = np.where(np.isfinite(values), values, np.nan)
+    at = np.asarray(positions) if len(values) == len(positions) else np.arange(len(values))
     known = np.flatnonzero(~np.isnan(values).all(1))
     found = []
     for part in np.array_split(known, min(BINS, max(1, len(known)))):
         if len(part):
             low, middle, high = np.nanquantile(values[part], [0.05, 0.5, 0.95]).tolist()
-            x = part.mean() if positions is None else np.asarray(positions)[part].mean()
-            found.append({"x": float(x), "low": low, "middle": middle, "high": high})
+            found.append({"x": float(at[part].mean()), "low": low, "middle": middle, "high": high})
     return found
 
 
@@ -370,6 +355,6 @@ def _note(memory: MemoryTrace, name: str, points: Sequence[Any] | None) -> str:
     """Why a panel is empty, or shows what was not written; else ""."""
     if points is None:
         return "not in this memory"
-    if points:
-        return "nothing was written" if name == "effective_rank" and not memory.wrote else ""
-    return "nothing was written" if name == "update_angle" and not memory.wrote else "the text is too short"
+    if name in ("effective_rank", "update_angle") and not memory.wrote:
+        return "nothing was written"
+    return "" if points else "the text is too short"

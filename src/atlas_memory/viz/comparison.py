@@ -84,28 +84,23 @@ def _draw(
     probes: dict[str, list[ProbeRecord]],
     of_bytes: bool,
 ) -> set[str]:
-    """The charts, of which those are named that not all runs have."""
+    """The charts for which runs have data; their names."""
     scale, unit = loss_unit(of_bytes)
     positions = {
         name: [(bucket["to"], bucket["bits_per_byte"]) for bucket in report["memory_on"]["by_position"]]
         for name, report in zip(steps, reports, strict=True)
     }
-    shares = {name: list(charts.contributions(of)) for name, of in probes.items()}
+    losses = {name: [(e.step, scale * e.loss) for e in of] for name, of in steps.items()}
+    shares = {name: charts.contributions(of) for name, of in probes.items()}
     found = {
-        "position": charts.by_position(positions, "By position", "bits per byte", None),
-        "loss": charts.curves(
-            {n: [(e.step, scale * e.loss) for e in of] for n, of in steps.items()}, "Training loss", unit=unit
-        )
-        if any(len(of) > 1 for of in steps.values())
-        else None,
-        "contribution": charts.curves(shares, "Memory contribution", dashed=True)
-        if any(len(of) > 1 for of in shares.values())
-        else None,
+        "position": charts.by_position(positions, "By position"),
+        "loss": charts.curves(losses, "Training loss", unit=unit),
+        "contribution": charts.curves(shares, "Memory contribution", bands=True, dashed=True),
     }
-    for name, chart in found.items():
-        if chart is not None:
-            charts.save(made / f"{name}.png", [chart])
-    return {name for name, chart in found.items() if chart is not None}
+    drawn = {name: chart for name, chart in found.items() if chart is not None}
+    for name, chart in drawn.items():
+        charts.save(made / f"{name}.png", [chart])
+    return {*drawn}
 
 
 def _row(name: str, link: str, report: dict[str, Any], probes: Sequence[ProbeRecord]) -> dict[str, Any]:

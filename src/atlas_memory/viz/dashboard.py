@@ -11,14 +11,14 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import streamlit as st
 
 from atlas_memory.monitor.logs import ProbeRecord, StepRecord
 from atlas_memory.viz import charts
-from atlas_memory.viz.labels import differing, legible, loss_unit
+from atlas_memory.viz.labels import count, differing, legible, loss_unit
 from atlas_memory.viz.token_page import token_page
 from atlas_memory.viz.watched_runs import WatchedRun, WatchedRuns, newest
 
@@ -50,8 +50,8 @@ def table(heads: Iterable[str], rows: Sequence[Iterable[str]], wrap: bool = Fals
     def line(cells: Iterable[str], kind: str) -> str:
         return "<tr>" + "".join(f'<{kind} style="{cell}">{escape(legible(text))}</{kind}>' for text in cells) + "</tr>"
 
-    lines = [line(heads, "th"), *(line(row, "td") for row in rows)]
-    st.html(f'<div style="{FRAME}"><table style="{TABLE}">{"".join(lines)}</table></div>')
+    lines = "".join([line(heads, "th"), *(line(row, "td") for row in rows)])
+    st.html(f'<div style="{FRAME}"><table style="{TABLE}">{lines}</table></div>')
 
 
 def note(text: str, kind: str | None = None, of: str = "") -> None:
@@ -127,11 +127,8 @@ def some() -> list[WatchedRun]:
 
 def one() -> WatchedRun | None:
     """One of the chosen runs, as chosen on the page."""
-    runs = some()
-    if not runs:
-        return None
-    name = st.selectbox("run", [run.name for run in runs], key="run of the page")
-    return next(run for run in runs if run.name == name)
+    by_name = {run.name: run for run in some()}
+    return by_name[st.selectbox("run", list(by_name), key="run of the page")] if by_name else None
 
 
 @st.cache_resource(max_entries=2, show_spinner="Loading the model")
@@ -165,47 +162,36 @@ def _alarms_and_curves() -> None:
         for reason in run.unreadable:
             note(f": {reason}", "warning", run.name)
         for alarm in run.alarms:
-            if alarm["until"] is None:
-                note(f", after step {alarm['step']:,}: {alarm['text']}", "alarm", run.name)
-            else:
-                steps = f"steps {alarm['step']:,} to {alarm['until']:,}"
-                note(f", {steps}, not seen since: {alarm['text']}", "info", run.name)
+            steps = f"after step {alarm['step']:,}"
+            steps += "" if alarm["until"] is None else f" until {alarm['until']:,}, not seen since"
+            note(f", {steps}: {alarm['text']}", "alarm" if alarm["until"] is None else "info", run.name)
         if run.damaged:
-            lines = "line" if run.damaged == 1 else "lines"
-            note(f": {run.damaged} damaged {lines} of its logs skipped", "warning", run.name)
+            note(f": {count(run.damaged, 'damaged line')} of its logs skipped", "warning", run.name)
     rows = [_row(run) for run in runs]
     table(rows[0], [row.values() for row in rows])
-    side_by_side([_loss(runs), _curve(runs, "held_out_bits_per_byte"), _contributions(runs), _remembrance(runs)])
+    names = ["loss", "held_out_bits_per_byte", "memory_contribution", "effective_remembrance"]
+    side_by_side(_curve(runs, name) for name in names)
     if st.toggle("learning rate and gradients"):
-        side_by_side([_curve(runs, "learning_rate"), _curve(runs, "grad_norm")])
-
-
-def _loss(runs: Sequence[WatchedRun]) -> tuple[charts.Spec | None, str]:
-    of_bytes = {run.of_bytes for run in runs}
-    unit = "bits per byte, of words nats per token" if len(of_bytes) > 1 else loss_unit(all(of_bytes))[1]
-    points = {run.name: [(e.step, loss_unit(run.of_bytes)[0] * e.loss) for e in run.steps] for run in runs}
-    about = StepRecord.model_fields["loss"].description or ""
-    return charts.curves(points, f"training loss ({unit})"), about.replace(", in nats", "")
+        side_by_side(_curve(runs, name) for name in ("learning_rate", "grad_norm"))
 
 
 def _curve(runs: Sequence[WatchedRun], name: str) -> tuple[charts.Spec | None, str]:
-    about = StepRecord.model_fields[name]
-    points = {run.name: [(record.step, getattr(record, name)) for record in run.steps] for run in runs}
-    return charts.curves(points, about.title), about.description or ""
-
-
-def _contributions(runs: Sequence[WatchedRun]) -> tuple[charts.Spec | None, str]:
-    about = charts.FIELDS["memory_contribution"]
-    chart = charts.curves(
-        {run.name: charts.contributions(run.probes) for run in runs}, f"{about.title} (mean of layers)"
-    )
-    return chart, about.description or ""
-
-
-def _remembrance(runs: Sequence[WatchedRun]) -> tuple[charts.Spec | None, str]:
-    about = ProbeRecord.model_fields["effective_remembrance"]
-    points = {run.name: [(probe.step, probe.effective_remembrance) for probe in run.probes] for run in runs}
-    return charts.curves(points, about.title), about.description or ""
+    """A field of the logs over steps, with its description."""
+    about = (StepRecord.model_fields | ProbeRecord.model_fields | charts.FIELDS)[name]
+    title, says = about.title or "", about.description or ""
+    if name == "loss":
+        of_bytes = {run.of_bytes for run in runs}
+        unit = "bits per byte, of words nats per token" if len(of_bytes) > 1 else loss_unit(all(of_bytes))[1]
+        title, says = f"{title} ({unit})", says.replace(", in nats", "")
+    series = {}
+    for run in runs:
+        if name == "memory_contribution":
+            series[run.name] = [point[:2] for point in charts.contributions(run.probes)]
+        else:
+            by = loss_unit(run.of_bytes)[0] if name == "loss" else 1.0
+            known = [record for record in (*run.steps, *run.probes) if getattr(record, name, None) is not None]
+            series[run.name] = [(record.step, by * getattr(record, name)) for record in known]
+    return charts.curves(series, title), says
 
 
 def _row(run: WatchedRun) -> dict[str, str]:
@@ -244,24 +230,14 @@ def _heat_maps(run: WatchedRun) -> None:
         return
     if not run.probes:
         every = run.config.get("train.watch_every", 100)
-        note(
-            f"Its memories have not been probed yet; they are every {every} steps (train.watch_every)."
-            if every
-            else "Its memories are not probed (train.watch_every=0).",
-            "info",
-        )
+        note(f"Its memories have not been probed yet (train.watch_every={every} steps; 0: never).", "info")
         return
-    known = charts.measures(run.probes)
-    default = [name for name in ("half_life", "readout_change", "eta", "norm") if name in known]
-    titles = {name: measure.title for name, measure in known.items()}
-    chosen = st.pills("measures", known, selection_mode="multi", default=default, format_func=lambda name: titles[name])
+    known = {measure.title: measure for measure in charts.measures(run.probes).values()}
+    shown = [charts.FIELDS[name].title for name in ("half_life", "readout_change", "eta", "norm")]
+    chosen = st.pills("measures", known, selection_mode="multi", default=[title for title in shown if title in known])
     last = run.probes[-1]
-    remembered = last.effective_remembrance
-    st.caption(
-        f"Last probe after step {last.step:,}, in {last.seconds:.2f} s."
-        + ("" if remembered is None else f" Effective remembrance beyond {last.recent} tokens: {remembered:.3f}.")
-    )
-    side_by_side([(charts.heat_map(run.probes, known[name]), known[name].description) for name in chosen])
+    st.caption(f"Last probe after step {last.step:,}, in {last.seconds:.2f} s.")
+    side_by_side((charts.heat_map(run.probes, known[title]), known[title].description) for title in chosen)
 
 
 def settings_page() -> None:
@@ -288,20 +264,20 @@ def samples_page() -> None:
     _written_samples(run)
     with st.form("write"):
         prompt = st.text_area("Continue this text", "def ")
-        count = st.number_input("tokens", 1, 2000, 200)
+        length = st.number_input("tokens", 1, 2000, 200)
         temperature = st.number_input("temperature", 0.05, 2.0, 0.8)
         asked = st.form_submit_button("Write")
     model = loaded(run) if asked else None
-    if model is not None:
-        from atlas_memory.eval.sampling import sample
+    if model is None:
+        return
+    from atlas_memory.eval.sampling import sample
 
-        try:
-            with READING:
-                text = sample(model.model, model.tokenizer, prompt, int(count), temperature)
-        except (ValueError, RuntimeError) as error:
-            note(f"Nothing could be written: {error}", "alarm")
-            return
+    try:
+        with READING:
+            text = sample(model.model, model.tokenizer, prompt, int(length), temperature)
         st.code(legible(text, SAMPLE), language=None, wrap_lines=True)
+    except (ValueError, RuntimeError) as error:
+        note(f"Nothing could be written: {error}", "alarm")
 
 
 @st.fragment(run_every=EVERY)
@@ -326,17 +302,9 @@ def reading_page() -> None:
         own = st.text_area("Your text; if empty, held-out text of the run is read")
         left, middle, right = st.columns(3)
         most = left.number_input("tokens at most", 64, MOST, 8192, help="Including the repetition of a passage.")
-        again = middle.number_input(
-            "tokens of a passage to read again",
-            0,
-            MOST,
-            0,
-            help="The passage begins after a quarter of the text and is inserted a second time; 0: none is. Passages "
-            f"of {MARKED} tokens or more are marked.",
-        )
-        later = right.number_input(
-            "tokens between its end and its second time", 0, MOST, 0, help="Tokens of the text in between."
-        )
+        about = f"It begins after a quarter of the text; 0: none. Passages of {MARKED} tokens or more are marked."
+        again = middle.number_input("tokens of a passage to read again", 0, MOST, 0, help=about)
+        later = right.number_input("tokens between its end and its second time", 0, MOST, 0)
         asked = st.form_submit_button("Read")
     if asked:
         model, again, later = loaded(run), int(again), int(later)
@@ -356,8 +324,6 @@ def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, T
 
     name, text = "your text", own
     try:
-        if again >= most:
-            raise ValueError(f"a passage of {again:,} tokens that is read twice does not fit in {most:,} tokens")
         if not own:
             documents = text_of(run)[1]
             longest = max(documents, key=lambda document: len(document.text))
@@ -365,7 +331,7 @@ def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, T
             if len(text) < most:  # several, one behind the other
                 name, text = "held-out text", "\n".join(document.text for document in documents)[: 16 * most]
         trained = None if run.config is None else run.config.data.longest
-        ids = encode(run.tokenizer, text)[: most - again]
+        ids = encode(run.tokenizer, text)[: max(0, most - again)]
         with st.spinner(f"Reading {len(ids) + again:,} tokens"), READING:
             ids = with_passage(ids, again, later)
             return f"{name}, read by {run.folder.name}", token_costs(run.model, run.tokenizer, ids, recent=trained)
@@ -379,32 +345,24 @@ def with_passage(ids: np.ndarray, again: int, later: int) -> np.ndarray:
     from atlas_memory.eval.token_costs import insert_repeat
 
     begin = len(ids) // 4
-    left = len(ids) - begin - again
     if len(ids) < 2:
-        raise ValueError("it has less than two tokens, of which the first is given")
-    if left < 0:
+        raise ValueError("it has fewer than two tokens, of which the first is given")
+    if again and again + later > len(ids) - begin:
         raise ValueError(
-            f"a passage of {again:,} tokens does not fit: without its second time {len(ids):,} tokens are read, and it "
-            f"begins after a quarter of them, at token {begin:,}; ask for a shorter one, or for more tokens"
-        )
-    if again and later > left:
-        raise ValueError(
-            f"{left:,} tokens follow the passage of {again:,}, so that its second time cannot be {later:,} tokens "
-            f"after its end; ask for {left:,} or less"
+            f"a passage of {again:,} tokens at token {begin:,}, and {later:,} tokens behind it, do not fit in the "
+            f"{len(ids):,} tokens that are read without the repetition: ask for fewer, or read more"
         )
     return insert_repeat(ids, again, later)
 
 
 def _show_reading(name: str, reading: TokenCosts) -> None:
     words = f"{np.nanmean(reading.cost):.3f} bits per token over {len(reading.cost):,} tokens of {name}"
-    if reading.saved is not None:
-        words += f"; the memory's writes saved {np.nanmean(reading.saved):.3f}"
-    if reading.older is not None:
-        words += f", tokens more than {reading.recent:,} back saved {np.nanmean(reading.older):.4f}"
+    words += "" if reading.saved is None else f"; the memory's writes saved {np.nanmean(reading.saved):.3f}"
+    words += (
+        "" if reading.older is None else f"; tokens more than {reading.recent:,} back {np.nanmean(reading.older):.4f}"
+    )
     note(words + ".")
-    side: Any = charts.along_text(reading)
-    if side is not None:
-        st.vega_lite_chart(side, width="stretch", theme=None)
+    st.vega_lite_chart(charts.along_text(reading), width="stretch", theme=None)
     page = token_page(name, reading, back=None)
     st.iframe(page, height=700)
     st.download_button("Save this page", page, "reading.html", "text/html")
@@ -414,15 +372,9 @@ def main() -> None:
     """Draw the page that was asked for."""
     st.set_page_config("Atlas memories", layout="wide")
     find()
-    page = st.navigation(
-        [
-            st.Page(runs_page, title="Runs", default=True),
-            st.Page(memories_page, title="Memories", url_path="memories"),
-            st.Page(settings_page, title="Settings", url_path="settings"),
-            st.Page(samples_page, title="Samples", url_path="samples"),
-            st.Page(reading_page, title="Reading", url_path="reading"),
-        ]
-    )
+    others = {"Memories": memories_page, "Settings": settings_page, "Samples": samples_page, "Reading": reading_page}
+    pages = [st.Page(page, title=title, url_path=title.lower()) for title, page in others.items()]
+    page = st.navigation([st.Page(runs_page, title="Runs", default=True), *pages])
     choose()
     page.run()
 

@@ -57,6 +57,12 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} seconds" if seconds < 60 else f"{seconds / 60:.1f} minutes"
 
 
+def average(values: Sequence[float | None]) -> float:
+    """The mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else math.nan
+
+
 def count(number: int, noun: str) -> str:
     """Such as "1 stream" and "16 streams"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
@@ -91,7 +97,7 @@ def headline(numbers: dict[str, Any]) -> str:
     """The title of a report, which names what the alarms found."""
     if numbers["margin"] is None:
         return "A model without a memory"
-    memories: Sequence[dict[str, Any]] = numbers["gates"]["memories"]
+    memories: Sequence[dict[str, Any]] = numbers["memories"]
     faults = {memory["name"]: "no writes" for memory in memories if not memory["wrote"]}
     faults |= {alarm["memory"]: alarm["kind"] for alarm in numbers["alarms"] if alarm["until"] is None}
     if not faults:

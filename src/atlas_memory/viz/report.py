@@ -7,7 +7,6 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from atlas_memory.eval.perplexity import SEGMENT, Score, bits_per_byte, evaluati
 from atlas_memory.eval.sampling import sample
 from atlas_memory.eval.token_costs import token_costs
 from atlas_memory.models import PRESETS
-from atlas_memory.monitor import MemoryTrace, Trace, traces
+from atlas_memory.monitor import Trace, summarise, traces
 from atlas_memory.monitor.hooks import memory_layers
 from atlas_memory.monitor.logs import GATES, LOG, MEMORY, ProbeRecord, StepRecord, alarm_history, read_log
 from atlas_memory.monitor.tracing import joined
@@ -51,28 +50,14 @@ from atlas_memory.viz.token_page import render, token_page
 
 PROMPT = 32  # tokens of the text that the sample continues
 PROBED = ("half_life", "readout_change", "error_before_write", "effective_rank")  # what training.png shows
+GATES_PNG = dict(zip(GATES, (BLUE, ORANGE, GREEN, PINK, GREY), strict=True))
+GEOMETRY_PNG = {"effective_rank": BLUE, "distance_from_init": GREEN, "update_angle": PINK}
 Told = Callable[[str, float], None]
 """What is told what a report is doing, and which share of that is done."""
 
 
 def untold(what: str, share: float) -> None:
     """Tell nobody."""
-
-
-@dataclass(frozen=True)
-class _Text:
-    """What is read: which text it is, in words, its documents, and of one of them the name and all ids, of which the
-    first `length` are traced."""
-
-    about: str
-    documents: Sequence[Document]
-    name: str
-    all_ids: np.ndarray
-    length: int
-
-    @property
-    def ids(self) -> np.ndarray:
-        return self.all_ids[: self.length].astype(np.int64)
 
 
 def write_report(
@@ -86,8 +71,8 @@ def write_report(
     """Evaluate the run in `folder` and write its `report/` (of a text that `data` names, `report-NAME/`, see
     `report_folder`): report.html, report.json, reading.html and the charts.
 
-    Reads `streams` streams of `evaluation_length` with the full context, with a memory of the last training length only
-    and, if the model has memories, with their writes off; and one document with every memory traced. The text is the
+    Reads `streams` streams of `evaluation_length` with the full context, with a memory of the last training length
+    only and, if the model has memories, with their writes off; and one document with every memory traced. The text is the
     run's own held-out part, or `data` with nothing held out, of whose tables `column` is read (None: the run's). `told`
     is told of the progress. Returns what report.json holds, with `folder`, the report's; ValueError if the run cannot
     be loaded, has no run.yaml to name its text and there is no `data`, or no document has two tokens.
@@ -99,52 +84,59 @@ def write_report(
     log: list[StepRecord] = [e for e in read_log(run.folder, LOG) if e.step <= run.step]
     probes: list[ProbeRecord] = [e for e in read_log(run.folder, MEMORY) if e.step <= run.step]
     trained = (run.config or RunConfig()).data.longest
-    text = _text(run, data, column, evaluation_length(trained))
-    scores = _scores(run, text, trained, streams, told)
-    seen = _trace(run, text, told)
+    text, documents = text_of(run, data, column)
+    length = evaluation_length(trained)
+    document = next((d for d in documents if len(d.text) > 2 * length), max(documents, key=lambda d: len(d.text)))
+    all_ids = encode(run.tokenizer, document.text)
+    if len(all_ids) < 2:
+        raise ValueError(f"{text}: its longest document is a single token, with nothing to predict: give a longer text")
+    ids = all_ids[:length].astype(np.int64)
+    scores = _scores(run, documents, length, trained, streams, told)
+    seen = _trace(run, ids, told)
     told("writing a sample", 0.0)
-    prompt = run.tokenizer.decode(text.ids[:PROMPT], skip_special_tokens=True).rstrip("\ufffd")
-    numbers = _about(run, trained, log) | {"text": text.about, "data": identity(data)}
-    numbers |= {"read": _amount_read(scores[0], text.documents), "text_digest": digest_of_held_out(text.documents)}
-    numbers |= _savings(*scores, trained) | {
-        "held_out_in_training": _in_training(log, trained) if data is None else None,
-        "alarms": alarm_history(probes),
-        "gates": {"document": text.name, "memories": [_gates(memory) for memory in seen.memories]},
-        "prompt": prompt,
-        "sample": sample(run.model, run.tokenizer, prompt, sample_tokens).removeprefix(prompt),
-    }
+    prompt = run.tokenizer.decode(ids[:PROMPT], skip_special_tokens=True).rstrip("\ufffd")
+    numbers = (
+        _about(run, trained, log)
+        | _savings(*scores, trained)
+        | {
+            "text": text,
+            "data": identity(data),
+            "read": _amount_read(scores[0], documents),
+            "text_digest": digest_of_held_out(documents),
+            "held_out_in_training": _in_training(log, trained) if data is None else None,
+            "alarms": alarm_history(probes),
+            "document": legible(document.name, 200),
+            "memories": [
+                {**record.model_dump(exclude_none=True), "wrote": memory.wrote}
+                for record, memory in zip(summarise(seen), seen.memories, strict=True)
+            ],
+            "prompt": prompt,
+            "sample": sample(run.model, run.tokenizer, prompt, sample_tokens).removeprefix(prompt),
+        }
+    )
     told("drawing charts", 0.0)
     with written(target) as made:
         title = "Held-out text" if data is None else legible(Path(data).name or str(data), 80)
         charts.save(made / "position.png", *([chart] for chart in charts.bits_by_position(*scores, trained, title)))
-        drawn = _draw_training(made, log, probes, seen.memories, is_byte_tokenizer(run.tokenizer))
+        drawn = _draw_training(made, log, probes, numbers["memories"], is_byte_tokenizer(run.tokenizer))
         _draw_memories(made, seen)
-        (made / "reading.html").write_text(_token_page(run, text, seen, trained, numbers, told), encoding="utf-8")
+        tokens = _token_page(run, ids, len(all_ids), seen, numbers, told)
+        (made / "reading.html").write_text(tokens, encoding="utf-8")
         (made / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-        (made / "report.html").write_text(_page(numbers, drawn, probes), encoding="utf-8")
+        (made / "report.html").write_text(_page(numbers, drawn), encoding="utf-8")
     return numbers | {"folder": str(target)}
 
 
-def _text(run: Run, data: str | Path | None, column: str | None, length: int) -> _Text:
-    about, documents = text_of(run, data, column)
-    document = next((d for d in documents if len(d.text) > 2 * length), max(documents, key=lambda d: len(d.text)))
-    ids = encode(run.tokenizer, document.text)
-    if len(ids) < 2:
-        raise ValueError(
-            f"{about}: its longest document is a single token, with nothing to predict: give a longer text"
-        )
-    return _Text(about, documents, legible(document.name, 200), ids, length)
-
-
-def _scores(run: Run, text: _Text, trained: int, streams: int, told: Told) -> tuple[Score, Score | None, Score]:
+def _scores(
+    run: Run, documents: Sequence[Document], length: int, trained: int, streams: int, told: Told
+) -> tuple[Score, Score | None, Score]:
     """The text as the model reads it, with the writes off, and with the last training length only."""
 
     def score(how: str, writes: bool = True, recent: int | None = None) -> Score:
         def said(share: float) -> None:
             told(f"reading {count(streams, 'stream')} {how}", share)
 
-        of = (run.model, run.tokenizer, text.documents, text.length)
-        return bits_per_byte(*of, writes, streams, recent, said).checked()
+        return bits_per_byte(run.model, run.tokenizer, documents, length, writes, streams, recent, said).checked()
 
     return (
         score("with the full context"),
@@ -153,29 +145,25 @@ def _scores(run: Run, text: _Text, trained: int, streams: int, told: Told) -> tu
     )
 
 
-def _trace(run: Run, text: _Text, told: Told) -> Trace:
+def _trace(run: Run, ids: np.ndarray, told: Told) -> Trace:
     pieces = []
-    for piece in traces(run.model, torch.from_numpy(text.ids)[None], piece=SEGMENT):
+    for piece in traces(run.model, torch.from_numpy(ids)[None], piece=SEGMENT):
         pieces.append(piece)
-        told("tracing the memories, token by token", piece.positions[-1] / len(text.ids))
+        told("tracing the memories, token by token", piece.positions[-1] / len(ids))
     return joined(pieces)
 
 
 def _draw_training(
-    made: Path,
-    log: Sequence[StepRecord],
-    probes: Sequence[ProbeRecord],
-    memories: Sequence[MemoryTrace],
-    of_bytes: bool,
+    made: Path, log: Sequence[StepRecord], probes: Sequence[ProbeRecord], memories: Sequence[Any], of_bytes: bool
 ) -> set[str]:
     """The loss and, where there are probes of the model's memories, what they measured; which of them were drawn."""
     if len(log) < 2:
         return set()
     scale, unit = loss_unit(of_bytes)
-    loss = charts.curves({"loss": [(e.step, scale * e.loss) for e in log]}, "Training loss", colours=[BLUE], unit=unit)
-    charts.save(made / "loss.png", [loss] if loss else [])
-    names = {memory.name for memory in memories}
-    known = [probe for probe in probes if names and names <= {memory.name for memory in probe.memories}]
+    loss = charts.curves({"loss": [(e.step, scale * e.loss) for e in log]}, "Training loss", unit=unit, bands=True)
+    charts.save(made / "loss.png", [loss])
+    names = [memory["name"] for memory in memories]
+    known = [probe for probe in probes if names and {*names} <= {memory.name for memory in probe.memories}]
     if len(known) < 2:
         return {"loss"}
     measured = charts.measures(known)
@@ -184,8 +172,8 @@ def _draw_training(
         memory_label(name): [(p.step, m.memory_contribution) for p in known for m in p.memories if m.name == name]
         for name in names
     }
-    below = charts.curves(dict(sorted(shares.items())), "memory contribution", dashed=True)
-    charts.save(made / "training.png", maps, [below] if below else [], width=1000)
+    below = charts.curves(shares, charts.FIELDS["memory_contribution"].title, dashed=True)
+    charts.save(made / "training.png", maps, [below], width=1000)
     return {"loss", "training"}
 
 
@@ -193,44 +181,35 @@ def _draw_memories(made: Path, seen: Trace) -> None:
     """Gates, errors and matrices of the memories along the document; nothing of a model without memories."""
     if not seen.memories:
         return
-    measured = {name: about.title or "" for name, about in charts.FIELDS.items()}
-    colours = dict(zip(GATES, (BLUE, ORANGE, GREEN, PINK, GREY), strict=True))
-    gates = {n: (measured[n], c) for n, c in colours.items() if any(getattr(m, n) is not None for m in seen.memories)}
-    errors = {f"recall_error/{i}": (f"error {lag:,} tokens later", GREEN) for i, lag in enumerate(seen.lags)}
-    contents = {"error_before_write": (measured["error_before_write"], ORANGE)} | errors
-    contents |= {"readout_change": (measured["readout_change"], PINK)}
-    contents |= {"memory_contribution": (measured["memory_contribution"], BLUE)}
-    geometry = {"effective_rank": BLUE, "distance_from_init": GREEN, "update_angle": PINK}
-    for name, columns, positions in (
-        ("gates", gates, None),
-        ("contents", contents, None),
-        ("geometry", {n: (measured[n], c) for n, c in geometry.items()}, seen.positions),
-    ):
-        rows = charts.trace_panels(seen.memories, columns, positions)
-        charts.save(made / f"{name}.png", *rows, width=240 * len(columns))
+    gates = {name: of for name, of in GATES_PNG.items() if any(getattr(m, name) is not None for m in seen.memories)}
+    errors = {f"recall_error/{i}": GREEN for i in range(len(seen.lags))}
+    contents = {"error_before_write": ORANGE, **errors, "readout_change": PINK, "memory_contribution": BLUE}
+    for name, columns in (("gates", gates), ("contents", contents), ("geometry", GEOMETRY_PNG)):
+        charts.save(made / f"{name}.png", charts.trace_columns(seen, columns))
 
 
-def _token_page(run: Run, text: _Text, seen: Trace, trained: int, numbers: dict[str, Any], told: Told) -> str:
-    ids, total = text.ids, len(text.all_ids)
+def _token_page(run: Run, ids: np.ndarray, total: int, seen: Trace, numbers: dict[str, Any], told: Told) -> str:
     part = "all of it" if len(ids) == total else f"the first {len(ids):,} of its {total:,} tokens"
-    size, made = model_size(numbers), f"Made {numbers['date']} on {numbers['machine']}."
-    cost = cast(torch.Tensor, seen.nats)[0].double().numpy() / math.log(2)
-    again = token_costs(
-        run.model, run.tokenizer, ids, cost, trained, lambda share: told("reading a document in other ways", share)
+    about = (
+        f"This is {part}, read by {run.folder}: {model_size(numbers)}. Made {numbers['date']} on {numbers['machine']}."
     )
-    return token_page(text.name, again, about=f"This is {part}, read by {run.folder}: {size}. {made}")
+    cost = cast(torch.Tensor, seen.nats)[0].double().numpy() / math.log(2)
+
+    def said(share: float) -> None:
+        told("reading a document in other ways", share)
+
+    reading = token_costs(run.model, run.tokenizer, ids, cost, numbers["training_length"], said)
+    return token_page(numbers["document"], reading, about=about)
 
 
-def _page(numbers: dict[str, Any], drawn: set[str], probes: Sequence[ProbeRecord]) -> str:
-    gates, measured = numbers["gates"]["memories"], charts.measures(probes)
-    off, recent, trained = numbers["writes_off"], numbers["recent_only"], numbers["training_length"]
+def _page(numbers: dict[str, Any], drawn: set[str]) -> str:
+    memories, off = numbers["memories"], numbers["writes_off"]
     positions = []
     for j, bucket in enumerate(numbers["memory_on"]["by_position"]):
-        costs = [of["by_position"][j] for of in (numbers["memory_on"], recent, off) if of is not None]
+        costs = [of["by_position"][j] for of in (numbers["memory_on"], numbers["recent_only"], off) if of is not None]
         bits = [f"{cost['bits_per_byte']:.3f}" for cost in costs]
         saved = amount(numbers["older_by_position"][j])
         positions.append([f"{bucket['from']:,}–{bucket['to']:,}", *bits[:2], saved, *bits[2:]])
-    used = [name for name in GATES if any(name in memory["gates"] for memory in gates)]
     return render(
         "report.html",
         **numbers,
@@ -238,26 +217,13 @@ def _page(numbers: dict[str, Any], drawn: set[str], probes: Sequence[ProbeRecord
         size=model_size(numbers),
         warning=short_training(numbers),
         charts=drawn,
-        probed=[measured[name] for name in PROBED if name in measured],
-        gate_measures=[charts.FIELDS[name] for name in used],
-        position_heads=["tokens", "bits per byte", f"last {trained:,} only", "older tokens save"]
+        probed=[charts.FIELDS[name] for name in PROBED],
+        position_heads=["tokens", "bits per byte", f"last {numbers['training_length']:,} only", "older tokens save"]
         + ["writes off"] * (off is not None),
         positions=positions,
-        memories=gates,
-        document=numbers["gates"]["document"],
-        unwritten=[memory["name"] for memory in gates if not memory["wrote"]],
-        gate_rows=[_gate_row(memory["name"], name, g) for memory in gates for name, g in memory["gates"].items()],
-        half_lives=[
-            [memory_label(memory["name"]), ", ".join(f"{x:,.0f}" for x in sorted(memory["half_life"]))]
-            for memory in gates
-            if memory["half_life"]
-        ],
+        unwritten=[memory["name"] for memory in memories if not memory["wrote"]],
+        gates={name: charts.FIELDS[name] for name in GATES if any(name in memory for memory in memories)},
     )
-
-
-def _gate_row(memory: str, name: str, g: dict[str, float]) -> list[str]:
-    middle = f"{g['q05']:.3f} / {g['q50']:.3f} / {g['q95']:.3f}"
-    return [memory_label(memory), name, f"{g['mean']:.3f}", f"{g['std']:.3f}", f"{g['over_time']:.3f}", middle]
 
 
 def _about(run: Run, trained: int, log: Sequence[StepRecord]) -> dict[str, Any]:
@@ -349,26 +315,3 @@ def _processor() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _gates(memory: MemoryTrace) -> dict[str, Any]:
-    """Of each gate of a memory: mean, standard deviation and quantiles over all that was read, and `over_time`, the
-    standard deviation over positions alone, averaged over heads (0: it ignores the token)."""
-    found: dict[str, Any] = {}
-    for name in GATES:
-        value = getattr(memory, name)
-        if value is not None:
-            quantiles = np.quantile(value.double().numpy(), [0.0, 0.05, 0.5, 0.95, 1.0])
-            found[name] = {
-                "mean": float(value.double().mean()),
-                "std": float(value.double().std(correction=0)),
-                **{key: float(q) for key, q in zip(("min", "q05", "q50", "q95", "max"), quantiles, strict=True)},
-                "over_time": float(value.double().std(dim=2, correction=0).mean()),
-            }
-    life = memory.half_life
-    return {
-        "name": memory.name,
-        "wrote": memory.wrote,
-        "half_life": None if life is None else life.mean(0).tolist(),
-        "gates": found,
-    }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from atlas_memory.console import valid_utf8
-from atlas_memory.viz.labels import BLUE, GREEN, ORANGE, PINK, amount, count, duration, memory_label
+from atlas_memory.viz.labels import BLUE, GREEN, ORANGE, PINK, amount, average, count, duration, memory_label
 
 if TYPE_CHECKING:  # which loads torch
     from atlas_memory.eval.token_costs import TokenCosts
@@ -27,7 +27,7 @@ def _templates() -> Any:
 
     loader = PackageLoader("atlas_memory.viz")
     found = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    found.filters |= {"amount": amount, "count": count, "duration": duration, "memory_label": memory_label}
+    found.filters |= {of.__name__: of for of in (amount, average, count, duration, memory_label)}
     return found
 
 
@@ -61,7 +61,7 @@ def token_page(name: str, reading: TokenCosts, back: str | None = "report.html",
         tokens=tokens,
         figures=json.dumps(figures, separators=(",", ":")),
         colours={"cost": ORANGE, "more": GREEN, "less": PINK, "again": BLUE, "opaque": f"{OPAQUE:02x}"},
-        rules=_rules(),
+        levels=[(level, f"{round(OPAQUE * level / LEVELS):02x}") for level in range(1, LEVELS + 1)],
     )
 
 
@@ -76,14 +76,3 @@ def _level(value: float, most: float) -> int:
 def _tenths(values: np.ndarray) -> list[int | None]:
     """Tenths of bits, as integers, which are short."""
     return [round(10 * float(x)) if math.isfinite(x) else None for x in values]
-
-
-def _rules() -> list[tuple[str, str, str]]:
-    """(what is shown, class of a token, colour)."""
-    found = []
-    for level in range(1, LEVELS + 1):
-        strength = f"{round(OPAQUE * level / LEVELS):02x}"
-        found.append(("cost", f"c{level}", ORANGE + strength))
-        for key, letter in (("saved", "s"), ("older", "o")):
-            found += [(key, f"{letter}{level}", GREEN + strength), (key, f"{letter}{LEVELS + level}", PINK + strength)]
-    return found
