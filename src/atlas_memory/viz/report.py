@@ -72,10 +72,10 @@ def write_report(
     `report_folder`): report.html, report.json, reading.html and the charts.
 
     Reads `streams` streams of `evaluation_length` with the full context, with a memory of the last training length
-    only and, if the model has memories, with their writes off; and one document with every memory traced. The text is the
-    run's own held-out part, or `data` with nothing held out, of whose tables `column` is read (None: the run's). `told`
-    is told of the progress. Returns what report.json holds, with `folder`, the report's; ValueError if the run cannot
-    be loaded, has no run.yaml to name its text and there is no `data`, or no document has two tokens.
+    only and, if the model has memories, with their writes off; and one document with every memory traced. The text is
+    the run's own held-out part, or `data` with nothing held out, of whose tables `column` is read (None: the run's).
+    `told` is told of the progress. Returns what report.json holds, with `folder`, the report's; ValueError if the run
+    cannot be loaded, has no run.yaml to name its text and there is no `data`, or no document has two tokens.
     """
     run = load_run(folder)
     target = report_folder(run.folder, "report", data)
