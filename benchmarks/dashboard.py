@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_memory.train.yaml_files import write_yaml
+from atlas_memory.train.run_folder import write_yaml
 
 HEADS, LAYERS = 8, 4
 CHARTS = 4  # that a page of the dashboard has unasked
@@ -60,7 +60,7 @@ def _look(step: int, draw: np.random.Generator, alarm: bool) -> dict[str, Any]:
         | {name: heads() for name in (*measured, "effective_rank")}
         for layer in range(LAYERS)
     ]
-    text = "layer 0 writes nothing: lower train.gate_rate"
+    text = "layer 0 writes nothing: lower train.gate_lr_scale"
     raised = [{"kind": "no writes", "memory": "model.layers.0.mixer", "text": text}] if alarm else []
     found = {
         "step": step,

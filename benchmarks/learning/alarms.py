@@ -65,7 +65,7 @@ def raised(
     """See ``ALARMS``."""
     model, _, how = case.partition(": ")
     given = ["model.preset=tiny", f"model.num_attention_heads={heads(dim)}", *HEALTHY[model], "data.seq_len=128"]
-    given += ["train.batch_size=16", f"train.steps={2 if quick else steps}", f"train.watch_every={1 if quick else 100}"]
+    given += ["train.batch_size=16", f"train.steps={2 if quick else steps}", f"train.probe_every={1 if quick else 100}"]
     given += [f"train.seed={seed}", "train.evaluate_every=0", "train.save_every=100000", "train.device=cpu"]
     given += [] if text is None else [f"data.path={text}"]
     with tempfile.TemporaryDirectory() as folder, spoilt(SPOILT.get(how)):

@@ -19,7 +19,7 @@ from atlas_memory.eval import Score, bits_per_byte
 from atlas_memory.eval.perplexity import token_nats
 from atlas_memory.monitor.logs import read_log
 from atlas_memory.train import load_config, load_run, train
-from atlas_memory.train.runs import Run
+from atlas_memory.train.run_model import Run
 
 from .study import Study, heads
 
@@ -30,16 +30,16 @@ WORDS = 4096  # tokens of the BPE that stands for data.tokenizer=words
 PLACES = ((0, 64), (512, 1024), (4096, 8192), (16384, 32768))
 ORDERS = {
     "crops": ("data.order=crops",),
-    "packed 16 lanes": ("data.order=packed", "data.lanes=16"),
-    "stream": ("data.order=stream", "data.lanes=1"),
-    "stream carry 32": ("data.order=stream", "data.lanes=1", "data.carry=32"),
-    "stream 16 lanes": ("data.order=stream", "data.lanes=16"),
-    "stream 16 lanes carry 4": ("data.order=stream", "data.lanes=16", "data.carry=4"),
-    "stream 16 lanes carry 16": ("data.order=stream", "data.lanes=16", "data.carry=16"),
+    "packed 16 lanes": ("data.order=packed", "data.interleave=16"),
+    "stream": ("data.order=stream", "data.interleave=1"),
+    "stream carry 32": ("data.order=stream", "data.interleave=1", "data.reset_every=32"),
+    "stream 16 lanes": ("data.order=stream", "data.interleave=16"),
+    "stream 16 lanes carry 4": ("data.order=stream", "data.interleave=16", "data.reset_every=4"),
+    "stream 16 lanes carry 16": ("data.order=stream", "data.interleave=16", "data.reset_every=16"),
     "stream 64 rows of 32": (
         "data.order=stream",
-        "data.lanes=1",
-        "data.carry=32",
+        "data.interleave=1",
+        "data.reset_every=32",
         "data.seq_len=32",
         "train.batch_size=64",
     ),

@@ -14,31 +14,31 @@ CHANGES = {
     "degree 2": ("model.rule_options.features={kind: Polynomial, degree: 2}",),
     "window of 4": ("model.rule_options.window.size=4",),
     "no gate of momentum": ("model.rule_options.optimiser={kind: GradientDescent}",),
-    "4 lanes": ("data.lanes=4",),
-    "64 lanes": ("data.lanes=64",),
-    "a place for 32 segments": ("data.carry=32",),
+    "4 lanes": ("data.interleave=4",),
+    "64 lanes": ("data.interleave=64",),
+    "a place for 32 segments": ("data.reset_every=32",),
     "segments of 64": ("data.seq_len=64", "train.batch_size=32"),
     "segments of 256": ("data.seq_len=256", "train.batch_size=8"),
-    "segments that grow": ("data.lengths={450: 512}",),
-    "half of beginnings with a memory": ("data.carry=32", "data.pass_states=0.5"),
+    "segments that grow": ("data.seq_len_schedule={450: 512}",),
+    "half of beginnings with a memory": ("data.reset_every=32", "data.pass_states=0.5"),
     "muon at 0.003": ("train.optimizer=muon",),
     "muon at 0.01": ("train.optimizer=muon", "train.learning_rate=0.01"),
     "omeganet": ("model.rule=omeganet",),
     "gated-deltanet": ("model.rule=gated-deltanet",),
-    "gated-deltanet with gates at a tenth": ("model.rule=gated-deltanet", "train.gate_rate=0.1"),
-    "gated-deltanet with gates at a hundredth": ("model.rule=gated-deltanet", "train.gate_rate=0.01"),
+    "gated-deltanet with gates at a tenth": ("model.rule=gated-deltanet", "train.gate_lr_scale=0.1"),
+    "gated-deltanet with gates at a hundredth": ("model.rule=gated-deltanet", "train.gate_lr_scale=0.01"),
     "gated-deltanet with muon and gates at a tenth": (
         "model.rule=gated-deltanet",
         "train.optimizer=muon",
-        "train.gate_rate=0.1",
+        "train.gate_lr_scale=0.1",
     ),
     "gated-deltanet with muon and gates at a hundredth": (
         "model.rule=gated-deltanet",
         "train.optimizer=muon",
-        "train.gate_rate=0.01",
+        "train.gate_lr_scale=0.01",
     ),
-    "gates at a tenth": ("train.gate_rate=0.1",),
-    "muon and gates at a tenth": ("train.optimizer=muon", "train.gate_rate=0.1"),
+    "gates at a tenth": ("train.gate_lr_scale=0.1",),
+    "muon and gates at a tenth": ("train.optimizer=muon", "train.gate_lr_scale=0.1"),
     "gated-deltanet with muon at 0.003": ("model.rule=gated-deltanet", "train.optimizer=muon"),
     # MLPs that make up for what a memory holds in M_0: as many parameters as gated-deltanet with heads of 64.
     "as large as gated-deltanet": ("model.intermediate_size=362",),
@@ -48,7 +48,9 @@ CHANGES = {
 WORDS: dict[str, tuple[str, ...]] = {
     f"words: {rule}": (f"model.rule={rule}",) for rule in ("titans", "gated-deltanet", "deltanet", "omeganet")
 }
-WORDS |= {f"words: gated-deltanet carry {n}": (*WORDS["words: gated-deltanet"], f"data.carry={n}") for n in (4, 16)}
+WORDS |= {
+    f"words: gated-deltanet carry {n}": (*WORDS["words: gated-deltanet"], f"data.reset_every={n}") for n in (4, 16)
+}
 WORDS |= {
     "words: sliding window": BLOCKS["swa: stream 16 lanes"],
     "words: Transformer crops of 1024": BLOCKS["attention: crops of 1024"],
@@ -61,7 +63,7 @@ def worth(case: str, dim: int, seed: int, quick: bool, text: str | None = None, 
     changes = CHANGES[case]
     named = any(change.startswith(("model.rule=", "model.block=")) for change in changes)
     rule = () if named else ("model.rule=titans",)
-    return trained([*rule, "data.lanes=16", *changes], dim, seed, quick, text, steps)
+    return trained([*rule, "data.interleave=16", *changes], dim, seed, quick, text, steps)
 
 
 RECIPE = Study(

@@ -12,8 +12,8 @@ from atlas_memory.data.atomic_folder import new_folder
 from atlas_memory.data.prepared import Prepared, prepare
 from atlas_memory.data.sources import PREPARED, Document
 from atlas_memory.data.tokenization import encode, train_tokenizer
-from atlas_memory.train.examples import Text
 from atlas_memory.train.trainer import train
+from atlas_memory.train.training_data import TrainingData
 from tests.train.small import settings, write_corpus
 
 
@@ -185,7 +185,7 @@ def test_a_damaged_file_is_named(tmp_path, name: str, damage: str) -> None:
     else:
         path.unlink()
     with pytest.raises(ValueError, match=rf"out': {name} is missing or damaged: prepare it again") as caught:
-        Text.load(settings(tmp_path, f"data.path={made.folder}"))
+        TrainingData.load(settings(tmp_path, f"data.path={made.folder}"))
     assert "\n" not in str(caught.value)
 
 
@@ -217,7 +217,7 @@ def test_what_a_prepared_folder_says_is_checked(tmp_path, name: str, content) ->
     else:
         (made.folder / name).write_text(content)
     with pytest.raises(ValueError, match=r"out'.*: prepare it again$") as caught:
-        Text.load(settings(tmp_path, f"data.path={made.folder}"))
+        TrainingData.load(settings(tmp_path, f"data.path={made.folder}"))
     assert "\n" not in str(caught.value)
 
 

@@ -120,6 +120,7 @@ def test_too_little_text_is_refused() -> None:
     with pytest.raises(ValueError, match=r"data.seq_len=20 times 4 rows is more than the training text \(77 tokens\)"):
         Segments(some_tokens(), 20, 4, 1)
     with pytest.raises(
-        ValueError, match=r"the last of data.lengths=20 times 4 rows .*: lower the last of data.lengths, "
+        ValueError,
+        match=r"the last of data.seq_len_schedule=20 times 4 rows .*: lower the last of data.seq_len_schedule, ",
     ):
         Segments(some_tokens(), 10, 4, 1, lengths={3: 20})

@@ -16,7 +16,7 @@ from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.layers.omega_memory import set_execution
 from atlas_memory.layers.tnt import HierarchicalMemory, Hierarchy
 from atlas_memory.memory import State
-from atlas_memory.train.processes import leave
+from atlas_memory.train.distributed import destroy_process_group
 
 DIM, HEADS = 16, 2
 OPTIONS = {"rule": "titans", "chunk_size": 4}
@@ -344,7 +344,7 @@ def test_of_sharded_weights() -> None:
         y, _ = layer(x, layer.initial_state())
         torch.testing.assert_close(y, layer(x)[0])
     finally:
-        leave()
+        destroy_process_group()
 
 
 def test_in_inference_mode_nothing_is_copied():

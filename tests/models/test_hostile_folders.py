@@ -143,7 +143,7 @@ def edit(path: Path, **entries: Any) -> None:
 def commands(folder: Path, model: Path) -> list[list[str]]:
     """Every command that reads a model, or its tokenizer."""
     text = str(folder.parent / "text.txt")
-    settings = ["train.steps=1", "train.batch_size=1", "data.seq_len=16", "data.lanes=1", "train.device=cpu"]
+    settings = ["train.steps=1", "train.batch_size=1", "data.seq_len=16", "data.interleave=1", "train.device=cpu"]
     out = [*settings, f"data.path={text}", f"output_dir={model.parent / 'run'}"]
     return [
         ["evaluate", str(model), "--data", text, "--length", "16", "--streams", "1"],

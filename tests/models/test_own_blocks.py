@@ -11,7 +11,7 @@ from atlas_memory.layers.blocks import BLOCKS, Mixer
 from atlas_memory.layers.stateful import Stateful
 from atlas_memory.memory import State
 from atlas_memory.models.cache import AtlasCache
-from atlas_memory.train.carried import CarriedStates
+from atlas_memory.train.tbptt import TBPTTStates
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,9 +84,9 @@ def test_one_without_parameters_works_everywhere(register):
     with torch.no_grad():
         parts = [net(input_ids=part, past_key_values=cache).logits for part in ids.split([2, 4], 1)]
         torch.testing.assert_close(torch.cat(parts, 1), net(input_ids=ids).logits)
-    carried = CarriedStates(net.train(), batch=2)
+    states = TBPTTStates(net.train(), batch=2)
     for _ in range(2):
-        net(input_ids=ids, labels=ids, past_key_values=carried.next()).loss.backward()
+        net(input_ids=ids, labels=ids, past_key_values=states.next_cache()).loss.backward()
 
 
 @pytest.mark.parametrize(

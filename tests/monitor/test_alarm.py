@@ -33,8 +33,8 @@ def test_no_rule_begins_with_an_alarm(rule: str) -> None:
 def test_what_is_of_no_use_is_named(rule: str, block: str) -> None:
     model = model_of(rule, block)
     for how, kind, count, remedy in (
-        ("eta at 0", "no writes", 2, "train.gate_rate"),
-        ("retention at one half", "no retention", 1, "train.gate_rate"),
+        ("eta at 0", "no writes", 2, "train.gate_lr_scale"),
+        ("retention at one half", "no retention", 1, "train.gate_lr_scale"),
         ("branch at 0", "unused", 2, "scaled away"),
     ):
         with spoilt(SPOILT[how]):

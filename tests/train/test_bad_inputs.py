@@ -9,7 +9,7 @@ import torch
 
 from atlas_memory.cli import main
 from atlas_memory.data import byte_tokenizer
-from atlas_memory.train.examples import collate
+from atlas_memory.train.training_data import collate
 from tests.train.small import SMALL
 
 
@@ -63,17 +63,20 @@ def wrong(tmp_path) -> Path:
         ("data.tokenizer={}/tokenizer", "could not be loaded"),
         ("data.tokenizer={}/endless", "name one of its tokens as eos_token in its tokenizer_config.json"),
         ("data.tokenizer={}/nowhere", "does not exist"),
-        ("data.carry=100000", "lower data.seq_len, data.carry, data.lanes or train.batch_size"),
+        ("data.reset_every=100000", "lower data.seq_len, data.reset_every, data.interleave or train.batch_size"),
         ("train.steps=2026-13-45", "override 'train.steps=2026-13-45': the value is not YAML (month must be in 1..12)"),
         ("data.order=streams", "input should be 'stream', 'packed' or 'crops'"),
         ("data.held_out=1", "data.held_out=1: input should be less than 1"),
         ("data.pass_states=2", "data.pass_states=2: input should be less than or equal to 1"),
-        ("data.lanes=0", "data.lanes=0: input should be greater than or equal to 1"),
-        ("data.lengths={{3: 24}}", "data.lengths: 24 from step 3 on is no multiple of 16 before it"),
-        ("data.lengths={{3: 32, 5: 32}}", "data.lengths: 32 from step 5 on is no multiple of 32 before it"),
-        ("data.lengths={{0: 32}}", "data.lengths: 0 is no step after the first: set data.seq_len=32"),
-        ("data.lengths={{3: 64}}", "make train.batch_size a multiple of 4"),
-        ("data.lengths={{half: 32}}", "data.lengths='half': input should be a valid integer"),
+        ("data.interleave=0", "data.interleave=0: input should be greater than or equal to 1"),
+        ("data.seq_len_schedule={{3: 24}}", "data.seq_len_schedule: 24 from step 3 on is no multiple of 16 before it"),
+        (
+            "data.seq_len_schedule={{3: 32, 5: 32}}",
+            "data.seq_len_schedule: 32 from step 5 on is no multiple of 32 before it",
+        ),
+        ("data.seq_len_schedule={{0: 32}}", "data.seq_len_schedule: 0 is no step after the first: set data.seq_len=32"),
+        ("data.seq_len_schedule={{3: 64}}", "make train.batch_size a multiple of 4"),
+        ("data.seq_len_schedule={{half: 32}}", "data.seq_len_schedule='half': input should be a valid integer"),
         ("model=nano", "model is a section, not 'nano': set its keys, such as model.preset"),
         ("output_dir={}/file", "is a file"),
         ("output_dir={}/file/run", "file"),
@@ -89,9 +92,9 @@ def test_each_mistake_is_one_line(wrong, capsys, override: str, says: str) -> No
 
 
 def test_lengths_of_crops(wrong, capsys) -> None:
-    arguments = [*SMALL, f"data.path={wrong}/line.txt", f"output_dir={wrong}/run", "data.lengths={3: 32}"]
+    arguments = [*SMALL, f"data.path={wrong}/line.txt", f"output_dir={wrong}/run", "data.seq_len_schedule={3: 32}"]
     assert main(["train", *arguments, "data.order=crops"]) == 2
-    assert "data.lengths needs rows that read on: take data.order=stream or packed" in capsys.readouterr().err
+    assert "data.seq_len_schedule needs rows that read on: take data.order=stream or packed" in capsys.readouterr().err
 
 
 def test_one_giant_line_is_text(wrong) -> None:
@@ -102,7 +105,7 @@ def test_what_has_no_effect_is_said(wrong, capsys) -> None:
     arguments = [*SMALL, f"data.path={wrong}/line.txt", f"output_dir={wrong}/run", "train.steps=1"]
     assert main(["train", *arguments, "data.order=crops"]) == 0
     said = capsys.readouterr().err
-    assert "warning: data.lanes=1 has no effect with data.order=crops\n" in said and said.count("warning") == 1
+    assert "warning: data.interleave=1 has no effect with data.order=crops\n" in said and said.count("warning") == 1
 
 
 def test_a_folder_that_cannot_be_made_is_said_before_the_text_is_read(wrong, capsys) -> None:

@@ -5,7 +5,7 @@ import pytest
 from atlas_memory.data import byte_tokenizer
 from atlas_memory.train.config import ConfigError, RunConfig, load_config, load_saved
 from atlas_memory.train.plan import without_weights
-from atlas_memory.train.runs import model_config
+from atlas_memory.train.run_model import model_config
 
 
 def test_defaults_files_and_overrides(tmp_path) -> None:
@@ -42,21 +42,21 @@ def test_the_demo_is_valid() -> None:
     [
         ("train.stpes=3", r"unknown key train.stpes \(=3\); did you mean train.steps\?"),
         ("steps=3", r"unknown key steps \(=3\); did you mean train.steps\?"),
-        ("zebra=3", r"unknown key zebra \(=3\); known: data.carry, "),
+        ("zebra=3", r"unknown key zebra \(=3\); known: data.column, "),
         ("train.lr=3", r"unknown key train.lr \(=3\); did you mean train.learning_rate\?"),
         ("train.zebra=3", r"unknown key train.zebra \(=3\); known: train.alarm_webhook, train.batch_size"),
         ("train.steps=many", "train.steps='many': input should be a valid integer"),
         ("train.steps=true", "train.steps=True: input should be a valid integer"),
-        ("train.gate_rate=true", "train.gate_rate=True: input should be a valid number"),
+        ("train.gate_lr_scale=true", "train.gate_lr_scale=True: input should be a valid number"),
         ("train.threads=100000", "train.threads=100000: input should be less than or equal to 1024"),
         ("train.alarm_webhook=http://", "train.alarm_webhook='http://'"),
         ("train.seed=4294967296", "train.seed=4294967296: input should be less than 4294967296"),
         ("trian.steps=3", r"unknown section trian; did you mean train\?"),
         (
-            "data.lengths={20:64}",
-            r"data.lengths='20:64': input should be a valid integer; write {500: 512}, with a space behind the colon",
+            "data.seq_len_schedule={20:64}",
+            r"data.seq_len_schedule='20:64': input should be a valid integer; write {500: 512}, with a space",
         ),
-        ("data.lengths=20:64", r"write {500: 512}, with a space"),
+        ("data.seq_len_schedule=20:64", r"write {500: 512}, with a space"),
         ("train.steps=0", "train.steps=0: input should be greater than or equal to 1"),
         ("train.steps=9000000000000000000", "9000000000000000000: input should be less than or equal to 10"),
         ("train.learning_rate=.nan", "train.learning_rate=nan: input should be a finite number"),
@@ -66,7 +66,7 @@ def test_the_demo_is_valid() -> None:
         ("train.steps", "'train.steps' is not of the form key=value"),
         ("=3", "'=3' is not of the form key=value"),
         ("train.steps=[1", "the value is not YAML"),
-        ("data.lengths={3: 512, 3: 1024}", r"the value is not YAML \(line 1: found duplicate key \"?3"),
+        ("data.seq_len_schedule={3: 512, 3: 1024}", r"the value is not YAML \(line 1: found duplicate key \"?3"),
         ("output_dir.name=3", r"output_dir is a value \('runs/x'\), not a section"),
     ],
 )

@@ -18,14 +18,21 @@ from safetensors.torch import load_file, save_file
 from atlas_memory.cli import main
 from atlas_memory.console import LONGEST_LINE
 from atlas_memory.monitor.logs import LOG, Log, StepRecord
-from atlas_memory.train import sharded
 from atlas_memory.train.callbacks import JsonLog
-from atlas_memory.train.checkpoints import DIGESTS, _digests, _files, broken, newest_checkpoint
+from atlas_memory.train.checkpoint import (
+    DIGESTS,
+    checkpoint_files,
+    damage,
+    digests,
+    load_shards,
+    newest_checkpoint,
+    weight_shapes,
+)
 from atlas_memory.train.config import ConfigError, load_config, load_saved
 from atlas_memory.train.trainer import train
 from tests.train.small import overrides, settings
 
-QUIET = ("train.evaluate_every=0", "train.watch_every=0")
+QUIET = ("train.evaluate_every=0", "train.probe_every=0")
 SECONDS = 5  # of the processor
 
 
@@ -35,8 +42,8 @@ def resumed(run: Path, *more: str) -> int:
 
 def signed(checkpoint: Path) -> None:
     """Write the digests of a checkpoint's files as they are now, as whoever changed them would."""
-    files = _files(checkpoint)
-    known = dict(zip((str(path.relative_to(checkpoint)) for path in files), _digests(files), strict=True))
+    files = checkpoint_files(checkpoint)
+    known = dict(zip((str(path.relative_to(checkpoint)) for path in files), digests(files), strict=True))
     (checkpoint / DIGESTS).write_text(json.dumps(known))
 
 
@@ -87,7 +94,7 @@ def test_folders_that_are_no_checkpoints(finished: Path) -> None:
 def test_a_checkpoint_of_another_run(finished: Path, tmp_path: Path, caplog, said: Callable, capsys) -> None:
     train(settings(tmp_path, "train.seed=1", "train.steps=9", f"output_dir={tmp_path / 'other'}", *QUIET))
     shutil.copytree(tmp_path / "other" / "checkpoint-9", finished / "checkpoint-9")
-    assert broken(tmp_path / "other" / "checkpoint-9") is None
+    assert damage(tmp_path / "other" / "checkpoint-9") is None
     assert resumed(finished, "train.steps=7") == 0
     assert "checkpoint-9: it is of another run: its data.json" in caplog.text
     shutil.copytree(tmp_path / "other" / "checkpoint-9", finished / "checkpoint-9", dirs_exist_ok=True)
@@ -110,9 +117,9 @@ def test_digests_that_name_too_little(finished: Path, names: list[str]) -> None:
     path = finished / "checkpoint-6" / DIGESTS
     known = json.loads(path.read_text())
     path.write_text(json.dumps({name: known[name] for name in names}))
-    assert "files.json does not name " in str(broken(path.parent))
+    assert "files.json does not name " in str(damage(path.parent))
     path.write_text(json.dumps(known | {"../../six": [1, "a"]}))
-    assert broken(path.parent) == "../../six is missing"
+    assert damage(path.parent) == "../../six is missing"
 
 
 class Spy:
@@ -215,7 +222,7 @@ STATE = {
 }
 
 
-def _carried(tensors: Callable[[dict], dict] = dict, **about: Any) -> Callable[[Path], None]:
+def _states(tensors: Callable[[dict], dict] = dict, **about: Any) -> Callable[[Path], None]:
     def made(checkpoint: Path) -> None:
         path = checkpoint / "memory-0.safetensors"
         with safe_open(path, framework="pt") as file:
@@ -229,20 +236,20 @@ def _first(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict], d
     return lambda tensors: {n: change(t) if n == min(tensors) else t for n, t in tensors.items()}
 
 
-CARRIED = {
-    "rows of thousands of millions": _carried(rows=[[0, 10**12]]),
-    "rows below zero": _carried(rows=[[-2, 2]]),
-    "rows twice": _carried(rows=[[0, 2], [0, 2]], seen=[1, 1]),
-    "no rows": _carried(rows=[]),
-    "rows in words": _carried(rows="all"),
-    "read less than nothing": _carried(seen=[-5]),
-    "read a truth": _carried(seen=[True]),
-    "read for ever": _carried(seen=[2**70]),
-    "a lane that is none": _carried(lane=7),
-    "shape": _carried(_first(lambda t: t[..., :1].clone())),
-    "rows of tensors": _carried(_first(lambda t: t[:1].clone())),
-    "whole numbers": _carried(_first(lambda t: t.long())),
-    "missing": _carried(lambda tensors: {n: t for n, t in tensors.items() if n != min(tensors)}),
+STATES = {
+    "rows of thousands of millions": _states(rows=[[0, 10**12]]),
+    "rows below zero": _states(rows=[[-2, 2]]),
+    "rows twice": _states(rows=[[0, 2], [0, 2]], seen=[1, 1]),
+    "no rows": _states(rows=[]),
+    "rows in words": _states(rows="all"),
+    "read less than nothing": _states(seen=[-5]),
+    "read a truth": _states(seen=[True]),
+    "read for ever": _states(seen=[2**70]),
+    "a group that is none": _states(group=7),
+    "shape": _states(_first(lambda t: t[..., :1].clone())),
+    "rows of tensors": _states(_first(lambda t: t[:1].clone())),
+    "whole numbers": _states(_first(lambda t: t.long())),
+    "missing": _states(lambda tensors: {n: t for n, t in tensors.items() if n != min(tensors)}),
     "bytes": lambda c: (c / "memory-0.safetensors").write_bytes(b"no tensors"),
 }
 
@@ -252,7 +259,7 @@ DAMAGES = [
         ("optimizer.pt", OPTIMIZER),
         ("rng_state", RANDOM),
         ("trainer_state.json", STATE),
-        ("memory-", CARRIED),
+        ("memory-", STATES),
     )
     for name, damage in damages.items()
 ]
@@ -290,15 +297,15 @@ def test_sharded_checkpoints_call_nothing(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     shards = tmp_path / "checkpoint-1" / "shards"
     torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=shards, no_dist=True)
-    assert sharded.shapes(shards.parent) == {"weight": (2, 3), "bias": (2,)}
+    assert weight_shapes(shards.parent) == {"weight": (2, 3), "bias": (2,)}
     (shards / ".metadata").write_bytes(pickle.dumps(Spy(tmp_path / "code")))
     with pytest.raises(ValueError, match=r"shards/.metadata is damaged \(UnpicklingError\)"):
-        sharded.shapes(shards.parent)
+        weight_shapes(shards.parent)
     with pytest.raises(ValueError, match=r"shards' does not fit this run"):
-        sharded._read({"model": model.state_dict()}, shards.parent, no_dist=True)
+        load_shards({"model": model.state_dict()}, shards.parent, no_dist=True)
     torch.distributed.checkpoint.save({"rate": Spy(tmp_path / "code")}, checkpoint_id=shards, no_dist=True)
     with pytest.raises(ValueError, match="does not fit this run"):
-        sharded._read({"rate": 1.0}, shards.parent, no_dist=True)
+        load_shards({"rate": 1.0}, shards.parent, no_dist=True)
     assert not (tmp_path / "code").exists()
 
 
@@ -361,10 +368,10 @@ def test_values_are_those_of_yaml_1_2(text: str, value: Any) -> None:
         "train.report_to=[" + 1000 * "a," + "a]",
         "train.learning_rate=.inf",
         "data.seq_len=1000000000",
-        "data.lanes=1000000000",
-        "data.carry=1000000000000",
-        "data.documents=1" + 30 * "0",
-        "data.lengths={" + ", ".join(f"{i}: {i + 2}" for i in range(1000)) + "}",
+        "data.interleave=1000000000",
+        "data.reset_every=1000000000000",
+        "data.max_documents=1" + 30 * "0",
+        "data.seq_len_schedule={" + ", ".join(f"{i}: {i + 2}" for i in range(1000)) + "}",
         "data.path=[" + 2000 * "a," + "a]",
         'output_dir="a\\0b"',
         'output_dir="a\\ud800b"',
@@ -499,7 +506,7 @@ def _keys() -> list[str]:
     from atlas_memory.train.config import RunConfig, keys
 
     own = [f"model.{name}" for name in AtlasConfig.__annotations__]
-    odd = ["", ".", "train", "train.", "model..x", "\x1b", "x" * 5000, "data.lengths.3", "a b"]
+    odd = ["", ".", "train", "train.", "model..x", "\x1b", "x" * 5000, "data.seq_len_schedule.3", "a b"]
     return [*keys(RunConfig), *own, *odd]
 
 

@@ -9,7 +9,7 @@ import torch
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.train import load_run
 from atlas_memory.train.config import ConfigError, load_config
-from atlas_memory.train.runs import first_model, model_config
+from atlas_memory.train.run_model import first_model, model_config
 from atlas_memory.train.trainer import train
 from tests.train.small import settings
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from atlas_memory.train import trainer
-from atlas_memory.train.carried import CarriedStates
+from atlas_memory.train.tbptt import TBPTTStates
 from atlas_memory.train.trainer import train
 from tests.train.small import settings
 from tests.train.test_orders import losses, near, same, together, weights
 
-LENGTHS = ("data.lengths={3: 32, 5: 64}", "data.lanes=2", "train.batch_size=4", "train.steps=12")
+LENGTHS = ("data.seq_len_schedule={3: 32, 5: 64}", "data.interleave=2", "train.batch_size=4", "train.steps=12")
 
 
 @pytest.mark.parametrize("order", ["stream", "packed"])
@@ -34,7 +34,7 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path, order: str) -> None:
 def test_states_are_carried_as_one_long_reading(tmp_path, monkeypatch) -> None:
     """Two rows of 16 tokens twice, then one row of 32 tokens after the other, at fixed weights."""
     read: list[torch.Tensor] = []
-    kept: list[CarriedStates] = []
+    kept: list[TBPTTStates] = []
     forward = trainer.AtlasForCausalLM.forward
 
     def keep(self, input_ids, **kwargs):
@@ -45,15 +45,15 @@ def test_states_are_carried_as_one_long_reading(tmp_path, monkeypatch) -> None:
         begin(self, *args, **kwargs)
         kept.append(self)
 
-    begin = CarriedStates.__init__
+    begin = TBPTTStates.__init__
     (tmp_path / "corpus").mkdir()
     for i in range(4):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} " * 500)
     still = ("train.learning_rate=1e-30", "train.weight_decay=0", "train.evaluate_every=0")
     with monkeypatch.context() as patch:
         patch.setattr(trainer.AtlasForCausalLM, "forward", keep)
-        patch.setattr(CarriedStates, "__init__", keep_states)
-        train(settings(tmp_path, *still, "train.steps=4", "data.lengths={2: 32}"))
+        patch.setattr(TBPTTStates, "__init__", keep_states)
+        train(settings(tmp_path, *still, "train.steps=4", "data.seq_len_schedule={2: 32}"))
     assert [list(ids.shape) for ids in read] == [[2, 16], [2, 16], [1, 32], [1, 32]]
     model = trainer.first_model(settings(tmp_path), trainer.saved_config(tmp_path / "run"))
     model.load_state_dict(weights(tmp_path / "run"), strict=False)
@@ -61,13 +61,13 @@ def test_states_are_carried_as_one_long_reading(tmp_path, monkeypatch) -> None:
     for row in range(2):
         whole = torch.cat([read[0][row], read[1][row], read[2 + row][0]])[None]
         cache = model.eval()(input_ids=whole, use_cache=True).past_key_values
-        for block, held in zip(cache.blocks, kept[0].next().blocks, strict=True):
+        for block, held in zip(cache.blocks, kept[0].next_cache().blocks, strict=True):
             for one, two in zip(block.state.tensors(), held.state.tensors(), strict=True):
                 torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
 def test_two_processes_are_one_that_accumulates(tmp_path) -> None:
-    common = ("data.lengths={2: 32}", "data.lanes=2", "train.steps=6", "train.learning_rate=0.001")
+    common = ("data.seq_len_schedule={2: 32}", "data.interleave=2", "train.steps=6", "train.learning_rate=0.001")
     one, two = tmp_path / "one", tmp_path / "two"
     train(settings(one, *common, "train.gradient_accumulation_steps=2"))
     together(settings(two, *common))

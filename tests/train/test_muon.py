@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
-from atlas_memory.train.muon import MuonAndAdamW, muon_groups
-from atlas_memory.train.periods import MultiPeriod, split_by_period
-from atlas_memory.train.runs import load_run
+from atlas_memory.train.optim import MultiPeriod, MuonAndAdamW, muon_groups, split_by_period
+from atlas_memory.train.run_model import load_run
 from atlas_memory.train.trainer import train
 
 from .small import settings

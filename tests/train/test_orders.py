@@ -21,16 +21,16 @@ from atlas_memory.cli import main
 from atlas_memory.data import byte_tokenizer
 from atlas_memory.monitor.logs import read_log
 from atlas_memory.train import RunConfig, trainer
-from atlas_memory.train.carried import CarriedStates
 from atlas_memory.train.config import ConfigError
-from atlas_memory.train.processes import leave
-from atlas_memory.train.runs import newest_checkpoint
+from atlas_memory.train.distributed import destroy_process_group
+from atlas_memory.train.run_model import newest_checkpoint
+from atlas_memory.train.tbptt import TBPTTStates
 from atlas_memory.train.trainer import train
 from tests.fresh import FRESH
 from tests.train.small import overrides, settings
 
 ORDERS = ("stream", "packed", "crops")
-LANES = "data.lanes=4"  # in runs of six steps: two lanes are read twice, two once
+INTERLEAVE = "data.interleave=4"  # in runs of six steps: two groups are read twice, two once
 
 
 def losses(folder: Path) -> list[float]:
@@ -62,12 +62,12 @@ def wholes(six_steps, tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-def test_a_resumed_run_has_its_lanes(tmp_path) -> None:
+def test_a_resumed_run_reads_the_same_rows_in_turn(tmp_path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    train(settings(one, LANES))
-    train(settings(two, LANES))
+    train(settings(one, INTERLEAVE))
+    train(settings(two, INTERLEAVE))
     shutil.rmtree(two / "run" / "checkpoint-6")
-    train(settings(two, LANES), resume=True)  # from step 3: the fourth lane has not been read
+    train(settings(two, INTERLEAVE), resume=True)  # from step 3: the fourth lane has not been read
     assert losses(one / "run") == losses(two / "run") and same(one / "run", two / "run")
 
 
@@ -102,12 +102,12 @@ def test_the_orders_differ_and_rows_remember(wholes, tmp_path) -> None:
 def test_states_are_carried_as_one_long_reading(wholes, tmp_path, monkeypatch) -> None:
     """The memory of a row after some steps is what one call over its whole document leaves, at fixed weights."""
     read: list[torch.Tensor] = []
-    kept: list[CarriedStates] = []
+    kept: list[TBPTTStates] = []
     compute_loss = trainer._Trainer.compute_loss
 
     def keep(self, model, inputs, *args, **kwargs):
         read.append(inputs["input_ids"].clone())
-        kept.append(self.carried)
+        kept.append(self.states)
         return compute_loss(self, model, inputs, *args, **kwargs)
 
     monkeypatch.setattr(trainer._Trainer, "compute_loss", keep)
@@ -119,7 +119,7 @@ def test_states_are_carried_as_one_long_reading(wholes, tmp_path, monkeypatch) -
     model.load_state_dict(weights(tmp_path / "run"), strict=False)
     model.tie_weights()
     cache = model.eval()(input_ids=torch.cat(read, 1), use_cache=True).past_key_values
-    for block, held in zip(cache.blocks, kept[0].next().blocks, strict=True):
+    for block, held in zip(cache.blocks, kept[0].next_cache().blocks, strict=True):
         for one, two in zip(block.state.tensors(), held.state.tensors(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
@@ -175,7 +175,7 @@ def test_two_processes_are_one_with_a_batch_twice_as_large(tmp_path, order: str)
 
 
 def test_one_process_goes_on_with_what_two_remember(tmp_path) -> None:
-    common = (LANES, "train.learning_rate=0.001", "train.save_every=4")
+    common = (INTERLEAVE, "train.learning_rate=0.001", "train.save_every=4")
     one, two = tmp_path / "one", tmp_path / "two"
     train(settings(one, *common, "train.batch_size=4"))
     together(settings(two, *common))
@@ -216,7 +216,7 @@ def test_no_thread_of_a_connection_is_left() -> None:
     model(torch.ones(1, 2)).sum().backward()
     assert threads() - before
     del model
-    leave()
+    destroy_process_group()
     assert not threads() - before
 
 
@@ -257,12 +257,12 @@ def test_sigterm_saves_what_was_reached(tmp_path) -> None:
 def test_rows_that_nobody_remembers_are_named(wholes, tmp_path) -> None:
     checkpoint = wholes["stream"] / "checkpoint-6"
     model = trainer.first_model(settings(tmp_path), trainer.saved_config(wholes["stream"]))
-    with pytest.raises(ValueError, match="holds what 2 rows remember, and row 2 is not among them"):
-        CarriedStates(model, 4).load(checkpoint)
+    with pytest.raises(ValueError, match="row 2 is not among them"):
+        TBPTTStates(model, 4).load(checkpoint)
 
 
-def test_a_state_that_grows_is_not_carried(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"data.order='stream' keeps what rows remember, and the state .* grows"):
+def test_a_state_that_grows_is_not_kept(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"data.order='stream' .* grows"):
         train(settings(tmp_path, "model.rule=dot"))
     assert not (tmp_path / "run").exists()
 

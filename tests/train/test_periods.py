@@ -186,8 +186,7 @@ def test_training_runs_resume_in_the_middle_of_a_period(tmp_path, monkeypatch, o
                 layer.mlp = ContinuumMLP(config.hidden_size, 8, (1, 4))
             self.post_init()
 
-    for module in ("runs", "saved"):
-        monkeypatch.setattr(f"atlas_memory.train.{module}.AtlasForCausalLM", WithContinuum)
+    monkeypatch.setattr("atlas_memory.train.run_model.AtlasForCausalLM", WithContinuum)
     config = settings(tmp_path, f"train.optimizer={optimizer}")
     trainer.train(config)
     run = tmp_path / "run"

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_memory.cli import main
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
-from atlas_memory.train import checks, load_config
-from atlas_memory.train.plan import available, plan
-from atlas_memory.train.runs import load_run
+from atlas_memory.train import load_config, preflight
+from atlas_memory.train.plan import available_memory, plan
+from atlas_memory.train.run_model import load_run
 from atlas_memory.train.trainer import train
 from tests import fresh
 from tests.train.small import overrides, settings
@@ -65,7 +65,7 @@ def test_counts_are_those_of_the_model_and_its_run(tmp_path) -> None:
     assert two.weights == found.weights
     assert plan(settings(tmp_path, "train.fsdp=true"), processes=2).weights == found.weights // 2
     states = model(input_ids=torch.zeros(4, 16, dtype=torch.long), use_cache=True).past_key_values
-    assert found.carried == sum(t.numel() * t.element_size() for b in states.blocks for t in b.state.tensors())
+    assert found.states == sum(t.numel() * t.element_size() for b in states.blocks for t in b.state.tensors())
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(1, 16, dtype=torch.long), use_cache=False)
     assert found.flops_per_token == 3 * counter.get_total_flops() / 16
@@ -109,18 +109,18 @@ def test_the_command(tmp_path, capsys) -> None:
 
 
 def test_a_run_that_will_not_fit_says_so(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(checks, "LARGE", 1)
-    monkeypatch.setattr(checks, "available", lambda config: 200_000)
+    monkeypatch.setattr(preflight, "LARGE", 1)
+    monkeypatch.setattr(preflight, "available_memory", lambda config: 200_000)
     assert main(["train", *overrides(tmp_path)]) == 0
     assert "warning: about 0 GB are needed and there are 0: lower train.batch_size" in capsys.readouterr().err
 
 
 def test_a_containers_limit_counts_as_memory(tmp_path, monkeypatch) -> None:
     config = load_config(None, ["train.device=cpu"])
-    physical = available(config)
+    physical = available_memory(config)
     for text, expected in (("1000\n", 1000), ("max\n", physical), (f"{2 * physical}\n", physical)):
         (tmp_path / "memory.max").write_text(text)
         monkeypatch.setattr(
             "atlas_memory.train.plan.CONTAINER_LIMITS", (tmp_path / "memory.max", tmp_path / "not there")
         )
-        assert available(config) == expected
+        assert available_memory(config) == expected

@@ -6,8 +6,7 @@ import torch
 from atlas_memory import AtlasConfig, AtlasForCausalLM
 from atlas_memory.layers.gate_projection import GateProjection
 from atlas_memory.train import load_run
-from atlas_memory.train.muon import muon_groups
-from atlas_memory.train.rates import split_by_rate
+from atlas_memory.train.optim import muon_groups, split_by_rate
 from atlas_memory.train.trainer import train
 from tests.train.small import settings
 
@@ -43,7 +42,7 @@ def test_gates_that_do_not_learn(tmp_path, optimizer: str) -> None:
     more = ("train.evaluate_every=0", f"train.optimizer={optimizer}", "model.rule=titans")
     ends = []
     for rate in (0, 1):
-        train(settings(tmp_path, *more, f"train.gate_rate={rate}", f"output_dir={tmp_path / str(rate)}"))
+        train(settings(tmp_path, *more, f"train.gate_lr_scale={rate}", f"output_dir={tmp_path / str(rate)}"))
         ends.append(load_run(tmp_path / str(rate)).model)
     names = [name for name, _ in ends[0].named_parameters() if ".gates." in name]
     still, moved = (model.state_dict() for model in ends)
@@ -53,8 +52,10 @@ def test_gates_that_do_not_learn(tmp_path, optimizer: str) -> None:
 
 
 def test_a_rate_of_gates_that_are_none(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"train.gate_rate=0.1 is the learning rate of gates, and block='hope' has"):
-        train(settings(tmp_path, "model.block=hope", "model.rule=hope", "train.gate_rate=0.1"))
+    with pytest.raises(
+        ValueError, match=r"train.gate_lr_scale=0.1 is the learning rate of gates, and block='hope' has"
+    ):
+        train(settings(tmp_path, "model.block=hope", "model.rule=hope", "train.gate_lr_scale=0.1"))
     assert not (tmp_path / "run").exists()
 
 

@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from atlas_memory.monitor.logs import read_log
-from atlas_memory.train import load_run, sharded, trainer
+from atlas_memory.train import checkpoint, load_run, trainer
 from atlas_memory.train.config import ConfigError, RunConfig
-from atlas_memory.train.runs import newest_checkpoint
+from atlas_memory.train.run_model import newest_checkpoint
 from atlas_memory.train.trainer import train
 from tests.train.small import copied, count_in_training, settings
 from tests.train.test_orders import losses, near, part, same, start, together, weights
 
 MORE = (
     "model.rule=titans",
-    "data.lanes=2",
+    "data.interleave=2",
     "train.learning_rate=0.001",
     "train.evaluate_every=2",
     "train.sample_tokens=3",
@@ -29,7 +29,7 @@ MORE = (
 
 
 def config(folder: Path, *more: str) -> RunConfig:
-    """A sharded run of a rule with an M_0, in lanes that are read three times."""
+    """A sharded run of a rule with an M_0, in groups that are read three times."""
     return settings(folder, *MORE, "train.fsdp=true", *more)
 
 
@@ -37,7 +37,7 @@ def config(folder: Path, *more: str) -> RunConfig:
 def whole(tmp_path_factory) -> Path:
     """A sharded run by two processes, in one go."""
     folder = tmp_path_factory.mktemp("whole")
-    together(config(folder, "train.watch_every=3"))
+    together(config(folder, "train.probe_every=3"))
     return folder / "run"
 
 
@@ -58,7 +58,7 @@ def alike(one: Path, two: Path) -> None:
 
 
 def test_a_sharded_run_is_the_run(whole, tmp_path) -> None:
-    train(settings(tmp_path, *MORE, "train.batch_size=4", "train.watch_every=3"))
+    train(settings(tmp_path, *MORE, "train.batch_size=4", "train.probe_every=3"))
     alike(whole, tmp_path / "run")
     looks = [read_log(folder, "memory.jsonl") for folder in (whole, tmp_path / "run")]
     assert [look.step for look in looks[0]] == [3, 6]
@@ -174,5 +174,5 @@ def test_a_sharded_run_stays_one(copy) -> None:
 
 
 def test_shapes_of_a_sharded_checkpoint(whole) -> None:
-    found = sharded.shapes(whole / "checkpoint-6")
+    found = checkpoint.weight_shapes(whole / "checkpoint-6")
     assert {name: found[name] for name in weights(whole)} == {n: tuple(w.shape) for n, w in weights(whole).items()}

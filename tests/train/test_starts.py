@@ -7,7 +7,7 @@ import pytest
 from atlas_memory.models import AtlasForCausalLM
 from atlas_memory.train import train
 from atlas_memory.train.config import ConfigError
-from atlas_memory.train.runs import load_run
+from atlas_memory.train.run_model import load_run
 
 from .small import settings
 

@@ -17,14 +17,14 @@ from transformers import TrainerCallback
 from atlas_memory.cli import main
 from atlas_memory.monitor.logs import StepRecord, read_log
 from atlas_memory.train import callbacks, trainer
-from atlas_memory.train.checkpoints import newest_checkpoint
+from atlas_memory.train.callbacks import check_finite
+from atlas_memory.train.checkpoint import newest_checkpoint
 from atlas_memory.train.config import ConfigError
-from atlas_memory.train.finite import check_finite
 from atlas_memory.train.trainer import train
 from tests.train.small import overrides, settings
 from tests.train.test_orders import same, start
 
-QUIET = ("train.evaluate_every=0", "train.watch_every=0")
+QUIET = ("train.evaluate_every=0", "train.probe_every=0")
 
 
 def no_nan(folder: Path) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         train(settings(tmp_path, *more))
     checkpoint = tmp_path / "run" / "checkpoint-1"
-    assert f"model.init_from={checkpoint} begins with" in str(caught.value)
+    assert f"model.init_from={checkpoint} starts from" in str(caught.value)
     assert newest_checkpoint(tmp_path / "run") == checkpoint
     assert [entry["step"] for entry in no_nan(tmp_path / "run")] == [1]
 
@@ -72,8 +72,8 @@ def test_held_out_text_that_cannot_be_read_is_said_before_a_sample_is_drawn(tmp_
         torch.nn.init.constant_(self.model.lm_head.weight, torch.nan)
         look(self, *args)
 
-    look = callbacks.HeldOut.look
-    monkeypatch.setattr(callbacks.HeldOut, "look", spoil)
+    look = callbacks.Evaluation.after_step
+    monkeypatch.setattr(callbacks.Evaluation, "after_step", spoil)
     assert main(["train", *overrides(tmp_path, "train.evaluate_every=1", "train.sample_tokens=5")]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert "held-out text is read with a loss that is nan or inf at step 1: lower train.learning_rate" in said
@@ -112,7 +112,7 @@ def test_sigterm_saves_before_anything_is_read_or_drawn(tmp_path, monkeypatch) -
     def pressed(self: Any, *args: Any, callbacks: list[TrainerCallback], **kwargs: Any) -> None:
         original(self, *args, callbacks=[press, *callbacks], **kwargs)
 
-    more = ("train.evaluate_every=2", "train.watch_every=2", "train.sample_tokens=3")
+    more = ("train.evaluate_every=2", "train.probe_every=2", "train.sample_tokens=3")
     with monkeypatch.context() as patch:
         patch.setattr(trainer._Trainer, "__init__", pressed)
         assert train(settings(tmp_path, *more)).interrupted

@@ -7,10 +7,9 @@ from atlas_memory.data import Corpus, Source
 from atlas_memory.data.prepared import prepare
 from atlas_memory.data.tokenization import train_tokenizer
 from atlas_memory.train.config import ConfigError
-from atlas_memory.train.examples import Text
-from atlas_memory.train.runs import load_run
-from atlas_memory.train.texts import text_of
+from atlas_memory.train.run_model import load_run
 from atlas_memory.train.trainer import train
+from atlas_memory.train.training_data import TrainingData, evaluation_text
 from tests.data.test_tokenization import word_tokenizer
 from tests.train.small import overrides, settings
 
@@ -49,7 +48,7 @@ def test_a_model_goes_on_with_its_own_tokens(tmp_path) -> None:
     assert train(settings(tmp_path, begin, f"data.tokenizer={first}")).steps == 6
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(tmp_path / "more")
-    Text.load(settings(tmp_path, begin, f"data.tokenizer={tmp_path / 'more'}"))
+    TrainingData.load(settings(tmp_path, begin, f"data.tokenizer={tmp_path / 'more'}"))
 
 
 def test_a_tokenizer_that_loses_text_is_named(tmp_path, caplog) -> None:
@@ -57,9 +56,13 @@ def test_a_tokenizer_that_loses_text_is_named(tmp_path, caplog) -> None:
     word_tokenizer(eos_token="<e>", pad_token="<p>").save_pretrained(tmp_path / "words")
     given = settings(tmp_path, f"data.tokenizer={tmp_path / 'words'}", "train.steps=1")
     run = load_run(train(given).folder)
-    told = [lambda: Text.load(given), lambda: text_of(run), lambda: text_of(run, tmp_path / "corpus")]
+    told = [
+        lambda: TrainingData.load(given),
+        lambda: evaluation_text(run),
+        lambda: evaluation_text(run, tmp_path / "corpus"),
+    ]
     told += [lambda: prepare(Source(tmp_path / "corpus"), tmp_path / "prepared", str(tmp_path / "words"))]
-    told += [lambda: Text.load(settings(tmp_path, f"data.path={tmp_path / 'prepared'}"))]
+    told += [lambda: TrainingData.load(settings(tmp_path, f"data.path={tmp_path / 'prepared'}"))]
     for tell in told:
         caplog.clear()
         tell()
@@ -70,25 +73,25 @@ def test_a_long_text_is_announced(tmp_path, capsys, monkeypatch) -> None:
     """Without a terminal in one line, before it is tokenised; a short one, and bytes, are not."""
     given = settings(tmp_path, f"data.tokenizer={tmp_path / 'mine'}")
     train_tokenizer(Source(tmp_path / "corpus"), tmp_path / "mine", 280)
-    Text.load(given)
+    TrainingData.load(given)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("atlas_memory.train.examples.LONG", 100)
-    Text.load(settings(tmp_path))
-    text = Text.load(given)
+    monkeypatch.setattr("atlas_memory.train.training_data.LONG", 100)
+    TrainingData.load(settings(tmp_path))
+    text = TrainingData.load(given)
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith("tokenising 0.0M characters of ") and said[-1].endswith("once for all runs")
     console = Console(force_terminal=True, width=120, record=True, quiet=False)
-    assert len(Text.load(given, console).tokens.ids) == len(text.tokens.ids)
+    assert len(TrainingData.load(given, console).tokens.ids) == len(text.tokens.ids)
 
 
 def test_a_text_that_has_grown_since_is_said(tmp_path, caplog) -> None:
     """Its held-out part is another one then, and may have been trained on."""
     train(settings(tmp_path, "train.steps=1"))
-    text_of(load_run(tmp_path / "run"))
+    evaluation_text(load_run(tmp_path / "run"))
     assert "has changed since" not in caplog.text
     for name in "abc":
         (tmp_path / "corpus" / f"{name}.txt").write_text(f"another {name} " * 50)
-    text_of(load_run(tmp_path / "run"))
+    evaluation_text(load_run(tmp_path / "run"))
     assert "has changed since it was trained: what is held out of it now may have been trained on" in caplog.text
 
 

@@ -21,7 +21,7 @@ from atlas_memory.ops.compiling import compiled_for_rule
 from atlas_memory.train import callbacks, load_run, trainer
 from atlas_memory.train.callbacks import Clock
 from atlas_memory.train.config import ConfigError
-from atlas_memory.train.runs import newest_checkpoint
+from atlas_memory.train.run_model import newest_checkpoint
 from atlas_memory.train.trainer import train
 from tests.train.small import copied, count_in_training, settings
 
@@ -89,7 +89,7 @@ def test_compiled_chunks_change_no_loss(whole, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch, "compile", compile)
     compiled_for_rule.cache_clear()
     said = StringIO()
-    train(settings(tmp_path, "train.compiled=true"), console=Console(file=said))
+    train(settings(tmp_path, "train.compile=true"), console=Console(file=said))
     compiled_for_rule.cache_clear()
     assert asked
     assert "the first step compiles the memories, which takes a minute" in said.getvalue()
@@ -97,7 +97,7 @@ def test_compiled_chunks_change_no_loss(whole, tmp_path, monkeypatch) -> None:
         assert one == pytest.approx(two, rel=1e-5)
 
 
-@pytest.mark.parametrize("what", ["compiled=true compiles memories", "graphed=true records memories"])
+@pytest.mark.parametrize("what", ["compile=true compiles memories", "cuda_graphs=true records memories"])
 def test_a_model_without_memories_has_nothing_to_compile_or_record(what, tmp_path) -> None:
     option = f"train.{what.split()[0]}"
     with pytest.raises(ConfigError, match=f"{what}, and .*: leave it out"):
@@ -105,8 +105,8 @@ def test_a_model_without_memories_has_nothing_to_compile_or_record(what, tmp_pat
 
 
 def test_recording_does_not_go_with_checkpointing(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="leave one out"):
-        train(settings(tmp_path, "train.graphed=true", "train.gradient_checkpointing=true"))
+    with pytest.raises(ConfigError, match="drop one"):
+        train(settings(tmp_path, "train.cuda_graphs=true", "train.gradient_checkpointing=true"))
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def test_recording_does_not_go_with_checkpointing(tmp_path) -> None:
     [
         ([], False, False),
         (["train.device=auto"], True, True),
-        (["train.device=auto", "train.graphed=false"], True, False),
+        (["train.device=auto", "train.cuda_graphs=false"], True, False),
         (["train.device=auto", "train.gradient_checkpointing=true"], True, False),
         ([], True, False),
-        (["train.graphed=true"], False, True),
+        (["train.cuda_graphs=true"], False, True),
     ],
 )
 def test_memories_are_recorded_on_a_gpu(options, there, graphed, tmp_path, monkeypatch) -> None:
@@ -167,10 +167,12 @@ def test_a_cut_off_checkpoint_is_skipped(whole, copy, caplog, name: str) -> None
 def test_a_run_without_checkpoints_starts_again(whole, copy) -> None:
     shutil.rmtree(copy / "checkpoint-3")
     (copy / "checkpoint-6" / "optimizer.pt").unlink()
-    with pytest.raises(ConfigError, match=r"no checkpoint to go on from \(checkpoint-6: optimizer.pt is missing\)"):
+    with pytest.raises(ConfigError, match=r"no intact checkpoint .*checkpoint-6: optimizer.pt is missing"):
         resume(copy)
     shutil.rmtree(copy / "checkpoint-6")
-    with pytest.raises(ConfigError, match=r"a model and no checkpoint to go on from.* model.init_from=\S+ output_dir="):
+    with pytest.raises(
+        ConfigError, match=r"a model and no checkpoint to resume from.* model.init_from=\S+ output_dir="
+    ):
         resume(copy)
     assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     (copy / "model.safetensors").unlink()

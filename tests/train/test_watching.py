@@ -34,7 +34,7 @@ def test_a_line_for_every_look_and_the_same_weights(tmp_path: Path) -> None:
     for name, every in (("watched", 2), ("not", 0)):
         folder = tmp_path / name
         console = quiet()
-        train(settings(folder, f"train.watch_every={every}"), console=console)
+        train(settings(folder, f"train.probe_every={every}"), console=console)
         assert "alarm" not in said(console)
     lines = read_log(tmp_path / "watched" / "run", "memory.jsonl")
     assert [line.step for line in lines] == [2, 4, 6]
@@ -51,9 +51,9 @@ def test_a_line_for_every_look_and_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_with_its_looks(tmp_path: Path) -> None:
-    train(settings(tmp_path, "train.watch_every=1", "train.steps=4"))
+    train(settings(tmp_path, "train.probe_every=1", "train.steps=4"))
     (tmp_path / "run" / "model.safetensors").unlink()
-    train(settings(tmp_path, "train.watch_every=1", "train.steps=6"), resume=True)
+    train(settings(tmp_path, "train.probe_every=1", "train.steps=6"), resume=True)
     assert [line.step for line in read_log(tmp_path / "run", "memory.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -76,7 +76,7 @@ def test_an_alarm_is_told_once(tmp_path: Path) -> None:
     with spoilt(SPOILT["eta at 0"]):
         hook = f"train.alarm_webhook=http://127.0.0.1:{server.server_port}/"
         train(
-            settings(tmp_path, "train.watch_every=1", hook),
+            settings(tmp_path, "train.probe_every=1", hook),
             console=console,
             on_alarm=lambda *alarm: called.append(alarm),
         )
@@ -102,14 +102,14 @@ def test_training_goes_on_where_nobody_listens(tmp_path: Path, address: str) -> 
     with spoilt(SPOILT["eta at 0"]), socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))  # taken, so that nobody else listens there
         hook = f"train.alarm_webhook={address.format(port=deaf.getsockname()[1])}"
-        train(settings(tmp_path, "train.watch_every=2", "train.steps=4", hook), console=console)
+        train(settings(tmp_path, "train.probe_every=2", "train.steps=4", hook), console=console)
     assert "; retried after the next probe" in said(console)
     assert load_run(tmp_path / "run").folder == tmp_path / "run"
 
 
 @pytest.mark.parametrize("more", [("model.block=swa", "model.rule=null", "model.attention_window=4")])
 def test_a_model_without_memories_is_not_looked_at(tmp_path: Path, more: tuple[str, ...]) -> None:
-    train(settings(tmp_path, "train.watch_every=1", *more))
+    train(settings(tmp_path, "train.probe_every=1", *more))
     assert not (tmp_path / "run" / "memory.jsonl").exists()
 
 

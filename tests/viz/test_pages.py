@@ -64,7 +64,7 @@ def test_runs_are_shown_and_followed(opened: Any, shared: tuple[Path, str]) -> N
         file.write('{"step": 31}\n{"step": 32, "loss": null, "elapsed": 4}\n')
     append(ill / "memory.jsonl", {"step": 301, "seconds": 0.1, "memories": [{"name": "m"}]})
     page = open_page(opened, address, "Runs")
-    expect(page.get_by_text("ill, after step 200: layer 0 writes nothing: lower train.gate_rate")).to_be_visible(
+    expect(page.get_by_text("ill, after step 200: layer 0 writes nothing: lower train.gate_lr_scale")).to_be_visible(
         timeout=WAIT
     )
     expect(page.get_by_text("ill: 3 damaged lines of its logs skipped")).to_be_visible()

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from atlas_memory.console import progress_lines
 from atlas_memory.train import load_run, train
-from atlas_memory.train.texts import text_of
+from atlas_memory.train.training_data import evaluation_text
 from atlas_memory.viz.comparison import write_comparison
 from atlas_memory.viz.folders import report_folder
 from atlas_memory.viz.labels import amount, duration, headline, legible, memory_label
@@ -28,7 +28,7 @@ from tests.train.small import copied, settings
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose memories were looked at three times, beside its text."""
     folder = tmp_path_factory.mktemp("watched")
-    train(settings(folder, "train.watch_every=2"))
+    train(settings(folder, "train.probe_every=2"))
     return folder / "run"
 
 
@@ -102,7 +102,7 @@ def test_a_text_given_is_read_whole_as_one_document_a_file(tmp_path: Path) -> No
     (tmp_path / "texts").mkdir()
     for name in "abc":
         (tmp_path / "texts" / f"{name}.txt").write_text(name + text)
-    _, documents = text_of(load_run(tmp_path / "run"), tmp_path / "texts")
+    _, documents = evaluation_text(load_run(tmp_path / "run"), tmp_path / "texts")
     assert [document.text for document in documents] == [name + text for name in "abc"]
 
 
@@ -394,7 +394,7 @@ def test_a_report_needs_a_run(tmp_path: Path) -> None:
 
 
 def test_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(settings(tmp_path, f"output_dir={tmp_path}/with", "train.watch_every=2"))
+    train(settings(tmp_path, f"output_dir={tmp_path}/with", "train.probe_every=2"))
     described = tmp_path / "with" / "run.yaml"
     assert "  rule: deltanet\n" in described.read_text()
     described.write_text(described.read_text().replace("  rule: deltanet\n", ""))  # as if its preset had decided

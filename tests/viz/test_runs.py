@@ -14,8 +14,7 @@ from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import AtlasConfig
 from atlas_memory.monitor.logs import LOG, MEMORY, RECORDS, SAMPLES, Log, Record, Whole, cut_logs, read_log
 from atlas_memory.train.config import TrainSection
-from atlas_memory.train.settings import in_bytes
-from atlas_memory.train.yaml_files import write_yaml
+from atlas_memory.train.run_folder import has_byte_tokens, write_yaml
 from atlas_memory.viz.folders import find_runs
 from atlas_memory.viz.watched_runs import WITHOUT_MEMORY, WatchedRun, WatchedRuns
 from benchmarks.dashboard import append, made_run
@@ -197,16 +196,16 @@ def test_names_are_shown_as_text(tmp_path: Path) -> None:
 
 
 def test_what_a_loss_is_in(tmp_path: Path) -> None:
-    assert not in_bytes(tmp_path)
+    assert not has_byte_tokens(tmp_path)
     for noted, known in (('{"bytes": true}', True), ('{"bytes": false}', False), ("{}", False), ("[", False)):
         (tmp_path / "data.json").write_text(noted)
-        assert in_bytes(tmp_path) is known
+        assert has_byte_tokens(tmp_path) is known
 
 
 def test_an_alarm_counts_once(tmp_path: Path) -> None:
     run = WatchedRuns([made_run(tmp_path / "run", steps=40, every=10, alarm=20)]).all()[0]
     (alarm,) = run.alarms
-    assert (alarm["step"], alarm["until"]) == (20, None) and "lower train.gate_rate" in alarm["text"]
+    assert (alarm["step"], alarm["until"]) == (20, None) and "lower train.gate_lr_scale" in alarm["text"]
 
 
 def test_a_line_without_what_the_pages_need_is_damaged(tmp_path: Path) -> None:

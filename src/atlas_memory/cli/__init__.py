@@ -63,19 +63,19 @@ def train(
     """Train a model on text: your own, or the Python standard library's source."""
     with imports():
         from atlas_memory.train.config import load_config
-        from atlas_memory.train.processes import leave, process
+        from atlas_memory.train.distributed import destroy_process_group, rank
         from atlas_memory.train.trainer import train as run
 
     settings = load_config(config, overrides or [])
     if resume and config is None and (saved := Path(settings.output_dir) / "run.yaml").is_file():
         settings = load_config(saved, overrides or [])
     outcome = run(settings, resume)
-    leave()
+    destroy_process_group()
     done = f"{outcome.folder}: step {outcome.steps}, loss {outcome.loss:.3f}, {outcome.seconds:.0f} s"
     if outcome.interrupted:
         report_error(f"interrupted; {done}; continue with: atlas train --resume output_dir={outcome.folder}", 130)
         raise typer.Exit(130)
-    if process() == 0:
+    if rank() == 0:
         print(one_line(done))
 
 
@@ -108,7 +108,7 @@ def generate(
     """Write text with a trained model, as it comes."""
     with imports():
         from atlas_memory.eval.sampling import TerminalStreamer, sample
-        from atlas_memory.train.runs import load_run
+        from atlas_memory.train.run_model import load_run
 
     if greedy and (temperature, top_k, top_p) != (0.8, 40, 1.0):
         raise typer.BadParameter("--greedy draws nothing: leave out --temperature, --top-k and --top-p, or --greedy")
@@ -133,15 +133,15 @@ def evaluate(
         from atlas_memory.eval.perplexity import bits_per_byte, evaluation_length
         from atlas_memory.monitor.hooks import memory_layers
         from atlas_memory.train.config import RunConfig
-        from atlas_memory.train.runs import load_run
-        from atlas_memory.train.texts import text_of
+        from atlas_memory.train.run_model import load_run
+        from atlas_memory.train.training_data import evaluation_text
 
     loaded = load_run(run)
     if not memory_layers(loaded.model) and writes != "on":
         if writes == "off":
             raise ValueError("--writes off: the model has no memory whose writes could be off")
         writes = "on"
-    _, documents = text_of(loaded, data, column)
+    _, documents = evaluation_text(loaded, data, column)
     trained = (loaded.config or RunConfig()).data
     length = evaluation_length(trained.longest) if length is None else length
     scores = {}

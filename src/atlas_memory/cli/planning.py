@@ -45,7 +45,7 @@ def plan(
     """What a run will need, before it is run: parameters, tokens, operations, memory; with --flops, its time."""
     with imports():
         from atlas_memory.train.config import load_config
-        from atlas_memory.train.plan import available
+        from atlas_memory.train.plan import available_memory
         from atlas_memory.train.plan import plan as run
 
     if price is not None and flops is None:
@@ -64,7 +64,9 @@ def plan(
         print(json.dumps(found.to_dict() | {"processes": processes, "device_hours": hours, "cost": cost}, indent=2))
         return
     table = _table(settings, found, processes, hours, price, by_clock)
-    table.add_row("memory of a process", si_format(found.memory), f"this machine has {si_format(available(settings))}")
+    table.add_row(
+        "memory of a process", si_format(found.memory), f"this machine has {si_format(available_memory(settings))}"
+    )
     Console().print(table)
 
 
@@ -90,12 +92,12 @@ def _table(
         money = "" if price is None else f"; at {price:g} an hour {hours * price:,.2f}"
         table.add_row("hours of a device", f"{hours:,.3g}", f"{hours / processes:,.3g} on {processes}{money}")
     table.add_section()
-    table.add_row("weights, bytes", si_format(found.weights), "with gradients and the optimiser's state")
+    table.add_row("weights, bytes", si_format(found.weights), "with gradients and the optimizer's state")
     table.add_row(
         "activations",
         si_format(found.activations),
         f"{settings.train.batch_size} rows of {settings.data.seq_len} tokens",
     )
     table.add_row("logits", si_format(found.logits), "with their gradient")
-    table.add_row("carried states", si_format(found.carried), "of the rows under way, at most")
+    table.add_row("memory states", si_format(found.states), "of the rows under way, at most")
     return table

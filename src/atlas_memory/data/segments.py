@@ -97,13 +97,13 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         piece = 1 if carry is None else carry * seq_len
         self.part = total // piece // (rows * interleave) * piece  # tokens that a row reads in an epoch
         if self.part < seq_len * self._phases[-1][1]:
-            name = "data.seq_len" if len(self._phases) == 1 else "the last of data.lengths"
+            name = "data.seq_len" if len(self._phases) == 1 else "the last of data.seq_len_schedule"
             needed = f"{name}={seq_len * self._phases[-1][1]} times {rows * interleave} rows" + (
-                f" times data.carry={carry}" if carry else ""
+                f" times data.reset_every={carry}" if carry else ""
             )
             raise ValueError(
                 f"{needed} is more than the training text ({total} tokens): lower {name}, "
-                f"{'' if carry is None else 'data.carry, '}data.lanes or train.batch_size, or give more text"
+                f"{'' if carry is None else 'data.reset_every, '}data.interleave or train.batch_size, or give more text"
             )
         self._orders: dict[int, _Order] = {}  # of this epoch and the one before
 

@@ -22,7 +22,7 @@ LEAST_ETA = 0.01
 
 AGAIN = "Start a new run (another output_dir) with"  # since settings cannot be changed under a run
 SLOWER = (
-    f"{AGAIN} train.gate_rate=0.1 (gates learn at a tenth of the rate; not those of block hope) or a lower "
+    f"{AGAIN} train.gate_lr_scale=0.1 (gates learn at a tenth of the rate; not those of block hope) or a lower "
     "train.learning_rate"
 )
 

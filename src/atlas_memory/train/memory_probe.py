@@ -23,16 +23,14 @@ from atlas_memory.monitor import Alarm, alarms, effective_remembrance, summarise
 from atlas_memory.monitor.hooks import memory_layers
 from atlas_memory.monitor.logs import MEMORY, GateRecord, ProbeRecord, read_log
 from atlas_memory.monitor.tracing import LAGS
-from atlas_memory.train import sharded
-from atlas_memory.train.callbacks import AtStepEnd, StopOnInterrupt
-from atlas_memory.train.checkpoints import writing
-from atlas_memory.train.processes import process
+from atlas_memory.train.callbacks import AfterStep, StopOnInterrupt, append
+from atlas_memory.train.distributed import gather_weights, rank
 
 OnAlarm = Callable[[int, Alarm], None]
 """What is called with an alarm and the step after which it was raised."""
 
 
-class MemoryProbe(AtStepEnd):
+class MemoryProbe(AfterStep):
     """Probes every memory of a model every so many steps: a line of ``memory.jsonl`` with what ``summarise`` says of a
     ``trace`` over the beginnings of held-out texts, always the same, and with the effective remembrance. What is wrong
     in two probes in a row is an alarm: a line on the console, a POST to ``webhook`` and a call of ``on_alarm``, once
@@ -87,19 +85,18 @@ class MemoryProbe(AtStepEnd):
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.metrics = {}
 
-    def look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def after_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         if not self.every or state.global_step % self.every:
             return
         begun = time.perf_counter()
-        weights = sharded.whole_weights(self.model) if self.sharded else None
-        if process() > 0:
+        weights = gather_weights(self.model) if self.sharded else None
+        if rank() > 0:
             return
         model = self.model if weights is None else _gathered(self.model.config, weights)
         probe = self._probe(state.global_step, model)
         probe.seconds = round(time.perf_counter() - begun, 3)
         self.metrics = _metrics(probe)
-        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(probe.line())
+        append(self.path, probe)
         for alarm in probe.alarms:
             if alarm.key not in self._raised:
                 self._raise(probe.step, alarm)

@@ -17,13 +17,13 @@ from atlas_memory.data.prepared import Prepared
 from atlas_memory.layers.omega_memory import OmegaMemory
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.train.config import RunConfig
-from atlas_memory.train.examples import LANES
-from atlas_memory.train.runs import model_config
+from atlas_memory.train.run_model import model_config
+from atlas_memory.train.training_data import INTERLEAVE
 
 SEEN = 128
 """Tokens of a row from which a block's needs are found, or twice an attention's window: a block whose state has one
 size needs as much for any others, and longer rows take longer."""
-OPTIMISER = {"adamw": 8, "muon": 8, "m3": 16}
+OPTIMIZER_BYTES = {"adamw": 8, "muon": 8, "m3": 16}
 """Bytes of state a parameter, at most."""
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Where Linux says how many bytes a container may have, by version of its control groups."""
@@ -41,10 +41,10 @@ class Plan:
         initial: Of them, the memories' M_0.
         tokens: Read in all, by all processes; None: the clock decides.
         flops_per_token: Floating-point operations of matrix products, forward and backward; two a multiply-add.
-        weights: Bytes of weights, gradients and the optimiser's state.
+        weights: Bytes of weights, gradients and the optimizer's state.
         activations: Bytes that a pass keeps for going back, and half of a block more for what it computes with.
         logits: Bytes of logits and their gradient.
-        carried: Bytes of what rows remember from step to step, at most.
+        states: Bytes of the memory states that rows keep from step to step, at most.
     """
 
     parameters: int
@@ -55,12 +55,12 @@ class Plan:
     weights: int
     activations: int
     logits: int
-    carried: int
+    states: int
 
     @property
     def memory(self) -> int:
         """Bytes in all, besides the program's own."""
-        return self.weights + self.activations + self.logits + self.carried
+        return self.weights + self.activations + self.logits + self.states
 
     @property
     def flops(self) -> float | None:
@@ -81,8 +81,7 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     """
     prepared = Prepared.open(config.data.path)
     tokenizer = load_tokenizer(prepared.tokenizer if prepared else config.data.tokens)
-    config.check_lengths()
-    return of_model(config, model_config(config, tokenizer), processes)
+    return plan_model(config, model_config(config, tokenizer), processes)
 
 
 def without_weights(architecture: AtlasConfig) -> AtlasForCausalLM:
@@ -91,7 +90,7 @@ def without_weights(architecture: AtlasConfig) -> AtlasForCausalLM:
         return AtlasForCausalLM(architecture)
 
 
-def of_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1) -> Plan:
+def plan_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1) -> Plan:
     """`plan` where the model is known."""
     data, run = config.data, config.train
     model = without_weights(architecture)
@@ -106,7 +105,7 @@ def of_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1) -
     blocks, width = architecture.num_hidden_layers, architecture.hidden_size
     tokens = run.batch_size * data.seq_len  # of a pass
     inputs = 4 * width * tokens * blocks
-    lanes = (data.lanes or LANES) if data.order == "stream" else 0
+    groups = (data.interleave or INTERLEAVE) if data.order == "stream" else 0
     rows = run.batch_size * run.gradient_accumulation_steps
     known = run.steps is not None or run.max_minutes is None
     head = 2 * width * architecture.vocab_size
@@ -117,10 +116,10 @@ def of_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1) -
         initial=initial,
         tokens=run.last_step * rows * data.seq_len * processes if known else None,
         flops_per_token=passes * flops * blocks / length + 3 * head,
-        weights=parameters * (8 + OPTIMISER[run.optimizer]) // (processes if run.fsdp else 1),
+        weights=parameters * (8 + OPTIMIZER_BYTES[run.optimizer]) // (processes if run.fsdp else 1),
         activations=3 * block // 2 + inputs if run.gradient_checkpointing else (2 * blocks + 1) * block // 2,
         logits=LOGITS * architecture.vocab_size * tokens,
-        carried=lanes * rows * state * blocks,
+        states=groups * rows * state * blocks,
     )
 
 
@@ -145,7 +144,7 @@ def _block(model: Any, rows: int, length: int) -> tuple[int, int, float]:
     return sum(size for _, size in kept.values()), held // rows, counter.get_total_flops() / rows
 
 
-def available(config: RunConfig) -> int:
+def available_memory(config: RunConfig) -> int:
     """Bytes of memory of the device that a run takes, all in all."""
     if config.train.device != "cpu" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

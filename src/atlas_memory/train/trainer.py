@@ -7,47 +7,73 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from rich.console import Console
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from atlas_memory.console import print_line
 from atlas_memory.data import Segments
 from atlas_memory.layers.omega_memory import set_execution
 from atlas_memory.models import PRESETS, AtlasForCausalLM
-from atlas_memory.monitor.logs import LOG, MEMORY, SAMPLES, cut_logs, so_far
-from atlas_memory.train import sharded
-from atlas_memory.train.arguments import arguments_of
-from atlas_memory.train.callbacks import Clock, HeldOut, JsonLog, ProgressBar, Samples, StopOnInterrupt
-from atlas_memory.train.carried import CarriedStates
-from atlas_memory.train.checkpoints import SAVING, checkpoint_to_resume, number, publish, writing
-from atlas_memory.train.checks import check_folder, check_needs, check_run, clear_start, describe, only_run, usable
+from atlas_memory.monitor.logs import LOG, MEMORY, cut_logs, so_far
+from atlas_memory.train.callbacks import (
+    Clock,
+    Evaluation,
+    JsonLog,
+    ProgressBar,
+    Samples,
+    StopOnInterrupt,
+    check_finite,
+    not_finite,
+)
+from atlas_memory.train.checkpoint import (
+    SAVING,
+    checkpoint_to_resume,
+    load_sharded_optimizer,
+    load_sharded_weights,
+    publish,
+    read_optimizer,
+    read_trainer_state,
+    restoring_random_state,
+    save_shards,
+    step_of,
+    writing,
+)
 from atlas_memory.train.config import ConfigError, RunConfig
-from atlas_memory.train.examples import Examples, Text, batches, collate
-from atlas_memory.train.finished import padded, save_again, save_model
-from atlas_memory.train.finite import check_finite, finite, not_finite
-from atlas_memory.train.loaded import random_state, read_state
+from atlas_memory.train.distributed import all_reduce_max, barrier, gather_weights, rank, shard, world_size
 from atlas_memory.train.memory_probe import MemoryProbe, OnAlarm
-from atlas_memory.train.muon import MuonAndAdamW, muon_groups
-from atlas_memory.train.optimisers import M3, m3_groups
-from atlas_memory.train.periods import MultiPeriod, split_by_period
-from atlas_memory.train.processes import largest, process, processes
-from atlas_memory.train.rates import split_by_rate
-from atlas_memory.train.runs import (
+from atlas_memory.train.optim import make_optimizer
+from atlas_memory.train.preflight import (
+    check_environment,
+    check_folder,
+    check_model,
+    check_needs,
+    clear_start,
+    has_bf16,
+    locked,
+    writable,
+    write_settings,
+)
+from atlas_memory.train.run_model import (
     check_fit,
-    check_gates,
-    check_growth,
     first_model,
     model_config,
+    save_final_model,
+    save_model,
     saved_config,
+    with_pad_token,
 )
+from atlas_memory.train.tbptt import TBPTTStates
+from atlas_memory.train.training_data import Examples, TrainingData, batches_per_step, collate
 
 
 @dataclass(frozen=True)
@@ -64,88 +90,107 @@ class Outcome:
 def train(
     config: RunConfig, resume: bool = False, console: Console | None = None, on_alarm: OnAlarm | None = None
 ) -> Outcome:
-    """Train as `config` says and leave model, tokenizer, `run.yaml`, `log.jsonl` and checkpoints in
-    `output_dir`.
+    """Train as `config` says and leave model, tokenizer, `run.yaml`, `log.jsonl` and checkpoints in `output_dir`.
 
     A folder that holds anything is refused, except for what a run leaves that fails in its first step: that is begun
     again. With `resume` the newest intact checkpoint in the folder is continued (the beginning if there is none).
-    Everything that can be wrong is checked before a file is written:
-    ValueError. `on_alarm` is called with the step and the alarm when a memory has stopped to be of use; what it raises
-    ends the run.
+    Everything that can be wrong is checked before a file is written: ValueError. `on_alarm` is called with the step and
+    the alarm when a memory has become useless; what it raises ends the run.
     """
-    console = console or Console(stderr=True, quiet=process() > 0)
+    console = console or Console(stderr=True, quiet=rank() > 0)
     folder = Path(config.output_dir)
-    if process() == 0:
+    if rank() == 0:
         check_folder(folder, config, resume)
-    check_run(config)
-    with ExitStack() as held:
+    check_environment(config)
+    with ExitStack() as stack:
         if resume:
-            held.enter_context(only_run(folder))
-        return _locked(config, folder, resume, console, on_alarm, held)
+            stack.enter_context(locked(folder))
+        arguments = _training_arguments(config, folder)
+        if config.train.threads is not None:
+            torch.set_num_threads(config.train.threads)
+        set_seed(config.train.seed)
+        data = TrainingData.load(config, console)
+        checkpoint = None
+        if resume:
+            data.check_same(folder, config)
+            _ = arguments.device  # with which processes find each other
+            checkpoint = checkpoint_to_resume(folder)
+        model, examples = _make_model(config, data, checkpoint, console)
+        if not resume:
+            with writable(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder))
+            if rank() == 0:
+                clear_start(folder)
+        if rank() == 0:
+            write_settings(config, folder, data, checkpoint)
+        return _run(config, arguments, model, data, examples, resume, checkpoint, console, on_alarm)
 
 
-def _locked(
-    config: RunConfig, folder: Path, resume: bool, console: Console, on_alarm: OnAlarm | None, held: ExitStack
-) -> Outcome:
-    """`_train`, with the lock of the folder in `held` if it was there."""
-    arguments = arguments_of(config, folder)
-    if config.train.threads is not None:
-        torch.set_num_threads(config.train.threads)
-    set_seed(config.train.seed)
+def _training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
+    run = config.train
+    cuda = run.device != "cpu" and torch.cuda.is_available()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=run.last_step,
+        per_device_train_batch_size=run.batch_size,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        max_grad_norm=run.grad_clip,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=run.save_every,
+        seed=run.seed,
+        use_cpu=not cuda,  # and so never MPS, which lacks float64
+        ddp_backend=("nccl" if cuda else "gloo") if world_size() > 1 else None,
+        ddp_find_unused_parameters=False,  # a layer leaves none without a gradient
+        bf16=has_bf16(config) if run.bf16 is None else run.bf16,
+        dataloader_pin_memory=cuda,
+        use_cache=True,  # what the saved configuration says; no state is kept in training
+        remove_unused_columns=False,
+        report_to=run.report_to or "none",
+    )
+    if arguments.n_gpu > 1:  # several GPUs mean several processes here, never nn.DataParallel
+        arguments._n_gpu = 1
+    return arguments
 
-    text = Text.load(config, console)
-    if resume:
-        text.check_same(folder, config)
-    checkpoint = None
-    if resume:
-        _ = arguments.device  # with which processes find each other
-        checkpoint = checkpoint_to_resume(folder)
-    # A run that goes on needs the model that it began with no more.
-    begins = checkpoint is None or config.model.init_from is None
-    architecture = model_config(config, text.tokenizer) if begins else saved_config(cast(Path, checkpoint))
-    sharded.check_model(config, architecture)
-    text.check_ids(architecture.vocab_size)
-    examples = text.examples(config)
+
+def _make_model(
+    config: RunConfig, data: TrainingData, checkpoint: Path | None, console: Console
+) -> tuple[AtlasForCausalLM, Examples]:
+    """The model, not yet with a checkpoint's weights, and the examples; ConfigError if something does not fit."""
+    # A run that is resumed needs the model in `model.init_from` no more.
+    new = checkpoint is None or config.model.init_from is None
+    architecture = model_config(config, data.tokenizer) if new else saved_config(cast(Path, checkpoint))
+    data.check_ids(architecture.vocab_size)
+    examples = data.examples(config)
     check_needs(config, architecture, console)
-    model = first_model(config, architecture) if begins else AtlasForCausalLM(architecture)
+    model = first_model(config, architecture) if new else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     _set_execution(config, model)
-    check_growth(config, model)
-    check_gates(config, model)
-    print_line(console, text.about)
+    check_model(config, model)
+    print_line(console, data.about)
     begun, preset = config.model.init_from, config.model.preset
     what = preset if begun is None else f"{begun} (of preset {preset} no more than the learning rate)"
     print_line(console, f"model: {what}, {model.num_parameters():,} parameters")
-    if config.train.compiled:
-        takes = (
-            "minutes, and steps are no faster: its rule has a feature map"
-            if architecture.has_feature_map()
-            else "a minute"
-        )
+    if config.train.compile:
+        slow = architecture.has_feature_map()
+        takes = "minutes, and steps are no faster: its rule has a feature map" if slow else "a minute"
         print_line(console, f"the first step compiles the memories, which takes {takes}")
-
-    if not resume:
-        with usable(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        held.enter_context(only_run(folder))
-        if process() == 0:
-            clear_start(folder)
-    if process() == 0:
-        describe(config, folder, text, checkpoint)
-    return _run(config, arguments, model, text, examples, resume, checkpoint, console, on_alarm)
+    return model, examples
 
 
 def _set_execution(config: RunConfig, model: AtlasForCausalLM) -> None:
-    """How the memories compute. ConfigError where there are none to compile or to record."""
+    """How the memories compute. ConfigError if there are none to compile or to record."""
     run = config.train
     cuda = run.device != "cpu" and torch.cuda.is_available()
-    graphed = cuda and not (run.fsdp or run.gradient_checkpointing) if run.graphed is None else run.graphed
+    graphs = cuda and not (run.fsdp or run.gradient_checkpointing) if run.cuda_graphs is None else run.cuda_graphs
     try:
-        set_execution(model, compiled=run.compiled, graphed=graphed)
+        set_execution(model, compiled=run.compile, graphed=graphs)
     except ValueError as error:
-        if run.compiled or run.graphed:
-            name = "compiled=true compiles" if run.compiled else "graphed=true records"
+        if run.compile or run.cuda_graphs:
+            name = "compile=true compiles" if run.compile else "cuda_graphs=true records"
             raise ConfigError(f"train.{name} memories, and {error}: leave it out") from error
 
 
@@ -153,46 +198,45 @@ def _run(
     config: RunConfig,
     arguments: TrainingArguments,
     model: Any,
-    text: Text,
+    data: TrainingData,
     examples: Examples,
     resume: bool,
     checkpoint: Path | None,
     console: Console,
     on_alarm: OnAlarm | None,
 ) -> Outcome:
-    folder = Path(config.output_dir)
-    done = 0 if checkpoint is None else number(checkpoint)
+    folder, run = Path(config.output_dir), config.train
+    done = 0 if checkpoint is None else step_of(checkpoint)
     last, elapsed = so_far(folder, done)
-    if done and last is None and config.train.max_minutes is not None:
+    if done and last is None and run.max_minutes is not None:
         print_line(console, f"{folder / LOG} lacks step {done}: {elapsed / 60:.2f} minutes count as used")
-    clock = Clock(config.train.last_step, config.train.max_minutes, elapsed, config.train.save_minutes)
-    if checkpoint is not None and clock.share(done) >= 1:
-        saved = save_again(folder, checkpoint, text, last.held_out_bits_per_byte if last else None)
-        what = f"the model has been saved from {checkpoint.name}" if saved else "nothing to do"
-        remedy = "raise train.steps or train.max_minutes to go on"
-        print_line(console, f"{what}: {folder} is finished (step {done}); {remedy}")
-        return Outcome(folder, done, last.loss if last else math.nan, elapsed, False)
+    clock = Clock(run.last_step, run.max_minutes, elapsed, run.save_minutes)
     if checkpoint is not None:
+        if clock.share(done) >= 1:
+            saved = save_final_model(folder, checkpoint, data, last.held_out_bits_per_byte if last else None)
+            what = f"the model has been saved from {checkpoint.name}" if saved else "nothing to do"
+            more = "raise train.steps or train.max_minutes to train longer"
+            print_line(console, f"{what}: {folder} is finished (step {done}); {more}")
+            return Outcome(folder, done, last.loss if last else math.nan, elapsed, False)
         check_fit(checkpoint, model.config, config.model.preset)
-        read_state(checkpoint)
+        read_trainer_state(checkpoint)
     if resume:
         print_line(console, f"resuming at step {done}")
-        if process() == 0:
+        if rank() == 0:
             with writing(folder / LOG):
                 cut_logs(folder, done)
 
-    run = config.train
     interrupt = StopOnInterrupt()
-    reader = HeldOut(model, text.tokenizer, text.held_out, config.data.longest, run.evaluate_every, interrupt, run.fsdp)
-    log = JsonLog(folder / LOG, clock, reader)
-    writer = Samples(folder / SAMPLES, reader, run.sample_tokens, run.prompt, console, interrupt)
-    tokens_per_step = run.batch_size * batches(config) * config.data.seq_len
+    evaluation = Evaluation(config, model, data, interrupt)
+    log = JsonLog(folder / LOG, clock, evaluation)
+    samples = Samples(config, evaluation, interrupt, console)
+    tokens_per_step = run.batch_size * batches_per_step(config) * config.data.seq_len
     probe = MemoryProbe(
         folder / MEMORY,
         model,
-        text.tokenizer,
-        reader.documents,
-        run.watch_every,
+        data.tokenizer,
+        evaluation.documents,
+        run.probe_every,
         tokens_per_step,
         console,
         interrupt,
@@ -207,10 +251,12 @@ def _run(
         model,
         examples,
         args=arguments,
-        processing_class=padded(text.tokenizer),
-        callbacks=[clock, interrupt, reader, writer, probe, log, bar],
+        processing_class=with_pad_token(data.tokenizer),
+        callbacks=[clock, interrupt, evaluation, samples, probe, log, bar],
     )
-    trainer.told = lambda: probe.metrics | ({} if reader.bits is None else {"held_out_bits_per_byte": reader.bits})
+    trainer.extra_logs = lambda: (
+        probe.metrics | ({} if evaluation.bits is None else {"held_out_bits_per_byte": evaluation.bits})
+    )
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     try:
@@ -218,29 +264,38 @@ def _run(
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         bar.close()
-    weights = sharded.whole_weights(model) if trainer.fsdp else None
-    save_model(folder, model, trainer.state, text, reader.bits, weights)
+    weights = gather_weights(model) if run.fsdp else None
+    save_model(folder, model, trainer.state, data, evaluation.bits, weights)
     stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
 
 
-class _Trainer(sharded.ShardedTrainer):
-    """The Trainer with our order of examples, our parameter groups and a schedule that knows the clock."""
+class _Trainer(Trainer):
+    """The Trainer with our order of examples, our optimizers, a schedule that knows the clock, truncated-BPTT states,
+    verified checkpoints and FSDP2.
 
-    def __init__(self, run: RunConfig, clock: Clock, model: nn.Module, examples: Examples, **kwargs: Any) -> None:
-        self.run, self.clock, self.examples, self.folder = run.train, clock, examples, Path(run.output_dir)
-        self.peak = run.train.learning_rate or PRESETS[run.model.preset].learning_rate
-        self.carried = None
+    Accelerate's own FSDP leaves CPUs out and would gather M_0 in bfloat16. So the model comes sharded, and accelerate
+    is kept from putting DistributedDataParallel around it.
+    """
+
+    def __init__(self, config: RunConfig, clock: Clock, model: nn.Module, examples: Examples, **kwargs: Any) -> None:
+        self.settings, self.clock, self.examples, self.folder = config.train, clock, examples, Path(config.output_dir)
+        self.peak = config.train.learning_rate or PRESETS[config.model.preset].learning_rate
+        self.network: Any = model  # without the wrappers of accelerate
+        self.states = None
         self.losses: list[torch.Tensor] = []  # of the passes of the step
-        self.told: Callable[[], dict[str, float]] = dict  # what callbacks have found out of the step that ends
-        if run.data.order == "stream" and isinstance(examples, Segments):
-            rows, passes = self.run.batch_size, self.run.gradient_accumulation_steps
-            self.carried = CarriedStates(model, rows, passes, examples.interleave, process(), processes())
-        kwargs |= {"data_collator": collate(cast(Any, model).config.vocab_size)}
-        super().__init__(model, self.run.fsdp, self.run.optimizer, train_dataset=examples, **kwargs)
+        self.extra_logs: Callable[[], dict[str, float]] = dict
+        if config.data.order == "stream" and isinstance(examples, Segments):
+            rows, passes = self.settings.batch_size, self.settings.gradient_accumulation_steps
+            self.states = TBPTTStates(model, rows, passes, examples.interleave, rank(), world_size())
+        if self.settings.fsdp:
+            shard(model, kwargs["args"].device)
+        super().__init__(model, train_dataset=examples, data_collator=collate(self.network.config.vocab_size), **kwargs)
+        if self.settings.fsdp:
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        super().log({**logs, **self.told()} if "loss" in logs else logs, *args, **kwargs)
+        super().log({**logs, **self.extra_logs()} if "loss" in logs else logs, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
         return SequentialSampler(self.examples)  # which are in the order in which they are to be read
@@ -249,80 +304,104 @@ class _Trainer(sharded.ShardedTrainer):
         if isinstance(self.examples, Segments):
             times = self.examples.times(self.state.global_step)
             inputs = {name: items.reshape(-1, times * items.shape[1]) for name, items in inputs.items()}
-            if self.carried is not None:
-                self.carried.deal(times)
-                inputs["past_key_values"] = self.carried.next()
+            if self.states is not None:
+                self.states.lengthen(times)
+                inputs["past_key_values"] = self.states.next_cache()
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.losses.append(super().training_step(*args, **kwargs))
         return self.losses[-1]
 
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:  # before the optimiser takes the gradient
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:  # before the optimizer takes the gradient
         norm = super()._get_grad_norm(*args, **kwargs)
         loss, self.losses = float(sum(self.losses)), []
         check_finite(self.state.global_step + 1, self.folder, loss, float(norm))
         return norm
 
-    def _get_output_dir(self, trial: Any) -> str:  # of checkpoints
+    # Checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
         return str(self.folder / SAVING)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
-        if largest(not finite(self.network))[0]:
+        if not self._weights_are_finite():
             raise not_finite("the weights are not finite numbers", step, self.folder)
         try:
             with writing(self.folder / f"checkpoint-{step}"):
                 super()._save_checkpoint(model, trial)
-                publish(self.folder, step, self.run.keep_checkpoints)
+                publish(self.folder, step, self.settings.keep_checkpoints)
         except OSError:
-            if process() == 0:  # a part of one is of no use
+            if rank() == 0:  # a part of one is of no use
                 shutil.rmtree(self.folder / SAVING, ignore_errors=True)
             raise
 
+    def _weights_are_finite(self) -> bool:
+        """All processes must call."""
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in self.network.parameters()]
+        return not all_reduce_max(not torch.stack([part.detach().isfinite().all() for part in parts]).all())[0]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self.settings.fsdp:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:  # what stands beside the weights, which all processes write with the optimizer
+            self.network.config.save_pretrained(output_dir)
+            cast(Any, self.processing_class).save_pretrained(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.settings.fsdp:
+            save_shards(Path(output_dir), self.network, cast(Any, self.optimizer).optimizer)
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
     def _save_rng_state(self, output_dir: str) -> None:  # of every process, before older checkpoints are deleted
         super()._save_rng_state(output_dir)
-        if self.carried is not None:
-            self.carried.save(Path(output_dir))
-        if processes() > 1:
-            torch.distributed.barrier()
+        if self.states is not None:
+            self.states.save(Path(output_dir))
+        barrier()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if largest(not finite(self.network))[0]:
+        if self.settings.fsdp:
+            load_sharded_weights(Path(resume_from_checkpoint), self.network)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self._weights_are_finite():
             raise ConfigError(
-                f"the weights in {resume_from_checkpoint!r} are not finite numbers: delete it, and --resume goes on "
+                f"the weights in {resume_from_checkpoint!r} are not finite numbers: delete it, and --resume continues "
                 "from the checkpoint before"
             )
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder, optimizer, scheduler = Path(checkpoint), cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
+        if self.settings.fsdp:
+            load_sharded_optimizer(folder, self.network, optimizer.optimizer)
+        else:
+            optimizer.load_state_dict(read_optimizer(folder, optimizer.optimizer, self.settings.optimizer))
+        # The step says all that a schedule knows; the checkpoint's own rate may be that of a shorter run.
+        scheduler.last_epoch, scheduler._step_count = step_of(folder) - 1, step_of(folder) + 1
+        scheduler.step()
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with random_state(Path(checkpoint or "")):
+        with restoring_random_state(Path(checkpoint or "")):
             super()._load_rng_state(checkpoint)
-        if self.carried is not None and isinstance(self.examples, Segments) and checkpoint is not None:
-            self.carried.deal(self.examples.times(self.state.global_step))
-            self.carried.load(Path(checkpoint))
+        if self.states is not None and isinstance(self.examples, Segments) and checkpoint is not None:
+            self.states.lengthen(self.examples.times(self.state.global_step))
+            self.states.load(Path(checkpoint))
+
+    # Optimizer and schedule
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        # Only weights of linear layers decay: not embeddings, norms, biases, gates, nor a memory's M_0 and a_i.
-        network = self.network if model is None else model
-        groups = (muon_groups if self.run.optimizer == "muon" else m3_groups)(network, self.run.weight_decay)
-        groups = split_by_rate(network, split_by_period(network, groups), self.peak, self.run.gate_rate)
-        optimizer: torch.optim.Optimizer
-        if self.run.optimizer == "m3":
-            optimizer = M3(groups, lr=self.peak)
-        elif self.run.optimizer == "muon":
-            optimizer = MuonAndAdamW(groups, self.peak)
-        else:
-            optimizer = torch.optim.AdamW(groups, lr=self.peak, betas=(0.9, 0.95), fused=True)
-        if any(group["period"] > 1 for group in optimizer.param_groups):
-            optimizer = MultiPeriod(optimizer)
-        self.optimizer = optimizer
-        return optimizer
+        run, network = self.settings, self.network if model is None else model
+        self.optimizer = make_optimizer(network, run.optimizer, self.peak, run.weight_decay, run.gate_lr_scale)
+        return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         def factor(step: int) -> float:
-            warm, share = min(1.0, (step + 1) / (self.run.warmup_steps + 1)), self.clock.share(step)
-            if self.run.schedule == "wsd":
+            warm, share = min(1.0, (step + 1) / (self.settings.warmup_steps + 1)), self.clock.share(step)
+            if self.settings.schedule == "wsd":
                 return warm * min(1.0, 5 * (1 - share))
             return warm * 0.5 * (1 + math.cos(math.pi * share))
 

@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import quote
 
 from atlas_memory.monitor.logs import LOG, MEMORY, ProbeRecord, read_log
-from atlas_memory.train.runs import load_run
-from atlas_memory.train.settings import flat_settings, in_bytes
+from atlas_memory.train.run_folder import flat_settings, has_byte_tokens
+from atlas_memory.train.run_model import load_run
 from atlas_memory.viz import charts
 from atlas_memory.viz.folders import common_folder, identity, report_folder, written
 from atlas_memory.viz.labels import amount, differing, loss_unit
@@ -62,7 +62,7 @@ def write_comparison(
             date=reports[-1]["date"],
             machine=reports[-1]["machine"],
             runs=[_row(*of) for of in of_runs],
-            charts=_draw(made, reports, steps, probes, all(map(in_bytes, paths))),
+            charts=_draw(made, reports, steps, probes, all(map(has_byte_tokens, paths))),
             names=list(names.values()),
             settings=differing(settings),
         )

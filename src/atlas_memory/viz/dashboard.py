@@ -24,7 +24,7 @@ from atlas_memory.viz.watched_runs import WatchedRun, WatchedRuns, newest
 
 if TYPE_CHECKING:
     from atlas_memory.eval.token_costs import TokenCosts
-    from atlas_memory.train.runs import Run
+    from atlas_memory.train.run_model import Run
 
 EVERY = 2.0  # seconds between readings of the logs
 MANY = 10  # runs that are shown unasked
@@ -133,7 +133,7 @@ def one() -> WatchedRun | None:
 
 @st.cache_resource(max_entries=2, show_spinner="Loading the model")
 def _load(folder: str, written: float) -> Run:
-    from atlas_memory.train.runs import load_run
+    from atlas_memory.train.run_model import load_run
 
     return load_run(folder)
 
@@ -229,8 +229,8 @@ def _heat_maps(run: WatchedRun) -> None:
         note(f"This model has no memory (model.block={run.block}).", "info")
         return
     if not run.probes:
-        every = run.config.get("train.watch_every", 100)
-        note(f"Its memories have not been probed yet (train.watch_every={every} steps; 0: never).", "info")
+        every = run.config.get("train.probe_every", 100)
+        note(f"Its memories have not been probed yet (train.probe_every={every} steps; 0: never).", "info")
         return
     known = {measure.title: measure for measure in charts.measures(run.probes).values()}
     shown = [charts.FIELDS[name].title for name in ("half_life", "readout_change", "eta", "norm")]
@@ -320,12 +320,12 @@ def reading_page() -> None:
 def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, TokenCosts] | None:
     from atlas_memory.data.tokenization import encode
     from atlas_memory.eval.token_costs import token_costs
-    from atlas_memory.train.texts import text_of
+    from atlas_memory.train.training_data import evaluation_text
 
     name, text = "your text", own
     try:
         if not own:
-            documents = text_of(run)[1]
+            documents = evaluation_text(run)[1]
             longest = max(documents, key=lambda document: len(document.text))
             name, text = f"{longest.name} (held out)", longest.text
             if len(text) < most:  # several, one behind the other

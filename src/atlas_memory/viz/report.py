@@ -23,12 +23,11 @@ from atlas_memory.monitor import Trace, summarise, traces
 from atlas_memory.monitor.hooks import memory_layers
 from atlas_memory.monitor.logs import GATES, LOG, MEMORY, ProbeRecord, StepRecord, alarm_history, read_log
 from atlas_memory.monitor.tracing import joined
-from atlas_memory.train.callbacks import HeldOut
+from atlas_memory.train.callbacks import Evaluation
 from atlas_memory.train.config import RunConfig
-from atlas_memory.train.examples import digest_of_held_out
-from atlas_memory.train.runs import Run, load_run
-from atlas_memory.train.settings import noted
-from atlas_memory.train.texts import text_of
+from atlas_memory.train.run_folder import read_data_json
+from atlas_memory.train.run_model import Run, load_run
+from atlas_memory.train.training_data import digest_of_held_out, evaluation_text
 from atlas_memory.viz import charts
 from atlas_memory.viz.folders import check_writable, identity, report_folder, written
 from atlas_memory.viz.labels import (
@@ -84,7 +83,7 @@ def write_report(
     log: list[StepRecord] = [e for e in read_log(run.folder, LOG) if e.step <= run.step]
     probes: list[ProbeRecord] = [e for e in read_log(run.folder, MEMORY) if e.step <= run.step]
     trained = (run.config or RunConfig()).data.longest
-    text, documents = text_of(run, data, column)
+    text, documents = evaluation_text(run, data, column)
     length = evaluation_length(trained)
     document = next((d for d in documents if len(d.text) > 2 * length), max(documents, key=lambda d: len(d.text)))
     all_ids = encode(run.tokenizer, document.text)
@@ -233,7 +232,9 @@ def _about(run: Run, trained: int, log: Sequence[StepRecord]) -> dict[str, Any]:
     tokens = limit = None
     if run.config is not None:
         plan, limit = run.config.train, run.config.train.max_minutes
-        rows = noted(run.folder).get("rows", plan.batch_size * plan.gradient_accumulation_steps)  # of all processes
+        rows = read_data_json(run.folder).get(
+            "rows", plan.batch_size * plan.gradient_accumulation_steps
+        )  # of all processes
         tokens = rows * run.config.data.seq_len if type(rows) is int else None
     return {
         "run": str(run.folder),
@@ -262,7 +263,7 @@ def _in_training(log: Sequence[StepRecord], trained: int) -> dict[str, Any] | No
     ]
     if not found:
         return None
-    how = {"streams": HeldOut.streams, "length": HeldOut.segments * trained}
+    how = {"streams": Evaluation.streams, "length": Evaluation.segments * trained}
     return {"step": found[-1][0], "bits_per_byte": found[-1][1]} | how
 
 

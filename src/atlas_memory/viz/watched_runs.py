@@ -13,8 +13,7 @@ from typing import Any
 from atlas_memory.models import PRESETS  # without torch
 from atlas_memory.monitor.logs import LOG, MEMORY, SAMPLES, Log, ProbeRecord, SampleRecord, StepRecord, alarm_history
 from atlas_memory.rules.names import DEFAULT_RULE
-from atlas_memory.train.settings import UNASKED_STEPS, flat_settings, in_bytes
-from atlas_memory.train.yaml_files import read_json
+from atlas_memory.train.run_folder import DEFAULT_STEPS, flat_settings, has_byte_tokens, read_json
 from atlas_memory.viz.folders import common_folder, find_runs
 
 WITHOUT_MEMORY = ("swa", "attention")  # as `BLOCKS` says too, which loads torch
@@ -67,7 +66,7 @@ class WatchedRun:
         """The step at which training ends, if the run says."""
         goal, minutes = self.config.get("train.steps"), self.config.get("train.max_minutes")
         if goal is None and minutes is None and self.config:
-            return UNASKED_STEPS
+            return DEFAULT_STEPS
         return goal if type(goal) is int and goal < 1 << 63 else None
 
     @property
@@ -78,7 +77,7 @@ class WatchedRun:
     @property
     def of_bytes(self) -> bool:
         """Whether a token is a byte, so that losses are bits per byte."""
-        return in_bytes(self.folder)
+        return has_byte_tokens(self.folder)
 
     @property
     def block(self) -> str:

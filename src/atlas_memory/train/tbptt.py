@@ -1,4 +1,5 @@
-"""What the rows of a training run remember from one step to the next, and how a checkpoint keeps it."""
+"""Truncated backpropagation through time: the memory states of a run's rows from one step to the next, and in its
+checkpoints."""
 
 from __future__ import annotations
 
@@ -13,65 +14,65 @@ from safetensors.torch import save_file
 from atlas_memory.layers.stateful import check_tensors
 from atlas_memory.models.cache import AtlasCache
 from atlas_memory.rules.state import TOKENS
-from atlas_memory.train.loaded import fitting
+from atlas_memory.train.checkpoint import checking
 
 FILES = "memory-*.safetensors"  # one of every process
 Packed = tuple[dict[str, torch.Tensor], dict[str, str]]
-"""What the rows of a process remember, as far as they have been read, by name; and which rows they are."""
+"""The states of the rows of a process by name; and which rows they are."""
 
 
-class CarriedStates:
+class TBPTTStates:
     """The states of all layers at the end of each row's last segment, without their graphs.
 
-    A process reads `accumulation` batches of `batch` rows a step, other rows in each of `lanes` steps. Rows are counted
-    over all processes and lanes: in lane l, batch a of process p has the `batch` rows from `((l * accumulation + a) *
-    processes + p) * batch` on, as the sampler deals them. When segments grow (`deal`), batches have fewer rows and
-    there are more lanes: the same rows, each with what it remembers.
+    A process reads `accumulation` batches of `batch` rows a step, other rows in each of `groups` consecutive steps.
+    Rows are counted over all processes and groups: in group g, batch a of process p has the `batch` rows from
+    `((g * accumulation + a) * processes + p) * batch` on, as the sampler deals them. When segments grow (`lengthen`),
+    batches have fewer rows and there are more groups: the same rows, each with its state.
 
     Args:
         model: An `AtlasForCausalLM`, whose states have a constant size; its weights may be sharded afterwards.
         batch: Rows in a batch of one process.
         accumulation: Batches a step.
-        lanes: Steps until the same rows are read again.
+        groups: Steps until the same rows are read again (`data.interleave`).
         process, processes: Which one this is, and how many there are.
     """
 
     def __init__(
-        self, model: Any, batch: int, accumulation: int = 1, lanes: int = 1, process: int = 0, processes: int = 1
+        self, model: Any, batch: int, accumulation: int = 1, groups: int = 1, process: int = 0, processes: int = 1
     ) -> None:
         self._blocks = model.model.layers
-        with torch.no_grad():  # of what tensors each state is made, for `_take`
+        with torch.no_grad():  # of what tensors each state is made, for `_unpack`
             self._like = [b.mixer.initial_state(0) for b in self._blocks]
-        self._batch, self._accumulation, self._lanes = batch, accumulation, lanes
+        self._batch, self._accumulation, self._groups = batch, accumulation, groups
         self._process, self._processes = process, processes
         self._begin(1)
 
     def _begin(self, times: int) -> None:
-        batch, turns = self._batch // times, self._lanes * times * self._accumulation * self._processes
-        mine = range(self._process, turns, self._processes)
-        self._rows = [range(turn * batch, (turn + 1) * batch) for turn in mine]
+        batch, batches = self._batch // times, self._groups * times * self._accumulation * self._processes
+        mine = range(self._process, batches, self._processes)
+        self._rows = [range(n * batch, (n + 1) * batch) for n in mine]
         self._caches = [AtlasCache(len(self._blocks), straight_through=True) for _ in mine]
-        self._turn, self._times = 0, times
+        self._next, self._times = 0, times
 
-    def deal(self, times: int) -> None:
-        """Go on with segments `times` as long as at first, from the first lane; all processes must ask. Nothing changes
-        if they are as long as now."""
+    def lengthen(self, times: int) -> None:
+        """Continue with segments `times` as long as at first, from the first group; all processes must call. Nothing
+        changes if they are as long as now."""
         if times == self._times:
             return
-        mine = self._packed()
+        mine = self._pack()
         parts = [mine] * self._processes
         if self._processes > 1:
             torch.distributed.all_gather_object(parts, mine)
         self._begin(times)
-        self._take(parts)
+        self._unpack(parts)
 
-    def next(self) -> AtlasCache:
+    def next_cache(self) -> AtlasCache:
         """The cache of the batch that is read next; reading updates it. Gradients go through it to M_0."""
-        cache = self._caches[self._turn]
-        self._turn = (self._turn + 1) % len(self._caches)
+        cache = self._caches[self._next]
+        self._next = (self._next + 1) % len(self._caches)
         return cache
 
-    def _packed(self) -> Packed:
+    def _pack(self) -> Packed:
         tensors: dict[str, torch.Tensor] = {}
         seen = []
         for n, cache in enumerate(self._caches):
@@ -82,14 +83,13 @@ class CarriedStates:
         return tensors, {
             "rows": json.dumps([[r.start, r.stop] for r in self._rows]),
             "seen": json.dumps(seen),
-            "lane": str(self._turn // self._accumulation),
+            "group": str(self._next // self._accumulation),
             "times": str(self._times),
-            "processes": str(self._processes),
         }
 
     def save(self, folder: Path) -> None:
-        """Write the states of this process's rows, as far as they have been read."""
-        tensors, about = self._packed()
+        """Write the states of this process's rows, if they have read anything."""
+        tensors, about = self._pack()
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / FILES.replace("*", str(self._process)), metadata=about)
 
@@ -102,46 +102,46 @@ class CarriedStates:
         """
         own = {row for rows in self._rows for row in rows}
         parts = []
-        with fitting(folder / FILES):
+        with checking(folder / FILES):
             for path in sorted(folder.glob(FILES)):
                 with safe_open(path, framework="pt") as file:
                     about = file.metadata()
-                    batches = self._batches(about)
+                    batches = self._check_rows(about)
                     # Others may be far more than fits into memory. An open file has keys() and is no mapping.
                     mine = [key for key in file.keys() if own & set(batches[int(key.split(".", 1)[0])])]  # noqa: SIM118
                     parts.append(({key: file.get_tensor(key) for key in mine}, about))
-            if sum(map(len, (rows for _, about in parts for rows in self._batches(about)))) > self._total:
-                raise ValueError("rows stand in it twice")
-        self._take(parts, str(folder))
-        if int(parts[0][1].get("times", 1)) == self._times:  # otherwise segments grow with the next step
-            self._turn = int(parts[0][1]["lane"]) * self._accumulation
+            if sum(map(len, (rows for _, about in parts for rows in _batches(about)))) > self._total:
+                raise ValueError("it has rows twice")
+        self._unpack(parts, str(folder))
+        if int(parts[0][1]["times"]) == self._times:  # otherwise segments grow with the next step
+            self._next = int(parts[0][1]["group"]) * self._accumulation
 
     @property
     def _total(self) -> int:
-        """Rows of all processes and lanes."""
-        return self._batch * self._accumulation * self._lanes * self._processes
+        """Rows of all processes and groups."""
+        return self._batch * self._accumulation * self._groups * self._processes
 
-    def _batches(self, about: dict[str, str]) -> list[range]:
+    def _check_rows(self, about: dict[str, str]) -> list[range]:
         """The rows of each batch in a file; ValueError if they are none of this run, or what they have read is no
         number."""
-        batches, seen = [range(*rows) for rows in json.loads(about["rows"])], json.loads(about["seen"])
+        batches, seen = _batches(about), json.loads(about["seen"])
         if any(rows.start < 0 or rows.stop > self._total or not rows for rows in batches):
             raise ValueError(f"it has other rows than the {self._total} of this run")
         if len(seen) != len(batches) or not all(type(count) is int and 0 <= count <= TOKENS for count in seen):
             raise ValueError("what its rows have read is no number of tokens")
-        if not 0 <= int(about["lane"]) < self._lanes * max(int(about.get("times", 1)), 0):
-            raise ValueError(f"its lane is {about['lane']}, and its segments {about.get('times')} times as long")
+        if not 0 <= int(about["group"]) < self._groups * max(int(about["times"]), 0):
+            raise ValueError(f"its group is {about['group']}, and its segments {about['times']} times as long")
         return batches
 
-    def _take(self, parts: list[Packed], place: str = "the run") -> None:
+    def _unpack(self, parts: list[Packed], place: str = "the run") -> None:
         """Begin with this process's rows of what all processes packed at `place`."""
         found: dict[int, dict[str, torch.Tensor]] = {}
         seen: dict[int, int] = {}
         for tensors, about in parts:
-            batches = [range(*rows) for rows in json.loads(about["rows"])]
+            batches = _batches(about)
             for rows, count in zip(batches, json.loads(about["seen"]), strict=True):
                 seen |= dict.fromkeys(rows, count)
-            with fitting(Path(place) / FILES):
+            with checking(Path(place) / FILES):
                 for key, tensor in tensors.items():
                     n, name = key.split(".", 1)
                     for row, value in zip(batches[int(n)], tensor, strict=True):
@@ -149,18 +149,22 @@ class CarriedStates:
         own = [row for rows in self._rows for row in rows]
         if missing := [row for row in own if row not in seen]:
             raise ValueError(
-                f"{place!r} holds what {len(seen)} rows remember, and row {missing[0]} is not among them: train "
-                "with as many rows (batch_size x gradient_accumulation_steps x processes x lanes) as before"
+                f"{place!r} holds the states of {len(seen)} rows, and row {missing[0]} is not among them: train with "
+                "as many rows (batch_size x gradient_accumulation_steps x processes x data.interleave) as before"
             )
         for rows, cache in zip(self._rows, self._caches, strict=True):
             if not seen[rows[0]]:
                 continue
             for i, (block, like, held) in enumerate(zip(self._blocks, self._like, cache.blocks, strict=True)):
                 names = [name for name, _ in like.named_tensors()]
-                with fitting(Path(place) / FILES):
+                with checking(Path(place) / FILES):
                     tensors = {name: torch.stack([found[row][f"{i}.{name}"] for row in rows]) for name in names}
-                    check_tensors(block.mixer, tensors, like, f"what rows remember in layer {i}")
+                    check_tensors(block.mixer, tensors, like, f"the state of layer {i}")
                 values = iter([tensors[name] for name in names])
                 device = next(block.parameters()).device
                 restored = like.map(lambda _, values=values, device=device: next(values).to(device))
                 held.restore(restored, seen[rows[0]])
+
+
+def _batches(about: dict[str, str]) -> list[range]:
+    return [range(*rows) for rows in json.loads(about["rows"])]

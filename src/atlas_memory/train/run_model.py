@@ -1,0 +1,368 @@
+"""The model of a run: made from its settings, saved into its folder, and loaded from there.
+
+Nothing in a folder is trusted. Weights are read from safetensors or from shards of our own; pickles, adapters, code and
+generation_config.json that may lie beside them are not opened.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import GenerationConfig, TrainerState
+
+from atlas_memory import __version__
+from atlas_memory.data.tokenization import read_tokenizer
+from atlas_memory.layers.blocks import BLOCKS
+from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
+from atlas_memory.rules.names import meant
+from atlas_memory.rules.validation import check_size
+from atlas_memory.train.checkpoint import (
+    DIGESTS,
+    LARGEST_STATE,
+    SAVING,
+    STATE,
+    WEIGHTS,
+    damage,
+    has_weights,
+    is_sharded,
+    load_sharded_weights,
+    make_readable,
+    newest_checkpoint,
+    newest_step,
+    read_trainer_state,
+    step_of,
+    weight_files,
+    weight_shapes,
+    writing,
+)
+from atlas_memory.train.config import ConfigError, RunConfig, load_saved, nearest
+from atlas_memory.train.distributed import all_reduce_max, barrier, rank
+from atlas_memory.train.run_folder import RUN_YAML, read_json
+from atlas_memory.train.training_data import TrainingData
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained model (in eval mode) and what belongs to it.
+
+    Attributes:
+        config: Of the run, if the folder or that of which it is a checkpoint has one.
+        step: That the weights are of; infinite where it is not known.
+    """
+
+    model: Any
+    tokenizer: Any
+    folder: Path
+    config: RunConfig | None
+    step: float
+
+
+class UnsupportedConfigError(ValueError):
+    """A `config.json` that is whole, and that `AtlasConfig` refuses."""
+
+
+def load_run(folder: str | Path) -> Run:
+    """Load what `atlas train` (or `save_pretrained`) left in `folder`, onto the GPU if there is one.
+
+    A run that was stopped before it saved its last model is read from its newest intact checkpoint. ValueError for a
+    missing or empty folder, a damaged file, or weights that do not fit `config.json`.
+    """
+    folder = Path(folder)
+    source = _newest_model(folder)
+    try:
+        config = saved_config(source)
+        check_fit(source, config, "its config.json")
+        model = read_weights(source, config)
+    except UnsupportedConfigError:  # nothing is damaged, and a checkpoint would be refused too
+        raise
+    except ValueError as error:
+        checkpoint = newest_checkpoint(folder) if source == folder else None
+        if checkpoint is None:
+            raise
+        remedy = f"{checkpoint.name} is intact: move {WEIGHTS} away, and the run is read from it"
+        raise ValueError(f"{error}; {remedy}") from error
+    try:
+        tokenizer = read_tokenizer(source)
+    except ValueError as error:
+        raise ValueError(f"the tokenizer in {str(source)!r} {error}") from error
+    home = folder.resolve().parent if not (folder / RUN_YAML).is_file() and (folder / DIGESTS).is_file() else folder
+    settings = load_saved(home) if (home / RUN_YAML).is_file() else None
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return Run(model, tokenizer, folder, settings, saved_step(source))
+
+
+def _newest_model(folder: Path) -> Path:
+    """The folder itself, or its newest intact checkpoint where that is newer or all there is; ValueError if neither."""
+    if not folder.is_dir():
+        why = "it is a file" if folder.is_file() else "the folder does not exist"
+        raise ValueError(f"no run at {str(folder)!r}: {why}")
+    if (folder / DIGESTS).is_file() and (reason := damage(folder)):
+        raise ValueError(f"the checkpoint {str(folder)!r} is damaged ({reason}): take another one")
+    whole = has_weights(folder) or is_sharded(folder)
+    if whole and newest_step(folder) <= saved_step(folder):
+        return folder
+    checkpoint = newest_checkpoint(folder)
+    if whole and (checkpoint is None or step_of(checkpoint) <= saved_step(folder)):
+        return folder
+    if checkpoint is None:
+        raise ValueError(f"no run at {str(folder)!r}: it holds neither {WEIGHTS} nor an intact checkpoint")
+    return checkpoint
+
+
+def saved_step(folder: Path) -> float:
+    """The step at which a model was saved; infinite for a folder that does not say (no run of ours)."""
+    try:
+        return float(read_json(folder / STATE, LARGEST_STATE)["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def saved_config(folder: Path) -> AtlasConfig:
+    """The configuration in a model's folder.
+
+    Raises:
+        UnsupportedConfigError: No model can be made of it here: a block or rule is not registered, for one.
+        ValueError: It is missing or damaged, or of another kind of model.
+    """
+    path = folder / "config.json"
+    try:
+        said = read_json(path)
+        kind = said["model_type"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{str(path)!r} is missing or damaged") from error
+    if kind != AtlasConfig.model_type:
+        raise ValueError(f"{str(folder)!r} holds a {kind!r} model, not an Atlas model")
+    try:
+        return AtlasConfig.from_dict(said)
+    except (ValueError, TypeError) as error:
+        raise UnsupportedConfigError(f"{str(path)!r} cannot be made into a model: {error}") from error
+
+
+def check_fit(folder: Path, config: AtlasConfig, name_of_model: str) -> None:
+    """ValueError unless the weights in `folder` have the names and shapes of a model of this configuration."""
+    stored, what = weight_shapes(folder), f"the weights in {str(folder)!r}"
+    if (layers := config.num_hidden_layers) > len(stored):  # before they are made
+        raise ValueError(f"{what} do not fit {name_of_model}: num_hidden_layers={layers}, and they are {len(stored)}")
+    with torch.device("meta"):
+        model: Any = AtlasForCausalLM(config)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
+    for name in sorted(stored.keys() | wanted.keys() - tied):
+        if stored.get(name) != wanted.get(name):
+            both = ["absent" if shape is None else str(list(shape)) for shape in (stored.get(name), wanted.get(name))]
+            raise ValueError(
+                f"{what} do not fit {name_of_model}: {name} is {both[0]} in them and {both[1]} in the model"
+            )
+
+
+def read_weights(folder: Path, config: AtlasConfig) -> Any:
+    """A model of this configuration with the weights in a folder, which fit it; ValueError if some are not finite."""
+    found: dict[str, Path] = {}
+    if is_sharded(folder):
+        model = AtlasForCausalLM(config)
+        load_sharded_weights(folder, model)
+    else:
+        weights: dict[str, torch.Tensor] = {}
+        for path in weight_files(folder):
+            # Copied: what lies in a file begins anywhere, and products of it differ in the last bit.
+            weights |= {name: weight.clone() for name, weight in load_file(path).items()}
+            found |= dict.fromkeys(weights.keys() - found.keys(), path)
+        model = AtlasForCausalLM.from_pretrained(None, config=config, state_dict=weights)
+        model.config.name_or_path = str(folder)
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            raise ValueError(
+                f"the weight {name} in {str(found.get(name, folder))!r} has numbers that are not finite: take an older "
+                "checkpoint, or train anew"
+            )
+    return model
+
+
+# Making
+
+
+def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
+    """The run's `AtlasConfig`; vocabulary and special tokens are the tokenizer's unless set, or those of the model in
+    `model.init_from`. ConfigError if wrong."""
+    known = {f"model.{name}" for name in ("preset", "init_from", *AtlasConfig.__annotations__)}
+    for name, value in config.model.overrides.items():
+        if f"model.{name}" not in known:
+            raise ConfigError(f"unknown key model.{name} (={value!r}){nearest(f'model.{name}', known)}")
+    if config.model.preset not in PRESETS:
+        raise ConfigError(f"model: preset {config.model.preset!r} is unknown; {meant(config.model.preset, PRESETS)}")
+    if config.model.init_from is None:
+        fields = {
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            **config.model.overrides,
+        }
+        remedy = "make it as large, or leave it out"
+    else:
+        saved = _init_from(config.model.init_from)[1]
+        fields = _merge({name: getattr(saved, name) for name in AtlasConfig.__annotations__}, config.model.overrides)
+        remedy = "take the data.tokenizer that the model in model.init_from was trained with"
+    check_size("model.vocab_size", fields["vocab_size"])
+    if fields["vocab_size"] < len(tokenizer):
+        raise ConfigError(
+            f"model.vocab_size={fields['vocab_size']} is smaller than the tokenizer's {len(tokenizer)}; {remedy}"
+        )
+    try:
+        if config.model.init_from is not None:
+            return AtlasConfig(**fields)
+        return AtlasConfig.preset(config.model.preset, **fields)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model: {' '.join(str(error).split())}") from error
+
+
+def first_model(config: RunConfig, architecture: AtlasConfig) -> Any:
+    """The model with which a run begins: new, or with the weights in `model.init_from`. ConfigError if they do not
+    fit."""
+    if config.model.init_from is None:
+        return AtlasForCausalLM(architecture)
+    folder, _ = _init_from(config.model.init_from)
+    try:
+        check_fit(folder, architecture, "the options of this run")
+        return read_weights(folder, architecture)
+    except ValueError as error:
+        raise ConfigError(f"model.init_from: {error}") from error
+
+
+def _init_from(init_from: str) -> tuple[Path, AtlasConfig]:
+    """Where the model to begin with is, and its configuration; ConfigError if there is none."""
+    try:
+        if Path(init_from).expanduser().is_file():
+            raise ValueError(f"{init_from!r} is a file: give the folder of a run, or of save_pretrained")
+        folder = _newest_model(Path(init_from).expanduser())
+        return folder, saved_config(folder)
+    except ValueError as error:
+        raise ConfigError(f"model.init_from: {error}") from error
+
+
+def _merge(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`options` with `changes`, mappings in mappings merged likewise."""
+    both = options | changes
+    for name, value in changes.items():
+        if isinstance(value, dict) and isinstance(options.get(name), dict):
+            both[name] = _merge(options[name], value)
+    return both
+
+
+# Saving
+
+
+def save_model(
+    folder: Path,
+    model: Any,
+    state: TrainerState,
+    data: TrainingData,
+    bits: float | None,
+    weights: dict[str, Any] | None = None,
+) -> None:
+    """Leave a model (`weights`: its own, if it is sharded), its tokenizer and its model card in a run's folder, each
+    file whole or as it was. All processes must call, and return when it is there."""
+    if rank() == 0:
+        made = folder / SAVING / "model"
+        try:
+            with writing(folder / WEIGHTS):
+                # As that of a model which was loaded: some versions of Trainer add the tokenizer's end of text to it.
+                model.generation_config = GenerationConfig.from_model_config(model.config)
+                model.save_pretrained(made, state_dict=weights)
+                with_pad_token(data.tokenizer).save_pretrained(made)
+                state.save_to_json(str(made / STATE))
+                make_readable(made)
+                # Trainer's state, which says how old the saved model is, comes after the model.
+                for path in sorted(made.iterdir(), key=lambda path: (path.name == STATE, path.name == WEIGHTS)):
+                    if (folder / path.name).is_dir():
+                        shutil.rmtree(folder / path.name)
+                    path.replace(folder / path.name)
+                _write_card(folder, model, data.about, state.global_step, bits)
+        finally:  # also what is only half there: the disk may be full
+            shutil.rmtree(folder / SAVING, ignore_errors=True)
+    barrier()
+
+
+def with_pad_token(tokenizer: Any) -> Any:
+    """A tokenizer to be saved: many tools ask for a padding token, which is its end of text where it has none. No id
+    changes, and the run's own tokenizer stays as it is."""
+    if tokenizer.pad_token is None:
+        tokenizer = deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def save_final_model(folder: Path, checkpoint: Path, data: TrainingData, bits: float | None) -> bool:
+    """Save the model of a finished run from its last checkpoint, unless it is there (a kill came between); whether that
+    was needed. All processes must call."""
+    state = read_trainer_state(checkpoint)
+    # The first process decides for all: another one might look when it has been saved again, and never wait.
+    if not all_reduce_max(rank() == 0 and not _is_saved(folder, checkpoint, state.global_step))[0]:
+        return False
+    model = read_weights(checkpoint, saved_config(checkpoint)) if rank() == 0 else None
+    save_model(folder, model, state, data, bits)
+    return True
+
+
+def _is_saved(folder: Path, checkpoint: Path, step: int) -> bool:
+    names = {path.name for path in checkpoint.glob("*.json")} - {DIGESTS} | {"README.md"}
+    if saved_step(folder) != step or not all((folder / name).is_file() for name in names):
+        return False
+    try:
+        return bool(weight_shapes(folder))
+    except (OSError, ValueError):
+        return False
+
+
+_CARD = """---
+library_name: transformers
+tags: [{tags}]
+---
+
+# {name}
+
+A language model of {parameters:,} parameters of the library atlas-memory (version {version}): {what}. Trained by
+`atlas train`, {steps:,} steps, on: {text}.
+
+It is read with `pip install "atlas-memory[train]"`.
+
+```python
+import atlas_memory  # or trust_remote_code=True below
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+    atlas generate {name} --prompt "It was"
+    atlas evaluate {name}
+    atlas report {name}
+
+`run.yaml` has every option of the run, `log.jsonl` a line for every step{held_out}.
+"""
+_FOLDERS = re.compile(r"(?<![\w./\\:])(?:[A-Za-z]:)?[/\\](?:[^/\\\n,:']*[/\\])*")
+"""The folders in front of a file's name, from the root of a machine: a card must not tell them."""
+
+
+def _write_card(folder: Path, model: Any, text: str, steps: int, bits: float | None) -> None:
+    about = model.config
+    memory = BLOCKS[about.block].memory
+    card = _CARD.format(
+        tags=", ".join(["atlas-memory", about.block] + [about.rule] * memory),
+        name=folder.resolve().name,
+        parameters=model.num_parameters(),
+        version=__version__,
+        what=f"blocks {about.block!r}" + f" with the memory {about.rule!r}" * memory,
+        steps=steps,
+        text=_FOLDERS.sub("", text),
+        held_out="" if bits is None else f"; at the end {bits:.4f} bits a byte of held-out text",
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
