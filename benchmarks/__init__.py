@@ -1,8 +1,9 @@
 """Benchmarks as data: candidates x shapes, verified, then timed in turns, on CPU or GPU. Outside the installed package.
 
     python -m benchmarks list
-    python -m benchmarks run [NAME]... --out docs/performance --repeats 7 --threads 1
-    python -m benchmarks table          rewrites the tables of docs/performance.md from docs/performance/*.json
+    python -m benchmarks run [NAME]... --out docs/results/data --repeats 7 --threads 1
+    python -m benchmarks show FILE      prints a result of docs/results/data/
+    python -m benchmarks table          rewrites the tables of docs/results/ from docs/results/data/
     python -m benchmarks.gpu --out DIR  all that is measured on a GPU, in minutes
 
 registry.py    what a benchmark is: shapes, candidates, operations     suites/   the benchmarks, a file each

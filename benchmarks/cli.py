@@ -1,4 +1,4 @@
-"""The command: `python -m benchmarks list | run | table`."""
+"""The command: `python -m benchmarks list | run | learn | show | table`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import typer
 
 from benchmarks import peak as peaks
 from benchmarks import results
-from benchmarks.learning import OF_FRESH_MEMORIES, STUDIES
+from benchmarks.learning import STUDIES
 from benchmarks.learning.study import ASKED_SEED
 from benchmarks.learning.study import run as measure_learning
 from benchmarks.registry import Benchmark, Missing, Row
@@ -52,7 +52,7 @@ def run(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Benchmarks; none: all, without a GPU those on CPU.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for NAME.json; default docs/performance.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for NAME.json; default docs/results/data.")] = None,
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 7,
     threads: Annotated[int, typer.Option(help="Threads of arithmetic.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, only to see that it works.")] = False,
@@ -87,9 +87,7 @@ def learn(
     cases: Annotated[str | None, typer.Option(help="Rules, with commas between; default all of the study.")] = None,
     widths: Annotated[str | None, typer.Option(help="Widths of heads, with commas; default the study's.")] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between; the table has their mean.")] = "0",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for NAME.json; default docs/learning, of fresh memories docs/starting.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for NAME.json; default docs/results/data.")] = None,
     workers: Annotated[int, typer.Option(help="Processes of one thread each.", min=1)] = os.cpu_count() or 1,
     text: Annotated[
         Path | None, typer.Option(help="Of studies of whole models: a text or folder; default stdlib.")
@@ -110,8 +108,7 @@ def learn(
         if unknown := options.keys() - inspect.signature(STUDIES[name].measure).parameters.keys():
             raise ValueError(f"study {name} takes no --{', --'.join(sorted(unknown))}: leave it out, or name others")
     for study in (STUDIES[name] for name in names or STUDIES):
-        kept = results.STARTING if study in OF_FRESH_MEMORIES else results.LEARNING
-        folder = results.writable(out or (QUICK if quick else kept))
+        folder = results.writable(out or (QUICK if quick else results.FOLDER))
         chosen = study.cases if cases is None else tuple(cases.split(","))
         heads = study.widths if widths is None else _numbers("widths", widths)
         given: dict[str, object] = {"cases": cases, "widths": widths, "seeds": seeds}
@@ -157,17 +154,19 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 @app.command()
+def show(file: Annotated[Path, typer.Argument(help="A JSON file, as docs/results/data/mixers.json.")]) -> None:
+    """Print a result as a table, with all its columns."""
+    print(results.table(results.load(file)))
+
+
+@app.command()
 def table(
-    folder: Annotated[Path | None, typer.Option("--from", help="Folder of the JSON files.")] = None,
+    folder: Annotated[Path, typer.Option("--from", help="Folder of the JSON files.")] = results.FOLDER,
     page: Annotated[Path | None, typer.Option(help="The page to rewrite.")] = None,
 ) -> None:
-    """Rewrite the generated parts of docs/performance.md, starting.md and learning.md, or those of one page."""
-    pages = [(results.PAGE, results.FOLDER), (results.STARTING_PAGE, results.STARTING)]
-    pages += [(results.LEARNING_PAGE, results.LEARNING)]
-    if page or folder:
-        pages = [(page or results.PAGE, folder or results.FOLDER)]
-    for file, tables in pages:
-        print(f"{file}: {', '.join(results.rewrite(file, tables)) or f'nothing in {tables}'}")
+    """Rewrite the generated tables of docs/results/, or those of one page."""
+    for file in [page] if page else [results.PAGES / "index.md", results.PAGES / "performance.md"]:
+        print(f"{file}: {', '.join(results.rewrite(file, folder))}")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Results: a JSON file a benchmark, and its table between two marks of docs/performance.md."""
+"""Results: a JSON file a benchmark, its table, and the tables of docs/results/, which join several of these files."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.machine import ROOT
 from benchmarks.measure import SIZES
 from benchmarks.registry import Row
 
-DOCS = ROOT / "docs"
-FOLDER = DOCS / "performance"
-PAGE = DOCS / "performance.md"
-LEARNING, LEARNING_PAGE = DOCS / "learning", DOCS / "learning.md"
-STARTING, STARTING_PAGE = DOCS / "starting", DOCS / "starting.md"
+PAGES = ROOT / "docs" / "results"
+FOLDER = PAGES / "data"
 NOTHING = "–"
 
 
@@ -135,11 +132,11 @@ def save(result: dict[str, Any], folder: Path) -> Path:
     """Write ``folder/<benchmark>.json``.
 
     Raises:
-        ValueError: a quick result, and the folder is in docs/.
+        ValueError: a quick result, and the folder is that of the documentation.
         OSError: the folder cannot be written.
     """
-    if result["quick"] and folder.resolve().is_relative_to(DOCS):
-        raise ValueError(f"quick results do not go into {DOCS.name}/: leave --quick out, or give another --out")
+    if result["quick"] and folder.resolve().is_relative_to(PAGES):
+        raise ValueError("quick results do not go into docs/results/: leave --quick out, or give another --out")
     path = folder / f"{result['benchmark']}.json"
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -177,53 +174,123 @@ def load(path: Path) -> dict[str, Any]:
     return result
 
 
-LONG = 40  # rows
-
-
-def table(result: dict[str, Any], fold: bool = False) -> str:
-    """A result in Markdown: how it was made, the table, the remarks. Columns that no row fills are left out. With
-    ``fold`` the wider heads of a long table are in another, which a page shows when it is asked to."""
-    cells = [[_cell(COLUMNS[name], row) for name in result["columns"]] for row in result["rows"]]
-    kept = [i for i in range(len(result["columns"])) if any(row[i] != NOTHING for row in cells)]
-
-    def drawn(rows: list[list[str]]) -> str:
-        lines = [[result["columns"][i] for i in kept], ["---"] * len(kept), *[[row[i] for i in kept] for row in rows]]
-        return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
-
-    heads = [row.get("dim") for row in result["rows"]]
-    first = sum(head == heads[0] for head in heads)
-    if fold and len(heads) > LONG and first < len(heads):
-        wider = " and ".join(str(head) for head in dict.fromkeys(heads[first:]))
-        more = f"<details><summary>Heads of {wider}</summary>\n\n{drawn(cells[first:])}\n\n</details>"
-        body = f"{drawn(cells[:first])}\n\n{more}"
-    else:
-        body = drawn(cells)
+def table(result: dict[str, Any]) -> str:
+    """A result in Markdown: how it was made, the table, the remarks. Columns that no row fills are left out."""
+    columns = [(name, COLUMNS[name]) for name in result["columns"]]
+    body = _drawn(
+        [name for name, _ in columns], [[_cell(column, row) for _, column in columns] for row in result["rows"]]
+    )
     remarks = "".join(f"\n- {remark}" for remark in [_rates(result), *result["remarks"]] if remark)
     return f"    {result['command']}\n\n{_made(result)}\n\n{body}\n{remarks}\n"
 
 
-def rewrite(page: Path, folder: Path) -> list[str]:
-    """Put the tables of all results in ``folder`` between their marks, ``<!-- NAME -->`` and ``<!-- end NAME -->``.
+def _drawn(heads: list[str], cells: list[list[str]]) -> str:
+    kept = [i for i in range(len(heads)) if any(row[i] != NOTHING for row in cells)]
+    lines = [[heads[i] for i in kept], ["---"] * len(kept), *[[row[i] for i in kept] for row in cells]]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
-    Returns:
-        the names of the benchmarks whose tables were written.
+
+class Joined(NamedTuple):
+    """A column of a joined table: the column ``name`` of a result, of the rows ``candidate + suffix``, with heads of
+    ``dim`` where the result has several widths. A figure of one seed has a star."""
+
+    head: str
+    result: str
+    name: str
+    suffix: str = ""
+    dim: int | None = None
+
+
+SUMMARIES: dict[str, tuple[str, tuple[Joined, ...]]] = {
+    "learning": (
+        "rule",
+        (
+            Joined("recall, 1,024", "recall", "recall 1,024"),
+            Joined("recall, 4,096", "recall", "recall 4,096"),
+            Joined("rewritten keys", "rewriting", "recall 1,024"),
+            Joined("64 pairs", "capacity", "64 pairs"),
+            Joined("64 pairs, fresh", "holds", "64 pairs held", dim=32),
+            Joined("two-token pairs", "narrow", "noise 2,000"),
+            Joined("code, bits", "language", "128-512"),
+            Joined("books, bits", "books", "128-512"),
+        ),
+    ),
+    "performance": (
+        "layer",
+        (
+            Joined("step, ms", "mixers", "ms"),
+            Joined("times attention", "mixers", "times baseline"),
+            Joined("compiled", "mixers", "times baseline", ", compiled"),
+            Joined("peak MB", "mixers", "peak MB"),
+            Joined("peak MB, compiled", "mixers", "peak MB", ", compiled"),
+        ),
+    ),
+}
+"""The tables of docs/results/: the head of the first column, and the others. A row is a candidate."""
+LEFT_OUT = (": values begin short", " (highest degree)")
+"""Ends of the names of candidates that these tables do not have: trials of how a layer could begin."""
+
+
+def joined(name: str, folder: Path) -> str:
+    """The table ``name`` of ``SUMMARIES`` in Markdown, and below it how its figures were made.
 
     Raises:
-        ValueError: a quick result, or one for which the page has no marks.
-        OSError: no page.
+        ValueError: a quick result.
+        OSError: a result is missing.
+    """
+    first, columns = SUMMARIES[name]
+    found = {column.result: load(folder / f"{column.result}.json") for column in columns}
+    for result in found.values():
+        if result["quick"]:
+            raise ValueError(f"{result['benchmark']} was made with --quick, which shows nothing: run it without")
+    no_row = (*LEFT_OUT, *({column.suffix for column in columns} - {""}))
+    named = [row["candidate"] for result in found.values() for row in result["rows"]]
+    candidates = [c for c in dict.fromkeys(named) if not c.endswith(no_row)]
+    cells = [[candidate, *[_joined(column, candidate, found) for column in columns]] for candidate in candidates]
+    made = "".join(f"\n- {_short(result)}" for result in found.values())
+    return f"{_drawn([first, *[column.head for column in columns]], cells)}\n\nMade by:\n{made}\n"
+
+
+def _joined(column: Joined, candidate: str, found: dict[str, dict[str, Any]]) -> str:
+    for row in found[column.result]["rows"]:
+        if row["candidate"] == candidate + column.suffix and column.dim in (None, row.get("dim")):
+            one = len(row.get("seeds", (0, 0))) == 1
+            return _cell(COLUMNS[column.name], row) + ("*" if one else "")
+    return NOTHING
+
+
+def _short(result: dict[str, Any]) -> str:
+    """A line on a result: command, machine and days."""
+    rows = [row for row in result["rows"] if "cpu" in row] or [
+        {"cpu": result["machine"]["cpu"], "date": result["date"]}
+    ]
+    days = sorted({row["date"].split()[0] for row in rows})
+    cpus = " and ".join(sorted({row["cpu"] for row in rows}))
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{result['benchmark']}: `{result['command']}`; {cpus}, torch {result['versions']['torch']}, {when}"
+
+
+def rewrite(page: Path, folder: Path) -> list[str]:
+    """Put the tables of ``SUMMARIES`` that a page has marks for, ``<!-- NAME -->`` and ``<!-- end NAME -->``, between
+    these marks.
+
+    Returns:
+        the names of the tables.
+
+    Raises:
+        ValueError: a quick result, or a page without marks.
+        OSError: no page, or a result is missing.
     """
     text, written = page.read_text(encoding="utf-8"), []
-    for path in sorted(folder.glob("*.json")):
-        result = load(path)
-        name = result["benchmark"]
-        if result["quick"]:
-            raise ValueError(f"{path} was made with --quick, which shows nothing: run {name} without")
-        marks = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end {re.escape(name)} -->)", re.DOTALL)
-        found = marks.search(text)
-        if found is None:
-            raise ValueError(f"{page} has no marks <!-- {name} --> and <!-- end {name} -->: add them")
-        text = f"{text[: found.start()]}{found[1]}\n{table(result, fold=True)}\n{found[2]}{text[found.end() :]}"
-        written.append(name)
+    for name in SUMMARIES:
+        marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+        if found := marks.search(text):
+            text = f"{text[: found.start()]}{found[1]}\n{joined(name, folder)}\n{found[2]}{text[found.end() :]}"
+            written.append(name)
+    if not written:
+        raise ValueError(
+            f"{page} has no marks <!-- NAME --> and <!-- end NAME --> of {' or '.join(SUMMARIES)}: add them"
+        )
     page.write_text(text, encoding="utf-8")
     return written
 
@@ -242,9 +309,10 @@ def _made(result: dict[str, Any]) -> str:
     named = ("triton", "flash-linear-attention") if "gpu" in at else ("titans-pytorch",)
     peers = "".join(f", {name} {versions[name]}" for name in named if versions.get(name))
     gpu = f"{at['gpu']}; " if "gpu" in at else ""
-    load = f"load {result['load_before']:.1f} before, {result['load_after']:.1f} after"
+    loads = "load_before" in result
+    load = f", load {result['load_before']:.1f} before, {result['load_after']:.1f} after" if loads else ""
     return (
-        f"{gpu}{at['cpu']}, {cores} ({flags}), {threads}, {load}; torch {versions['torch']}{peers}; "
+        f"{gpu}{at['cpu']}, {cores} ({flags}), {threads}{load}; torch {versions['torch']}{peers}; "
         f"{result['date']}, revision {result['revision']}.{_earlier(result)}"
     )
 

@@ -1,7 +1,6 @@
 """JSON, tables, and the command with its mistakes."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from benchmarks.registry import Candidate, Operation, Shape
 from benchmarks.run import Settings
 from benchmarks.suites import BENCHMARKS
 
-PAGE = "# Page\n\nBefore.\n\n<!-- oracle -->\nold\n<!-- end oracle -->\n\nAfter.\n"
+PAGE = "# Page\n\nBefore.\n\n<!-- performance -->\nold\n<!-- end performance -->\n\nAfter.\n"
 
 
 def result(**changes):
@@ -71,61 +70,36 @@ def test_table_has_what_the_file_has(tmp_path: Path) -> None:
     assert "50 GFLOP/s" in text and "10 GB/s" in text and "rounds: 7" in text and "98 %" in text
 
 
-def test_wider_heads_of_a_long_table_are_folded() -> None:
-    row = result()["rows"][0]
-    long = {
-        **result(),
-        "columns": ["candidate", "head"],
-        "rows": [{**row, "dim": dim} for dim in (16, 32) for _ in range(21)],
-    }
-    text = results.table(long, fold=True)
-    first, _, folded = text.partition("<details><summary>Heads of 32</summary>\n\n| candidate | head |")
-    assert first.count("| 16 |") == folded.count("| 32 |") == 21 and "| 32 |" not in first and "</details>" in folded
-    assert "<details>" not in results.table(long) + results.table(result(), fold=True)
-
-
 def test_page_is_rewritten_between_its_marks_only(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    results.save(result(), tmp_path)
-    assert results.rewrite(page, tmp_path) == ["oracle"]
+    results.save(result(benchmark="mixers"), tmp_path)
+    assert results.rewrite(page, tmp_path) == ["performance"]
     once = page.read_text()
-    between = once.partition("<!-- oracle -->")[2].partition("<!-- end oracle -->")[0]
-    assert between.strip() == results.table(result()).strip()
+    between = once.partition("<!-- performance -->")[2].partition("<!-- end performance -->")[0]
+    assert cells(between)[2] == ["a / b", "12.3", "2.5"] and "`python -m benchmarks run oracle`; A CPU" in between
     assert once.startswith("# Page\n\nBefore.\n\n") and once.endswith("\n\nAfter.\n") and "old" not in once
     results.rewrite(page, tmp_path)
     assert page.read_text() == once
 
 
-def test_the_page_has_room_for_every_benchmark_and_no_quick_numbers() -> None:
-    text = results.PAGE.read_text(encoding="utf-8")
-    assert re.findall(r"<!-- ((?!end )[\w-]+) -->", text) == list(BENCHMARKS)
-    assert re.findall(r"<!-- end ([\w-]+) -->", text) == list(BENCHMARKS)
-    assert not any(results.load(path)["quick"] for path in results.FOLDER.glob("*.json"))
-    assert "--quick" not in "".join(re.findall(r"<!-- [\w-]+ -->.*?<!-- end", text, re.DOTALL))
-
-
-@pytest.mark.parametrize(
-    ("page", "folder"),
-    [
-        (results.PAGE, results.FOLDER),
-        (results.STARTING_PAGE, results.STARTING),
-        (results.LEARNING_PAGE, results.LEARNING),
-    ],
-    ids=lambda path: path.name,
-)
-def test_tables_in_the_docs_are_those_of_their_files(tmp_path: Path, page: Path, folder: Path) -> None:
-    copy = tmp_path / page.name
+@pytest.mark.parametrize("name", ["index.md", "performance.md"])
+def test_tables_in_the_docs_are_those_of_their_files(tmp_path: Path, name: str) -> None:
+    page, copy = results.PAGES / name, tmp_path / name
     copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
-    assert results.rewrite(copy, folder)
+    assert results.rewrite(copy, results.FOLDER)
     assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
 
 
+def test_no_quick_result_is_kept() -> None:
+    assert not any(results.load(path)["quick"] for path in results.FOLDER.glob("*.json"))
+
+
 def test_quick_results_stay_out_of_the_docs(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="quick results do not go into docs/"):
+    with pytest.raises(ValueError, match="quick results do not go into docs/results/"):
         results.save(result(quick=True), results.FOLDER)
     (tmp_path / "page.md").write_text(PAGE)
-    results.save(result(quick=True), tmp_path)
+    results.save(result(benchmark="mixers", quick=True), tmp_path)
     with pytest.raises(ValueError, match="was made with --quick"):
         results.rewrite(tmp_path / "page.md", tmp_path)
 
@@ -146,12 +120,18 @@ def test_mistakes_are_one_line(capsys, tmp_path: Path) -> None:
     assert "repeats must be at least 1" in refused(capsys, "run", "oracle", "--repeats", "0")
     assert "No such option" in refused(capsys, "run", "--what")
     (tmp_path / "page.md").write_text("# No marks\n")
-    results.save(result(), tmp_path)
+    results.save(result(benchmark="mixers"), tmp_path)
     command = "table", "--from", tmp_path, "--page"
-    assert "has no marks <!-- oracle -->" in refused(capsys, *command, tmp_path / "page.md")
+    assert "has no marks <!-- NAME -->" in refused(capsys, *command, tmp_path / "page.md")
     assert "no-page.md" in refused(capsys, *command, tmp_path / "no-page.md")
-    (tmp_path / "oracle.json").write_text("{}")
+    (tmp_path / "page.md").write_text(PAGE)
+    (tmp_path / "mixers.json").write_text("{}")
     assert "run the benchmark again" in refused(capsys, *command, tmp_path / "page.md")
+
+
+def test_show(capsys, tmp_path: Path) -> None:
+    assert main(["show", str(results.save(result(), tmp_path))]) == 0
+    assert results.table(result()) in capsys.readouterr().out
 
 
 def test_list(capsys) -> None:
