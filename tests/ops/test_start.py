@@ -1,11 +1,24 @@
 """How M_0 begins: a fresh memory keeps apart what keys keep apart."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from atlas_memory import RULES, OmegaMemory
-from atlas_memory.memory import MLP, GatedMLP, Gates, Identity, Linear, Params, Polynomial, Rule, fused_recurrent
+from atlas_memory.memory import (
+    MLP,
+    Features,
+    GatedMLP,
+    Gates,
+    Identity,
+    Linear,
+    Params,
+    Polynomial,
+    Rule,
+    fused_recurrent,
+)
 from atlas_memory.rules.initialisation import FeatureLayout, isometry, normal, on_keys
 
 # Where the retention settles, M_0 is not W.
@@ -140,3 +153,50 @@ def test_a_fresh_memory_is_made_in_every_dtype_and_on_no_device(name):
         torch.set_default_dtype(before)
     with torch.device("meta"):
         assert all(m.is_meta for m in RULES[name].initial_weights(heads=2, dim=8))
+
+
+@dataclass(frozen=True)
+class Waves(Features):
+    """cos and sin of fixed random projections, among which x is not."""
+
+    count: int = 64
+
+    def size(self, dim):
+        return 2 * self.count
+
+    def expand(self, x, sqrt_a=None):
+        z = x @ torch.randn(x.shape[-1], self.count, generator=torch.Generator().manual_seed(0)).to(x)
+        return torch.cat([z.cos(), z.sin()], -1) * self.count**-0.5
+
+
+def test_the_length_of_what_a_fresh_memory_sees():
+    """Features without x among them are seen by random columns, by which each entry has the variance of an
+    isometry's."""
+    unit = F.normalize(torch.randn(400, 16), dim=-1)
+    for rule in (RULES["omeganet"], replace(RULES["omeganet"], features=Waves())):
+        out = rule.features.expand(unit) @ rule.initial_weights(1, 16)[0][0].mT
+        assert out.square().mean().item() == pytest.approx(1 / 16, rel=0.3)
+
+
+@dataclass(frozen=True)
+class Differences(Features):
+    """x, if it is asked for, and the differences of its entries, zero where all of these are the same."""
+
+    whole: bool = True
+
+    def size(self, dim):
+        return dim * (1 + self.whole)
+
+    def own(self, dim):
+        return slice(0, dim * self.whole)
+
+    def expand(self, x, sqrt_a=None):
+        others = x - x.roll(1, -1)
+        return torch.cat([x, others], -1) if self.whole else others
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", ["omeganet", "ttt-linear"])
+def test_a_fresh_memory_on_features_that_are_zero_at_equal_entries(name, whole):
+    for m_0 in replace(RULES[name], features=Differences(whole)).initial_weights(2, 16):
+        assert m_0.isfinite().all()

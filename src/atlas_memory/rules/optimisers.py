@@ -40,6 +40,8 @@ class GradientDescent(InnerOptimiser):
     normalised: bool = True
     online: bool = True
 
+    supports_infinite_features = True
+
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: TokenGates) -> tuple[Sums, Tensor]:
         return sums, rows(at.apply, g)
 
@@ -63,6 +65,7 @@ class DeltaGradientDescent(InnerOptimiser):
     online: bool = True
 
     erases = True
+    supports_infinite_features = True
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: TokenGates) -> tuple[Sums, Tensor]:
         old = rows(at.alpha, weights) if self.after_decay else weights
@@ -77,6 +80,7 @@ class Momentum(InnerOptimiser):
     online: bool = True
 
     has_momentum = True
+    supports_infinite_features = True
 
     def step(self, sums: Sums, weights: Tensor, g: Tensor, at: TokenGates) -> tuple[Sums, Tensor]:
         s = rows(at.theta, sums[0]) + rows(at.write, g)

@@ -88,6 +88,15 @@ class AnyRetention:
     fixed_row_sums = False
     """Whether all rows of W have one sum, which no write can change, as on a simplex."""
 
+    supports_infinite_features = False
+    """Whether what is kept of W A, for any matrix A, is what is kept of W times A, as ``InnerOptimiser`` has it. A
+    class with a ``keep`` of its own declares it anew."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "keep" in vars(cls):
+            cls.supports_infinite_features = vars(cls).get("supports_infinite_features", False)
+
     def start(self, matrix: Tensor) -> Tensor:
         """A fresh M_0, from a matrix ``[..., rows, columns]`` as the network begins with it; here that itself."""
         return matrix
@@ -133,6 +142,7 @@ class Decay(LinearRetention):
     to_initial: bool = False
 
     gated = True
+    supports_infinite_features = True
 
     def decay_target(self, initial: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return initial if self.to_initial else None, None
@@ -143,6 +153,7 @@ class Keep(LinearRetention):
     """M_t = M_{t-1} + update: nothing is forgotten except by being overwritten; the gate alpha is not read."""
 
     gated = False
+    supports_infinite_features = True
 
 
 class NonLinearRetention(AnyRetention):

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from .bias import L2, AttentionalBias, DotProduct, Huber, Lp
-from .contracts import TRIED, check_part, keeps_any_columns, takes_any_columns
 from .features import Exponential, FeatureMap, Identity, Polynomial
 from .initialisation import FeatureLayout
-from .kinds import OURS, check_kind, kinds_of, made_of
+from .kinds import BUILT_IN, check_part, kinds_of, made_of
 from .names import meant
 from .networks import MLP, ForwardCache, GatedMLP, Linear, Network
 from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
@@ -31,7 +30,7 @@ from .retention import (
     padded_to,
 )
 from .step import FLOOR
-from .validation import check_like
+from .validation import check_like, check_size
 from .window import Window
 
 PRINTED: dict[str, dict[str, Any]] = {
@@ -48,8 +47,8 @@ class Rule:
     """How keys are feature-mapped, what learns, what it minimises, what it keeps, how it steps, and over which window.
 
     Raises:
-        ValueError: a part that is no instance of a dataclass, parts that do not go together, or a feature map, a bias,
-            an optimiser or a retention of your own that the forms cannot go on with (contracts/).
+        ValueError: a part that is no instance of a dataclass of its axis, or parts that do not go together. What a part
+            of your own computes is checked by ``atlas_memory.testing.check_rule``.
     """
 
     features: FeatureMap = field(default_factory=Polynomial)
@@ -61,10 +60,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
-            check_kind(name, getattr(self, name))
-        for axis in TRIED:
-            if type(part := getattr(self, axis)) not in OURS[axis]:
-                check_part(axis, part)
+            check_part(name, getattr(self, name))
         self._check_steps()
         optimiser, retention = self.optimiser, self.retention
         has_mirror_map = retention.has_mirror_map
@@ -85,8 +81,8 @@ class Rule:
 
     def _check_infinite(self) -> None:
         """Refuse a part that reads the entries of a matrix, where only its products with keys are known."""
-        keeps = keeps_any_columns(self.retention)
-        if not keeps or not takes_any_columns(self.optimiser):
+        keeps = self.retention.supports_infinite_features
+        if not keeps or not self.optimiser.supports_infinite_features:
             part, features = self.optimiser if keeps else self.retention, type(self.features).__name__
             raise ValueError(
                 f"{type(part).__name__} reads the entries of a matrix, and {features} features make one with "
@@ -98,6 +94,7 @@ class Rule:
     def _check_steps(self) -> None:
         """Refuse an ``every`` above 1 where no sum holds the pending update, or that does not divide the chunk."""
         optimiser, every = type(self.optimiser).__name__, self.every
+        check_size(f"{optimiser} every", every)
         if every > 1 and not self.optimiser.has_momentum:
             raise ValueError(
                 f"{optimiser} every={every}: what is written waits in a momentum for its step, and it has none"
@@ -139,8 +136,6 @@ class Rule:
             for option, value in options.items():
                 if option not in allowed:
                     has = meant(option, allowed) if allowed else "it has no fields"
-                    if type(part) not in OURS[name] and hasattr(part, str(option)):
-                        has += f": {type(part).__name__} inherits {option}; declare it in the class, with its type"
                     raise ValueError(f"{name} {type(part).__name__} has no field {option!r}; {has}")
                 check_like(f"{name} {type(part).__name__} {option}", value, getattr(part, option))
             changed[name] = replace(part, **options)
@@ -163,7 +158,7 @@ class Rule:
         """
         changed: dict[str, dict[str, Any]] = {"window": {"read": "frozen"} if self.optimiser.every is None else {}}
         for axis, options in PRINTED.items():
-            if type(part := getattr(self, axis)) in OURS[axis] or axis == "optimiser":
+            if type(part := getattr(self, axis)) in BUILT_IN[axis] or axis == "optimiser":
                 known = {f.name for f in fields(part)}
                 changed[axis] = {name: value for name, value in options.items() if name in known}
         return self.vary(**changed)

@@ -114,8 +114,8 @@ class InnerOptimiser:
     A new one is a frozen dataclass with a ``step``. It sets ``has_momentum`` where that step reads theta or keeps a
     sum, and it has ``rates`` of its own where the step size s_t belongs in front of the gradient and not in front of
     the step that is made. ``recurrent`` and ``fused_recurrent`` call these methods and nothing else. ``chunkwise``
-    calls them token by token, unless ops/dispatch.py has a fast form of the class. When a rule is made with a new
-    optimiser, it is tried on a few numbers, and refused by its name if it does not fit (contracts/optimiser.py).
+    calls them token by token, unless ops/dispatch.py has a fast form of the class. ``atlas_memory.testing.check_rule``
+    checks one of your own.
 
     ``normalised``, ``online`` and ``every`` can be fields of the dataclass. Only where a class declares them as fields,
     with their types, can a rule change them (``Rule.vary``)."""
@@ -146,6 +146,10 @@ class InnerOptimiser:
     mixes_rows = False
     """Whether a step mixes the rows of a matrix, as an orthogonalised one does. Gates of channels, which weigh single
     rows, then have no meaning: eta and alpha are one a head."""
+    supports_infinite_features = False
+    """Whether the step of W A, for any matrix A, is the step of W times A, so that no entries of W need be known: with
+    ``Exponential`` features a memory holds a column for every key instead. A class with a ``step`` of its own declares
+    it anew."""
     raw_eta: float | None = None
     """The value at which a layer lets the gate eta begin with ``normalised=False``, as a share of ``largest_step``.
     None: the value at which the first write of a unit key is nearly a full one, which is right for steps that grow with
@@ -155,6 +159,8 @@ class InnerOptimiser:
         super().__init_subclass__()
         cls.ends_chunk = cls.end_chunk is not InnerOptimiser.end_chunk
         cls.estimates_change = cls.chunk_change is not InnerOptimiser.chunk_change
+        if "step" in vars(cls):
+            cls.supports_infinite_features = vars(cls).get("supports_infinite_features", False)
 
     @property
     def in_float64(self) -> bool:

@@ -1,0 +1,308 @@
+"""``check_rule`` and ``check_mixer`` find a wrong part of each kind, by its name, and pass what is right."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from atlas_memory.layers.stateful import Stateful
+from atlas_memory.memory import (
+    MLP,
+    RULES,
+    Bias,
+    DotProduct,
+    Features,
+    InnerOptimiser,
+    LinearRetention,
+    Momentum,
+    NewMatrix,
+    NonLinearRetention,
+    State,
+)
+from atlas_memory.rules.gates import rows
+from atlas_memory.testing import check_mixer, check_rule
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_rules_of_the_library_pass(name):
+    network = RULES[name].network
+    check_rule(
+        replace(RULES[name], network=replace(network, expansion=1) if "atlas" in name and network.residual else network)
+    )
+
+
+@dataclass(frozen=True)
+class Square(Bias):
+    def value(self, prediction, v):
+        return (prediction - v).square().sum(-1)
+
+    def derivative(self, prediction, v):
+        return 2.0 * (prediction - v)
+
+    def curvature(self, prediction, v):
+        return torch.full_like(prediction[..., 0], 2.0)
+
+
+@dataclass(frozen=True)
+class Cosines(Features):
+    count: int = 3
+
+    def size(self, dim):
+        return self.count
+
+    def expand(self, x, sqrt_a=None):
+        return (x @ torch.linspace(-1.0, 1.0, x.shape[-1] * self.count).reshape(x.shape[-1], -1).to(x)).cos()
+
+
+@dataclass(frozen=True)
+class Averaged(InnerOptimiser):
+    has_momentum = True
+    every: int | None = 1
+
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + rows(1.0 - at.theta, g)
+        return (s,), rows(at.apply, s)
+
+
+@dataclass(frozen=True)
+class Friction(LinearRetention):
+    """Long rows are forgotten faster."""
+
+    def keep(self, old, step, alpha, first, last):
+        w = old.weights
+        new = w / (1.0 + rows(1.0 - alpha, w.square().sum(-1, keepdim=True).expand_as(w))) - step
+        return NewMatrix(new, new, None)
+
+
+@dataclass(frozen=True)
+class Ball(NonLinearRetention):
+    def mirror_map(self, a, frozen, initial):
+        return a / a.norm(dim=-1, keepdim=True).clamp_min(1.0)
+
+
+class Heavier(Momentum):
+    """Of a class that the fast form knows, and something else."""
+
+    def step(self, sums, weights, g, at):
+        sums, step = super().step(sums, weights, g, at)
+        return sums, 0.5 * step + 0.25 * sums[0]
+
+    def end_chunk(self, sums):
+        return tuple(0.5 * s for s in sums)
+
+
+@dataclass(frozen=True)
+class Directions(Averaged):
+    """Orthogonalises every gradient on its way into S, also where no step is due."""
+
+    every: int | None = 2
+    normalised: bool = False
+
+    def step(self, sums, weights, g, at):
+        s = rows(at.theta, sums[0]) + at.orthogonalise(g, 3)
+        return (s,), rows(at.apply, s)
+
+
+OWN = {"bias": Square(), "features": Cosines(), "optimiser": Averaged(), "retention": Friction()}
+ALONE = [{axis: part} for axis, part in OWN.items()]
+
+
+@pytest.mark.parametrize(
+    "name,parts",
+    [
+        *(("titans", parts) for parts in (*ALONE, OWN, {"optimiser": Directions()}, {"retention": Ball()})),
+        *((name, {"optimiser": Heavier()}) for name in ("omeganet", "memora", "tnt", "atlas++")),
+        *((name, {"features": Cosines()}) for name in ("atlas", "gated-deltanet", "ttt-linear")),
+    ],
+)
+def test_parts_of_ones_own_pass(name, parts):
+    check_rule(replace(RULES[name], **parts))
+
+
+class WrongBack(MLP):
+    def back(self, weights, cache, error):
+        first, last = super().back(weights, cache, error)
+        return 2.0 * first, last
+
+
+def in_place(self, sums, weights, g, at):
+    return (sums[0].mul_(0.5).add_(g),), g
+
+
+def doubled(self):
+    object.__setattr__(self, "factor", 2.0)
+
+
+AVERAGED, FRICTION = Averaged(), Friction()
+WRONG: dict[str, tuple[type, dict[str, Any], str]] = {
+    "half": (Square, {"derivative": lambda self, p, v: p - v}, "half.derivative is not the derivative of half.value"),
+    "detached": (
+        Square,
+        {"derivative": lambda self, p, v: 2.0 * (p - v).detach()},
+        "the gradient of detached.derivative",
+    ),
+    "tokens": (
+        Square,
+        {"value": lambda self, p, v: (p - v).square().sum(-1) * v.abs().mean()},
+        "tokens.value of one sequence, head or token",
+    ),
+    "flat": (Square, {"curvature": lambda self, p, v: torch.ones_like(p[..., 0])}, "flat.curvature is too small"),
+    "root": (
+        Square,
+        {"curvature": lambda self, p, v: 2.0 + (p - v).norm(dim=-1).rsqrt()},
+        "root.curvature or its gradient is not finite at zero",
+    ),
+    "undeclared": (Square, {"__init__": doubled}, "undeclared has {'factor'} beside its fields"),
+    "drawn": (Square, {"value": lambda self, p, v: torch.rand(p.shape[:-1])}, "drawn.value returns something else"),
+    "norm": (Cosines, {"squared_norm": lambda self, x, a=None: x.square().sum(-1)}, "norm.squared_norm"),
+    "sums": (Cosines, {"expand": lambda self, x, a=None: x.cumsum(-2)[..., :3]}, "sums.expand of one"),
+    "longer": (Cosines, {"size": lambda self, dim: 4}, r"longer.expand must return float64 \(2, 3, 4\)"),
+    "up": (Averaged, {"step": lambda self, s, w, g, at: (s, -rows(at.apply, g))}, "up.step must be along the gradient"),
+    "batch": (Averaged, {"step": lambda self, s, w, g, at: (s, g / g.std())}, "batch.step of one sequence"),
+    "cut": (
+        Averaged,
+        {"step": lambda self, s, w, g, at: AVERAGED.step(s, w, g.detach(), at)},
+        "the gradient of cut.step",
+    ),
+    "growing": (
+        Averaged,
+        {"step": lambda self, s, w, g, at: ((rows(at.theta, s[0]) + g,), rows(at.apply, s[0] + g))},
+        "growing.step is .* times as long",
+    ),
+    "forgot": (Averaged, {"step": lambda self, s, w, g, at: ((), g)}, "forgot.step must return a tuple of 1 sums"),
+    "place": (Averaged, {"step": in_place}, "place.step changes its arguments in place"),
+    "titans": (
+        Friction,
+        {"keep": lambda self, old, step, alpha, *at: FRICTION.keep(old, step, 1.0 - alpha, *at)},
+        "titans.keep keeps less where alpha is larger",
+    ),
+    "drops": (
+        Friction,
+        {"keep": lambda self, old, step, alpha, *at: FRICTION.keep(old, 0.0 * step, alpha, *at)},
+        "drops.keep must subtract the step",
+    ),
+    "flags": (
+        Friction,
+        {
+            "keep": lambda self, old, step, alpha, first, *at: FRICTION.keep(
+                old, 2.0 * step if first else step, alpha, 0, 0
+            )
+        },
+        "flags.keep failed",
+    ),
+    "heads": (Ball, {"mirror_map": lambda self, a, frozen, initial: a.softmax(-3)}, "heads.begin of one sequence"),
+    "rows": (Ball, {"fixed_row_sums": True}, "rows: rows have different sums"),
+    "back": (WrongBack, {}, "differs from recurrent by .* look at back"),
+}
+BASES = {"bias": Bias, "features": Features, "optimiser": InnerOptimiser, "network": MLP, "retention": object}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_part_is_named(name):
+    base, methods, message = WRONG[name]
+    part = type(name, (base,), methods)()
+    axis = next(axis for axis, kind in BASES.items() if isinstance(part, kind))
+    with pytest.raises(ValueError, match=message):
+        check_rule(replace(RULES["titans"], **{axis: part}))
+
+
+def test_theta_between_two_steps():
+    with pytest.raises(ValueError, match=r"Averaged\.step loses tokens between two steps"):
+        check_rule(replace(RULES["titans"], optimiser=Averaged(every=4)))
+
+
+def test_a_rule_is_made_of_parts_that_nobody_checked():
+    """Only whether they are dataclasses of their axes, and go together."""
+    part = type("half", (Square,), {"value": None})()
+    assert replace(RULES["titans"], bias=part).vary(window={"size": 2}).bias is part
+    with pytest.raises(ValueError, match=r"bias of a rule must be an instance of a dataclass that derives from Bias"):
+        replace(RULES["titans"], bias=Averaged())
+    with pytest.raises(ValueError, match="bias Thawed must be a frozen dataclass"):
+        replace(RULES["titans"], bias=dataclass(type("Thawed", (Bias,), {}))())
+    with pytest.raises(ValueError, match=r"Averaged every must be an integer >= 1, got 0\.5"):
+        replace(RULES["titans"], optimiser=Averaged(every=0.5))
+
+
+def test_infinite_features_take_what_declares_that_it_reads_no_entries():
+    linear, heavier = (
+        type(name, (Averaged,), x)() for name, x in (("A", {"supports_infinite_features": True}), ("B", {}))
+    )
+    check_rule(replace(RULES["dot"], optimiser=linear, bias=DotProduct()))
+    inherits = type("C", (Momentum,), {"step": Momentum.step})()  # what is overridden is declared anew
+    for optimiser in (heavier, inherits):
+        with pytest.raises(ValueError, match=f"{type(optimiser).__name__} reads the entries of a matrix"):
+            replace(RULES["dot"], optimiser=optimiser)
+    with pytest.raises(ValueError, match="Friction reads the entries of a matrix"):
+        replace(RULES["dot"], retention=Friction())
+
+
+@dataclass(frozen=True, repr=False)
+class Last(State):
+    x: torch.Tensor
+
+
+class Before(Stateful):
+    """Every token is answered with the one before it, once its gain is not zero."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.dim, self.gain, self.kept = dim, torch.nn.Parameter(torch.zeros(dim)), None
+
+    def _read(self, x: Any, state: Any, length: Any) -> Any:
+        before = torch.cat([x.new_zeros(len(x), 1, self.dim) if state is None else state.x, x], 1)
+        at = torch.full((len(x),), x.shape[1]) if length is None else length
+        return self.gain * before[:, :-1], Last(before[torch.arange(len(x)), at, None])
+
+    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
+        return self.read_real(x, state, mask)
+
+
+def in_itself(self, x, state=None, mask=None):
+    y, self.kept = Before.forward(self, x, None if state is None else self.kept, mask)
+    return y, self.kept
+
+
+def future(self, x, state=None, mask=None):
+    y, after = Before.forward(self, x, state, mask)
+    return y.flip(1), after
+
+
+def changing(self, x, state=None, mask=None):
+    y, after = Before.forward(self, x, state, mask)
+    if state is not None and x.shape[1]:
+        state.x.copy_(x[:, -1:])
+    return y, after
+
+
+def dropout(self, x, state=None, mask=None):
+    return Before.forward(self, torch.nn.functional.dropout(x, 0.5, self.training), state, mask)
+
+
+@pytest.mark.parametrize(
+    "forward,message",
+    [
+        (lambda self, x, state=None, mask=None: Before.forward(self, x, None, mask), "answers otherwise in calls of"),
+        (in_itself, "answers otherwise in calls of"),
+        (
+            lambda self, x, s=None, m=None: Before.forward(self, x + torch.rand(()), s, m),
+            "answers otherwise when it is called",
+        ),
+        (changing, "changes the state that it is given"),
+        (future, "sees the future"),
+        (lambda self, x, s=None, m=None: Before.forward(self, x - x.mean(0), s, m), "answers a row otherwise"),
+        (lambda self, x, state=None, mask=None: Before.forward(self, x, state), "answers otherwise beside padding"),
+        (
+            lambda self, x, s=None, m=None: Before.forward(self.requires_grad_(False), x.detach(), s, m),
+            "lets no gradient",
+        ),
+        (dropout, "answers otherwise in training"),
+    ],
+    ids=range(9),
+)
+def test_a_wrong_mixer_is_named(forward, message):
+    check_mixer(Before(6, 1))
+    with pytest.raises(ValueError, match=f"Wrong {message}"):
+        check_mixer(type("Wrong", (Before,), {"forward": forward}))
+    with pytest.raises(ValueError, match="Linear must derive from Stateful"):
+        check_mixer(torch.nn.Linear)
