@@ -49,18 +49,19 @@ def test_every_measure_of_a_probe_is_explained_and_drawn(tmp_path: Path) -> None
     found = WatchedRun(made_run(tmp_path / "run", steps=100), "run").probes
     known = charts.measures(found)
     assert {"alpha", "alpha_spread", "half_life", "recall_error_256", "memory_contribution"} <= {*known}
-    assert all(len(about.description or "") > 40 for about in charts.FIELDS.values())
+    assert all(len(charts.described(name).description) > 40 for name in known)
+    assert charts.described("recall_error_256").title == "error 256 tokens after the write"
     gate = found[-1].memories[1].alpha
     assert gate is not None
     for name, values in (("alpha", gate.mean), ("alpha_spread", gate.std)):
-        rows = charts.heat_map(found, known[name])["data"]["values"]
+        rows = charts.heat_map(found, name)["data"]["values"]
         assert [row["value"] for row in rows if row["line"].startswith("layer 2")] == values
 
 
 def test_what_is_not_finite_is_left_out_of_a_heat_map() -> None:
     odd = probes(norm=[1.0, float("inf"), float("nan")])
     known = charts.measures(odd)
-    assert [row["value"] for row in charts.heat_map(odd, known["norm"])["data"]["values"]] == [1.0, None, None]
+    assert [row["value"] for row in charts.heat_map(odd, "norm")["data"]["values"]] == [1.0, None, None]
     assert [*known] == ["branch_ratio", "norm"]
 
 
@@ -76,6 +77,6 @@ def test_charts_are_drawn_without_a_browser(tmp_path: Path) -> None:
     ]
     rows = [[chart] for chart in drawn if chart is not None]
     assert len(rows) == 4
-    heat = charts.heat_map(probes(norm=[1.0]), charts.measures(probes(norm=[1.0]))["norm"])
+    heat = charts.heat_map(probes(norm=[1.0]), "norm")
     charts.save(tmp_path / "all.png", *rows, [heat, heat], [])
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")

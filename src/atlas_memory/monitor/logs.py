@@ -7,6 +7,7 @@ log.jsonl is made of `StepRecord`, memory.jsonl of `ProbeRecord` and samples.jso
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from collections.abc import Sequence
@@ -175,6 +176,24 @@ class MemoryRecord(Record):
         "δ threshold", "Error above which a robust loss (Huber, RobustL2) limits a write."
     )
 
+    def by_head(self, lags: Sequence[int]) -> dict[str, Heads]:
+        """Each measure that the memory has, by head, null for what is not finite: of gates the mean, and the standard
+        deviation as NAME_spread; of `recall_error` NAME_LAG."""
+        found: dict[str, Heads] = {}
+        for name in MEASURES:
+            value = getattr(self, name)
+            if isinstance(value, GateRecord):
+                found |= {name: value.mean, f"{name}_spread": value.std}
+            elif name == "recall_error":
+                found |= {f"{name}_{lag}": of for lag, of in zip(lags, value, strict=False)}
+            elif value is not None:
+                found[name] = value if isinstance(value, list) else [value]
+        return {n: [x if x is not None and math.isfinite(x) else None for x in of] for n, of in found.items()}
+
+
+MEASURES = {name: about for name, about in MemoryRecord.model_fields.items() if about.title}
+"""The measures of a memory, with titles and descriptions."""
+
 
 class ProbeRecord(Record):
     """A line of memory.jsonl: all memories, measured while the model reads a fixed held-out text."""
@@ -197,7 +216,7 @@ class ProbeRecord(Record):
     def contributions(self) -> list[float]:
         """`memory_contribution` of each memory that has a finite one."""
         known = [memory.memory_contribution for memory in self.memories]
-        return [value for value in known if value is not None and abs(value) < 1e40]
+        return [value for value in known if value is not None and math.isfinite(value)]
 
 
 class SampleRecord(Record):

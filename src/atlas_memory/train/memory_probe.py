@@ -21,7 +21,7 @@ from atlas_memory.data.tokenization import encode
 from atlas_memory.models import AtlasForCausalLM
 from atlas_memory.monitor import Alarm, alarms, effective_remembrance, summarise, trace
 from atlas_memory.monitor.hooks import memory_layers
-from atlas_memory.monitor.logs import MEMORY, GateRecord, ProbeRecord, read_log
+from atlas_memory.monitor.logs import MEMORY, ProbeRecord, read_log
 from atlas_memory.monitor.tracing import LAGS
 from atlas_memory.train.callbacks import AfterStep, StopOnInterrupt, append
 from atlas_memory.train.distributed import gather_weights, rank
@@ -159,11 +159,7 @@ def _metrics(probe: ProbeRecord) -> dict[str, float]:
     remembered = probe.effective_remembrance
     found = {} if remembered is None else {"memory/effective_remembrance": remembered}
     for memory in probe.memories:
-        errors = {f"recall_error_{lag}": of for lag, of in zip(probe.lags, memory.recall_error, strict=True)}
-        for name, value in (dict(memory) | errors).items():
-            if name in ("name", "recall_error"):
-                continue
-            values = value.mean if isinstance(value, GateRecord) else value if isinstance(value, list) else [value]
+        for name, values in memory.by_head(probe.lags).items():
             known = [x for x in values if x is not None]
             if known:
                 found[f"memory/{memory.name}/{name}"] = sum(known) / len(known)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from atlas_memory.monitor.logs import GATES, MemoryRecord, ProbeRecord
-from atlas_memory.viz.labels import BLUE, COLOURS, GREEN, GREY, ORANGE, PINK, decimals, memory_label
+from atlas_memory.monitor.logs import MEASURES, ProbeRecord
+from atlas_memory.viz.labels import BLUE, COLOURS, GREEN, GREY, ORANGE, PINK, average, decimals, memory_label
 
 if TYPE_CHECKING:  # which load torch
     from torch import Tensor
@@ -134,67 +134,54 @@ def contributions(probes: Sequence[ProbeRecord]) -> Points:
             yield probe.step, sum(known) / len(known), min(known), max(known)
 
 
-FIELDS = {name: about for name, about in MemoryRecord.model_fields.items() if about.title}
-"""The measures of a memory, with titles and descriptions."""
-
-
 class Measure(NamedTuple):
-    """A measure of a memory in a probe: what it is called and means, the values between which its colours change, and
-    in which field of ``MemoryRecord`` it is: which list, or which attribute of the gate."""
+    """A measure of a memory: what it is called and means, and the values between which its colours change."""
 
     title: str
     description: str
     limits: tuple[float, float] | None
-    field: str
-    part: int | str | None = None
-
-    def values(self, memory: MemoryRecord) -> list[float | None] | None:
-        """By head, None for what is not finite; None where the memory lacks it."""
-        value: Any = getattr(memory, self.field)
-        if isinstance(self.part, str):
-            value = getattr(value, self.part, None)
-        elif self.part is not None:
-            value = value[self.part] if self.part < len(value) else None
-        if value is None:
-            return None
-        return [
-            x if x is not None and math.isfinite(x) else None for x in (value if isinstance(value, list) else [value])
-        ]
 
 
-def measures(probes: Sequence[ProbeRecord]) -> dict[str, Measure]:
-    """What the memories have in the last probe: each of ``FIELDS``, and the spread of each gate."""
-    found: dict[str, Measure] = {}
-    for name, about in FIELDS.items():
-        extra: Any = about.json_schema_extra
-        of = Measure(about.title or "", about.description or "", extra["limits"], name)
-        if name == "recall_error":
-            lags = probes[-1].lags if probes else []
-            found |= {
-                f"{name}_{lag}": of._replace(title=of.title.format(lag=lag), part=i) for i, lag in enumerate(lags)
-            }
-        elif name in GATES:
-            found[name] = of._replace(part="mean")
-            says = f"Standard deviation over tokens of {of.title}. 0: the gate is the same at every token."
-            found[f"{name}_spread"] = Measure(f"{of.title}, spread", says, None, name, "std")
-        else:
-            found[name] = of
-    known = [memory for probe in probes[-1:] for memory in probe.memories]
-    return {name: of for name, of in found.items() if any(of.values(memory) is not None for memory in known)}
+def described(name: str) -> Measure:
+    """A measure by its name in ``MemoryRecord.by_head``."""
+    field, _, suffix = (name, "", "") if name in MEASURES else name.rpartition("_")
+    about, extra = MEASURES[field], MEASURES[field].json_schema_extra
+    found = Measure((about.title or "").format(lag=suffix), about.description or "", dict(extra or {})["limits"])  # type: ignore
+    if suffix == "spread":
+        says = f"Standard deviation over tokens of {found.title}. 0: the gate is the same at every token."
+        return Measure(f"{found.title}, spread", says, None)
+    return found
 
 
-def heat_map(probes: Sequence[ProbeRecord], measure: Measure) -> Spec:
+def measures(probes: Sequence[ProbeRecord]) -> list[str]:
+    """The measures that a memory has in the last probe."""
+    last = probes[-1:]
+    return list(dict.fromkeys(name for probe in last for of in probe.memories for name in of.by_head(probe.lags)))
+
+
+def heat_map(probes: Sequence[ProbeRecord], name: str) -> Spec:
     """A heat map of one measure: a column for each probe, a line for each head of each memory; for each memory, the
     mean over its heads, where there would be more than ``ROWS`` lines."""
-    lines = _lines(probes, measure)
-    rows = [{"line": line, "step": step, "value": value} for line, of in lines.items() for step, value in of.items()]
+    measure = described(name)
+    shown = probes[:: -(-len(probes) // PROBES)]
+    shown = shown if shown[-1] is probes[-1] else [*shown, probes[-1]]
+    heads = sum(len(memory.by_head(probes[-1].lags).get(name, [])) for memory in probes[-1].memories)
+    rows = []
+    for probe in shown:
+        for memory in probe.memories:
+            values, label = memory.by_head(probe.lags).get(name, []), memory_label(memory.name)
+            values = [average(values)] if heads > ROWS and values else values
+            for head, value in enumerate(values, 1):
+                line = f"{label}, head {head}" if len(values) > 1 else label
+                rows.append({"line": line, "step": probe.step, "value": value})
+    lines = list(dict.fromkeys(row["line"] for row in rows))
     log = measure.limits is not None and measure.limits[0] > 0
     scale: Spec = {"scheme": "cividis", "clamp": True, "type": "log" if log else "linear"}
     scale |= {} if measure.limits is None else {"domain": list(measure.limits)}
     tall = max(90, ROW * len(lines))
     legend = {"orient": "right", "gradientThickness": 10, "gradientLength": min(120, tall - 20), "tickCount": 4}
     axis = {"labelAngle": 0, "labelOverlap": True, "labelSeparation": 8, "format": ","}
-    y = {"title": None, "sort": list(lines), "axis": {"labelLimit": 120, "labelOverlap": False}}
+    y = {"title": None, "sort": lines, "axis": {"labelLimit": 120, "labelOverlap": False}}
     encoding = {
         "x": _field("step", "ordinal", title="step", axis=axis),
         "y": _field("line", "nominal", **y),
@@ -206,23 +193,6 @@ def heat_map(probes: Sequence[ProbeRecord], measure: Measure) -> Spec:
         ],
     }
     return _chart(measure.title, tall + AROUND, data={"values": rows}, mark="rect", encoding=encoding)
-
-
-def _lines(probes: Sequence[ProbeRecord], measure: Measure) -> dict[str, dict[int, float | None]]:
-    """The lines of a heat map from above, each with its value by step."""
-    shown = probes[:: -(-len(probes) // PROBES)]
-    shown = shown if shown[-1] is probes[-1] else [*shown, probes[-1]]
-    heads = sum(len(measure.values(memory) or []) for memory in probes[-1].memories)
-    found: dict[str, dict[int, float | None]] = {}
-    for probe in shown:
-        for memory in probe.memories:
-            values, name = measure.values(memory) or [], memory_label(memory.name)
-            if heads > ROWS:
-                known = [value for value in values if value is not None]
-                values = [sum(known) / len(known) if known else None]
-            for head, value in enumerate(values, 1):
-                found.setdefault(f"{name}, head {head}" if len(values) > 1 else name, {})[probe.step] = value
-    return found
 
 
 def by_position(
@@ -306,7 +276,7 @@ def trace_columns(seen: Trace, columns: Mapping[str, str]) -> list[Spec]:
 
 def _column(seen: Trace, name: str, colour: str, first: bool) -> Spec:
     attribute, _, lag = name.partition("/")
-    title = (FIELDS[attribute].title or "").format(lag=f"{seen.lags[int(lag or 0)]:,}")
+    title = (MEASURES[attribute].title or "").format(lag=f"{seen.lags[int(lag or 0)]:,}")
     rows: list[Spec] = []
     for memory in seen.memories:
         value = getattr(memory, attribute)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import streamlit as st
 
-from atlas_memory.monitor.logs import ProbeRecord, StepRecord
+from atlas_memory.monitor.logs import MEASURES, ProbeRecord, StepRecord
 from atlas_memory.viz import charts
 from atlas_memory.viz.labels import count, differing, legible, loss_unit
 from atlas_memory.viz.token_page import token_page
@@ -177,7 +177,7 @@ def _alarms_and_curves() -> None:
 
 def _curve(runs: Sequence[WatchedRun], name: str) -> tuple[charts.Spec | None, str]:
     """A field of the logs over steps, with its description."""
-    about = (StepRecord.model_fields | ProbeRecord.model_fields | charts.FIELDS)[name]
+    about = (StepRecord.model_fields | ProbeRecord.model_fields | MEASURES)[name]
     title, says = about.title or "", about.description or ""
     if name == "loss":
         of_bytes = {run.of_bytes for run in runs}
@@ -232,12 +232,12 @@ def _heat_maps(run: WatchedRun) -> None:
         every = run.config.get("train.probe_every", 100)
         note(f"Its memories have not been probed yet (train.probe_every={every} steps; 0: never).", "info")
         return
-    known = {measure.title: measure for measure in charts.measures(run.probes).values()}
-    shown = [charts.FIELDS[name].title for name in ("half_life", "readout_change", "eta", "norm")]
-    chosen = st.pills("measures", known, selection_mode="multi", default=[title for title in shown if title in known])
+    known = {charts.described(name).title: name for name in charts.measures(run.probes)}
+    shown = [title for title, name in known.items() if name in ("half_life", "readout_change", "eta", "norm")]
+    chosen = [known[title] for title in st.pills("measures", known, selection_mode="multi", default=shown)]
     last = run.probes[-1]
     st.caption(f"Last probe after step {last.step:,}, in {last.seconds:.2f} s.")
-    side_by_side((charts.heat_map(run.probes, known[title]), known[title].description) for title in chosen)
+    side_by_side((charts.heat_map(run.probes, name), charts.described(name).description) for name in chosen)
 
 
 def settings_page() -> None:

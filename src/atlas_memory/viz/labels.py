@@ -57,10 +57,10 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} seconds" if seconds < 60 else f"{seconds / 60:.1f} minutes"
 
 
-def average(values: Sequence[float | None]) -> float:
-    """The mean of those that are known."""
+def average(values: Sequence[float | None]) -> float | None:
+    """The mean of those that are known, if any is."""
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else math.nan
+    return sum(known) / len(known) if known else None
 
 
 def count(number: int, noun: str) -> str:

@@ -7,6 +7,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from atlas_memory.eval.token_costs import token_costs
 from atlas_memory.models import PRESETS
 from atlas_memory.monitor import Trace, summarise, traces
 from atlas_memory.monitor.hooks import memory_layers
-from atlas_memory.monitor.logs import GATES, LOG, MEMORY, ProbeRecord, StepRecord, alarm_history, read_log
+from atlas_memory.monitor.logs import GATES, LOG, MEASURES, MEMORY, ProbeRecord, StepRecord, alarm_history, read_log
 from atlas_memory.monitor.tracing import joined
 from atlas_memory.train.callbacks import Evaluation
 from atlas_memory.train.config import RunConfig
@@ -132,9 +133,7 @@ def _scores(
     """The text as the model reads it, with the writes off, and with the last training length only."""
 
     def score(how: str, writes: bool = True, recent: int | None = None) -> Score:
-        def said(share: float) -> None:
-            told(f"reading {count(streams, 'stream')} {how}", share)
-
+        said = partial(told, f"reading {count(streams, 'stream')} {how}")
         return bits_per_byte(run.model, run.tokenizer, documents, length, writes, streams, recent, said).checked()
 
     return (
@@ -166,12 +165,12 @@ def _draw_training(
     if len(known) < 2:
         return {"loss"}
     measured = charts.measures(known)
-    maps = [charts.heat_map(known, measured[name]) for name in PROBED if name in measured]
+    maps = [charts.heat_map(known, name) for name in PROBED if name in measured]
     shares = {
         memory_label(name): [(p.step, m.memory_contribution) for p in known for m in p.memories if m.name == name]
         for name in names
     }
-    below = charts.curves(shares, charts.FIELDS["memory_contribution"].title, dashed=True)
+    below = charts.curves(shares, MEASURES["memory_contribution"].title, dashed=True)
     charts.save(made / "training.png", maps, [below], width=1000)
     return {"loss", "training"}
 
@@ -193,10 +192,7 @@ def _token_page(run: Run, ids: np.ndarray, total: int, seen: Trace, numbers: dic
         f"This is {part}, read by {run.folder}: {model_size(numbers)}. Made {numbers['date']} on {numbers['machine']}."
     )
     cost = cast(torch.Tensor, seen.nats)[0].double().numpy() / math.log(2)
-
-    def said(share: float) -> None:
-        told("reading a document in other ways", share)
-
+    said = partial(told, "reading a document in other ways")
     reading = token_costs(run.model, run.tokenizer, ids, cost, numbers["training_length"], said)
     return token_page(numbers["document"], reading, about=about)
 
@@ -216,12 +212,12 @@ def _page(numbers: dict[str, Any], drawn: set[str]) -> str:
         size=model_size(numbers),
         warning=short_training(numbers),
         charts=drawn,
-        probed=[charts.FIELDS[name] for name in PROBED],
+        probed=[MEASURES[name] for name in PROBED],
         position_heads=["tokens", "bits per byte", f"last {numbers['training_length']:,} only", "older tokens save"]
         + ["writes off"] * (off is not None),
         positions=positions,
         unwritten=[memory["name"] for memory in memories if not memory["wrote"]],
-        gates={name: charts.FIELDS[name] for name in GATES if any(name in memory for memory in memories)},
+        gates={name: MEASURES[name] for name in GATES if any(name in memory for memory in memories)},
     )
 
 
