@@ -97,14 +97,11 @@ class MemoryRecord(Record):
 
     name: Text = Field(description="Module name of the layer, and behind a colon that of the memory within it.")
     half_life: Heads | None = _measure(
-        "half-life (tokens)",
-        "Tokens after which the retention gate α has reduced a write to one half. Low: the memory forgets at once. "
-        "Absent if the rule has no α.",
-        (1.0, 1e4),
+        "half-life (tokens)", "Tokens after which the gate α has halved a write. Low: it is soon forgotten.", (1.0, 1e4)
     )
     readout_change: Heads | None = _measure(
         "readout change",
-        "Relative change of the memory's answer to a key between the write and 16 tokens later, from 0 to 1. 0: "
+        "Relative change of the memory's answer to a key from before the write to 16 tokens after it, from 0 to 1. 0: "
         "nothing was written, or it has been forgotten.",
         (0.0, 1.0),
     )
@@ -116,42 +113,32 @@ class MemoryRecord(Record):
     )
     recall_error: list[Heads] = _measure(
         "error {lag} tokens after the write",
-        "The same error some tokens after the write, a list for each of the probe's `lags`. Near the error before the "
-        "write: the token has been forgotten.",
+        "The same error some tokens after the write, for each of the probe's `lags`. High: the token is forgotten.",
         (0.0, 1.0),
         default=...,
     )
     memory_contribution: Measured = _measure(
         "memory contribution",
-        "Share of the layer's output that depends on what the memory has written: the output is compared with that of "
-        "a memory that stays at M_0. 0: the memory contributes nothing; 1: everything.",
+        "Share of the layer's output that depends on what its memory has written, compared with a memory that stays at "
+        "M_0. 0: the memory contributes nothing; 1: everything.",
         (0.0, 1.0),
         default=...,
     )
     branch_ratio: Measured = _measure(
         "branch ratio",
-        "Norm of the layer's output divided by the norm of the residual stream after it. Near 0: the model ignores the "
-        "layer.",
+        "Norm of the layer's output divided by that of the residual stream after it. Near 0: the layer is ignored.",
         default=...,
     )
     norm: Heads | None = _measure(
-        "norm of M",
-        "Frobenius norm of the memory's matrices M at the end of the text. Growth from probe to probe without end: the "
-        "memory diverges.",
+        "norm of M", "Frobenius norm of the memory's matrices M after the text. Growth without end: it diverges."
     )
     distance_from_init: Heads | None = _measure(
-        "distance from M_0",
-        "Frobenius norm of M - M_0 at the end of the text: how far reading moved the memory. 0: nothing was written.",
+        "distance from M_0", "Frobenius norm of M - M_0 after the text: how far reading moved the memory."
     )
-    momentum_norm: Heads | None = _measure(
-        "norm of the momentum", "Frobenius norm of the momentum S at the end of the text."
-    )
-    momentum_rank: Heads | None = _measure(
-        "effective rank of the momentum", "Effective rank of the last matrix of S; at most its width."
-    )
+    momentum_norm: Heads | None = _measure("norm of the momentum", "Frobenius norm of the momentum S after the text.")
+    momentum_rank: Heads | None = _measure("effective rank of the momentum", "Effective rank of the last matrix of S.")
     effective_rank: Heads | None = _measure(
-        "effective rank",
-        "Effective rank of the memory's last matrix. 1: all answers point the same way; at most the matrix's width.",
+        "effective rank", "Effective rank of the memory's last matrix. 1: all answers are parallel; at most its width."
     )
     update_angle: Heads | None = _measure(
         "update angle (degrees)",
@@ -159,22 +146,11 @@ class MemoryRecord(Record):
         "each piece is forgotten in the next; 180: each piece undoes the one before.",
         (0.0, 180.0),
     )
-    alpha: GateRecord | None = _measure(
-        "α retention", "Share of the memory that is kept at a token. 1: nothing is forgotten."
-    )
-    eta: GateRecord | None = _measure(
-        "η step size", "Step size of the write of a token. 0: nothing is written.", (0.0, 1.0)
-    )
-    theta: GateRecord | None = _measure(
-        "θ momentum", "Share of the momentum that is kept at a token. 0: no momentum.", (0.0, 1.0)
-    )
-    gamma: GateRecord | None = _measure(
-        "Σγ tokens in the window",
-        "Sum of the window's gates: how many tokens of its window a write uses.",
-    )
-    delta: GateRecord | None = _measure(
-        "δ threshold", "Error above which a robust loss (Huber, RobustL2) limits a write."
-    )
+    alpha: GateRecord | None = _measure("α retention", "Share of the memory that is kept at a token. 1: all of it.")
+    eta: GateRecord | None = _measure("η step size", "Step size of the write of a token. 0: no write.", (0.0, 1.0))
+    theta: GateRecord | None = _measure("θ momentum", "Share of the momentum that is kept at a token.", (0.0, 1.0))
+    gamma: GateRecord | None = _measure("Σγ tokens in the window", "How many tokens of its window a write uses.")
+    delta: GateRecord | None = _measure("δ threshold", "Error above which a robust loss limits the write.")
 
     def by_head(self, lags: Sequence[int]) -> dict[str, Heads]:
         """Each measure that the memory has, by head, null for what is not finite: of gates the mean, and the standard

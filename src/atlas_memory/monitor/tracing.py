@@ -13,17 +13,7 @@ from torch import Tensor, nn
 
 from ..memory import Gates, MemoryState
 from ..rules.validation import UNBOUNDED, check_size
-from .hooks import (
-    MemoryLayer,
-    WriteInputs,
-    eval_mode,
-    memory_names,
-    memory_states,
-    memory_writes,
-    recorded,
-    split_by_memory,
-    write_inputs,
-)
+from . import hooks
 
 LAGS = (16, 256)
 """How many tokens after its write a key is queried again."""
@@ -112,8 +102,7 @@ def trace(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 6
     """Read ``ids`` ``[batch, time]`` with a language model and measure every memory at every token.
 
     The text is read as ``model(input_ids=..., past_key_values=...)`` reads it, in eval mode, ``piece`` tokens a call;
-    the other measurements are made on copies, at two to three times the work of reading. The memory needed on the
-    model's device does not depend on the length; ``traces`` gives the same piece by piece.
+    measuring takes two to three times the work of reading, and leaves the model as it was.
 
     Args:
         model: an Atlas language model, or any module that is called likewise and has layers with memories.
@@ -128,7 +117,7 @@ def trace(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 6
 
 
 def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 64) -> Iterator[Trace]:
-    """As ``trace``, a ``Trace`` for each piece as soon as it is read; positions count from the text's first token."""
+    """As ``trace``, a ``Trace`` for each piece as soon as it is read: the memory needed does not grow with the text."""
     lags = tuple(lags)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or 0 in ids.shape:
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -145,8 +134,8 @@ def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 
     tracers: list[_LayerTracer] = []
     read = 0
     for part in ids.to(device).split(piece, 1):
-        with torch.inference_mode(), eval_mode(model):
-            with recorded(model) as seen:
+        with torch.inference_mode(), hooks.eval_mode(model):
+            with hooks.recorded(model) as seen:
                 out = model(input_ids=part, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             tracers = tracers or [_LayerTracer(layer, lags) for layer in seen]
@@ -183,30 +172,30 @@ def _nats(logits: Tensor | None, ids: Tensor, last: Tensor | None) -> tuple[Tens
 class _LayerTracer:
     """A layer whose memories are followed from piece to piece."""
 
-    def __init__(self, seen: MemoryLayer, lags: tuple[int, ...]) -> None:
-        self.names = [f"{seen.name}:{name}" if name else seen.name for name in memory_names(seen.layer)]
+    def __init__(self, seen: hooks.MemoryLayer, lags: tuple[int, ...]) -> None:
+        self.names = [f"{seen.name}:{name}" if name else seen.name for name in hooks.memory_names(seen.layer)]
         self.lags = lags
         self.tracers: list[_TokenTracer] = []
         self.start: list[MemoryState] = []
         self.paths: list[tuple[Matrices, Matrices | None]] = []  # after the last piece, and how they came there
         self.without: Any = None  # the mixer's state with the writes off
 
-    def measure(self, seen: MemoryLayer, ids: Tensor) -> list[MemoryTrace]:
+    def measure(self, seen: hooks.MemoryLayer, ids: Tensor) -> list[MemoryTrace]:
         """What the layer's memories did while it read ``ids`` ``[batch, time]``."""
         batch, time = ids.shape
         found: list[list[dict[str, Tensor]]] = [[] for _ in self.names]
         for call in seen.reads:
             state = call.state if call.state is not None else seen.layer.initial_state(batch)
-            for inputs in write_inputs(seen.layer, call.x, state):
+            for inputs in hooks.write_inputs(seen.layer, call.x, state):
                 self.tracers = self.tracers or [_TokenTracer(self.lags) for _ in inputs]
                 measured = [tracer.measure(of) for tracer, of in zip(self.tracers, inputs, strict=True)]
-                for each, of_memory in zip(found, split_by_memory(seen.layer, measured), strict=True):
+                for each, of_memory in zip(found, hooks.split_by_memory(seen.layer, measured), strict=True):
                     each.append(of_memory)
         if not self.start:
-            self.start = memory_states(seen.layer, seen.layer.initial_state(batch))
+            self.start = hooks.memory_states(seen.layer, seen.layer.initial_state(batch))
             self.paths = [(start.weights, None) for start in self.start]
         of_layer = self._contribution(seen)
-        ends = memory_states(seen.layer, seen.reads[-1].after)
+        ends = hooks.memory_states(seen.layer, seen.reads[-1].after)
         updates = [_difference(end.weights, at) for end, (at, _) in zip(ends, self.paths, strict=True)]
         of = zip(self.names, found, ends, self.start, updates, self.paths, strict=True)
         traced = [
@@ -216,12 +205,12 @@ class _LayerTracer:
         self.paths = [(end.weights, update) for end, update in zip(ends, updates, strict=True)]
         return traced
 
-    def _contribution(self, seen: MemoryLayer) -> dict[str, Tensor]:
+    def _contribution(self, seen: hooks.MemoryLayer) -> dict[str, Tensor]:
         """``MemoryTrace.memory_contribution`` and ``branch_ratio``."""
         calls = seen.reads if seen.block is None else seen.mixed
         mixer = cast(nn.Module, seen.layer if seen.block is None else seen.block.mixer)
         parts = []
-        with memory_writes(mixer, False):
+        with hooks.memory_writes(mixer, False):
             for call in calls:
                 other, self.without = mixer(call.x, self.without)
                 parts.append(other)
@@ -241,7 +230,7 @@ class _TokenTracer:
         self.lags = lags
         self.past: tuple[Tensor, ...] | None = None
 
-    def measure(self, inputs: WriteInputs) -> dict[str, Tensor]:
+    def measure(self, inputs: hooks.WriteInputs) -> dict[str, Tensor]:
         """The measurements at each written token, ``[batch, heads, ..., time]``."""
         longest = self.lags[-1]
         if self.past is None:

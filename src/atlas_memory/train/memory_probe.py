@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from atlas_memory.console import print_line
-from atlas_memory.data import Document
 from atlas_memory.data.tokenization import encode
 from atlas_memory.models import AtlasForCausalLM
 from atlas_memory.monitor import Alarm, alarms, effective_remembrance, summarise, trace
 from atlas_memory.monitor.hooks import memory_layers
 from atlas_memory.monitor.logs import MEMORY, ProbeRecord, read_log
 from atlas_memory.monitor.tracing import LAGS
-from atlas_memory.train.callbacks import AfterStep, StopOnInterrupt, append
+from atlas_memory.train.callbacks import AfterStep, Evaluation, StopOnInterrupt, append
+from atlas_memory.train.config import RunConfig
 from atlas_memory.train.distributed import gather_weights, rank
 
 OnAlarm = Callable[[int, Alarm], None]
@@ -31,47 +31,37 @@ OnAlarm = Callable[[int, Alarm], None]
 
 
 class MemoryProbe(AfterStep):
-    """Probes every memory of a model every so many steps: a line of ``memory.jsonl`` with what ``summarise`` says of a
-    ``trace`` over the beginnings of held-out texts, always the same, and with the effective remembrance. What is wrong
-    in two probes in a row is an alarm: a line on the console, a POST to ``webhook`` and a call of ``on_alarm``, once
-    until it is over.
+    """Probes every memory of a model every `train.probe_every` steps, on the beginnings of held-out texts, always the
+    same: a line of ``memory.jsonl``. What is wrong in two probes in a row is an alarm: a line on the console, a POST to
+    `train.alarm_webhook` (JSON with ``step``, ``run``, ``kind``, ``memory`` and ``text``) and a call of ``on_alarm``,
+    once until it is over.
 
-    The first process probes. Of a ``sharded`` model all processes gather the weights, and it probes a copy.
-
-    Args:
-        path: of ``memory.jsonl``, which is continued.
-        every: steps between probes; 0: none.
-        tokens_per_step: of training; a probe reads half as many, and at most ``rows`` x ``length``.
-        interrupt: tells when the run is about to stop, so that its checkpoint is written before the probe.
-        webhook: an address to which alarms are sent, as JSON with ``step``, ``run``, ``kind``, ``memory`` and ``text``.
+    The first process probes; of a sharded model all processes gather the weights, and it probes a copy. A probe reads
+    half as many tokens as a training step, and at most ``rows`` x ``length``. ``interrupt`` tells when the run is about
+    to stop, so that its checkpoint is written before the probe.
     """
 
     rows, length, piece, recent = 2, 512, 256, 128
 
     def __init__(
         self,
-        path: Path,
-        model: Any,
-        tokenizer: Any,
-        documents: Sequence[Document],
-        every: int,
+        config: RunConfig,
+        evaluation: Evaluation,
         tokens_per_step: int,
-        console: Console,
         interrupt: StopOnInterrupt,
-        webhook: str | None = None,
-        sharded: bool = False,
+        console: Console,
         on_alarm: OnAlarm | None = None,
     ) -> None:
-        self.path, self.model, self.console, self.webhook, self.sharded = path, model, console, webhook, sharded
-        self.on_alarm = on_alarm
         super().__init__(interrupt)
+        self.path, self.run, self.model = Path(config.output_dir) / MEMORY, config.train, evaluation.model
+        self.console, self.on_alarm = console, on_alarm
         length = max(64, min(self.length, tokens_per_step // 2))
-        texts = [encode(tokenizer, d.text[: 16 * length])[:length] for d in documents]
+        texts = [encode(evaluation.tokenizer, d.text[: 16 * length])[:length] for d in evaluation.documents]
         longest = max(map(len, texts), default=0)
         rows = max(1, min(self.rows, tokens_per_step // (2 * length)))
         chosen = [ids for ids in texts if len(ids) == longest][:rows]
         self.ids = torch.from_numpy(np.stack(chosen).astype(np.int64)) if longest else None
-        self.every = every if longest and memory_layers(model) else 0
+        self.every = self.run.probe_every if longest and memory_layers(self.model) else 0
         self._suspected: set[tuple[str, str]] = set()  # in the last probe
         self._raised: set[tuple[str, str]] = set()
         self._unsent: set[tuple[str, str]] = set()
@@ -89,7 +79,7 @@ class MemoryProbe(AfterStep):
         if not self.every or state.global_step % self.every:
             return
         begun = time.perf_counter()
-        weights = gather_weights(self.model) if self.sharded else None
+        weights = gather_weights(self.model) if self.run.fsdp else None
         if rank() > 0:
             return
         model = self.model if weights is None else _gathered(self.model.config, weights)
@@ -127,17 +117,18 @@ class MemoryProbe(AfterStep):
             self.on_alarm(step, alarm)
 
     def _send(self, step: int, alarm: Alarm) -> None:
-        if self.webhook is None:
+        if self.run.alarm_webhook is None:
             return
         self._unsent.discard(alarm.key)
         body = json.dumps({"step": step, "run": str(self.path.parent), **alarm.model_dump()}).encode()
         try:
-            request = urllib.request.Request(self.webhook, body, {"Content-Type": "application/json"})
+            request = urllib.request.Request(self.run.alarm_webhook, body, {"Content-Type": "application/json"})
             urllib.request.urlopen(request, timeout=10).close()
         except (OSError, HTTPException, ValueError) as error:  # training does not end for want of a listener
             self._unsent.add(alarm.key)
             print_line(
-                self.console, f"train.alarm_webhook={self.webhook!r} failed: {error}; retried after the next probe"
+                self.console,
+                f"train.alarm_webhook={self.run.alarm_webhook!r} failed: {error}; retried after the next probe",
             )
 
 

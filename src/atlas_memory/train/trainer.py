@@ -24,7 +24,7 @@ from atlas_memory.console import print_line
 from atlas_memory.data import Segments
 from atlas_memory.layers.omega_memory import set_execution
 from atlas_memory.models import PRESETS, AtlasForCausalLM
-from atlas_memory.monitor.logs import LOG, MEMORY, cut_logs, so_far
+from atlas_memory.monitor.logs import LOG, cut_logs, so_far
 from atlas_memory.train.callbacks import (
     Clock,
     Evaluation,
@@ -231,19 +231,7 @@ def _run(
     log = JsonLog(folder / LOG, clock, evaluation)
     samples = Samples(config, evaluation, interrupt, console)
     tokens_per_step = run.batch_size * batches_per_step(config) * config.data.seq_len
-    probe = MemoryProbe(
-        folder / MEMORY,
-        model,
-        data.tokenizer,
-        evaluation.documents,
-        run.probe_every,
-        tokens_per_step,
-        console,
-        interrupt,
-        run.alarm_webhook,
-        run.fsdp,
-        on_alarm,
-    )
+    probe = MemoryProbe(config, evaluation, tokens_per_step, interrupt, console, on_alarm)
     bar = ProgressBar(clock, log, console, tokens_per_step)
     trainer = _Trainer(
         config,

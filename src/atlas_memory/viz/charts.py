@@ -38,6 +38,11 @@ STEPS: Spec = {  # every number with a prefix of its own; phones are narrow
     "labelSeparation": 8,
 }
 END = "length(datum.label) > 15 ? '\u2026' + slice(datum.label, -14) : datum.label"  # of long names, where they differ
+TRACED = {  # colours of the measures along a text
+    **{"alpha": BLUE, "eta": ORANGE, "theta": GREEN, "gamma": PINK, "delta": GREY},
+    **{"error_before_write": ORANGE, "recall_error": GREEN, "readout_change": PINK, "memory_contribution": BLUE},
+    **{"effective_rank": BLUE, "distance_from_init": GREEN, "update_angle": PINK},
+}
 Points = Iterable[tuple[float, float | None] | tuple[float, float | None, float, float]]
 """(x, value), or (x, value, low, high) with the ends of a band."""
 
@@ -268,15 +273,16 @@ def _stretches(places: np.ndarray) -> list[tuple[int, int]]:
     return [(int(part[0]), int(part[-1]) + 1) for part in parts]
 
 
-def trace_columns(seen: Trace, columns: Mapping[str, str]) -> list[Spec]:
-    """A chart for each measure (an attribute of ``MemoryTrace``, or ATTRIBUTE/I for its lag I) in its colour, with a
-    panel for each memory: the median over heads and neighbouring tokens, and the middle 90 %."""
-    return [_column(seen, name, colour, first=n == 0) for n, (name, colour) in enumerate(columns.items())]
+def trace_columns(seen: Trace, names: Sequence[str]) -> list[Spec]:
+    """A chart for each measure (an attribute of ``MemoryTrace``, or ATTRIBUTE/I for its lag I), with a panel for each
+    memory: the median over heads and neighbouring tokens, and the middle 90 %."""
+    return [_column(seen, name, first=n == 0) for n, name in enumerate(names)]
 
 
-def _column(seen: Trace, name: str, colour: str, first: bool) -> Spec:
+def _column(seen: Trace, name: str, first: bool) -> Spec:
     attribute, _, lag = name.partition("/")
     title = (MEASURES[attribute].title or "").format(lag=f"{seen.lags[int(lag or 0)]:,}")
+    colour = TRACED[attribute]
     rows: list[Spec] = []
     for memory in seen.memories:
         value = getattr(memory, attribute)

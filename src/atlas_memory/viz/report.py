@@ -29,29 +29,12 @@ from atlas_memory.train.config import RunConfig
 from atlas_memory.train.run_folder import read_data_json
 from atlas_memory.train.run_model import Run, load_run
 from atlas_memory.train.training_data import digest_of_held_out, evaluation_text
-from atlas_memory.viz import charts
+from atlas_memory.viz import charts, labels
 from atlas_memory.viz.folders import check_writable, identity, report_folder, written
-from atlas_memory.viz.labels import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    amount,
-    count,
-    headline,
-    legible,
-    loss_unit,
-    memory_label,
-    model_size,
-    short_training,
-)
 from atlas_memory.viz.token_page import render, token_page
 
 PROMPT = 32  # tokens of the text that the sample continues
 PROBED = ("half_life", "readout_change", "error_before_write", "effective_rank")  # what training.png shows
-GATES_PNG = dict(zip(GATES, (BLUE, ORANGE, GREEN, PINK, GREY), strict=True))
-GEOMETRY_PNG = {"effective_rank": BLUE, "distance_from_init": GREEN, "update_angle": PINK}
 Told = Callable[[str, float], None]
 """What is told what a report is doing, and which share of that is done."""
 
@@ -105,7 +88,7 @@ def write_report(
             "text_digest": digest_of_held_out(documents),
             "held_out_in_training": _in_training(log, trained) if data is None else None,
             "alarms": alarm_history(probes),
-            "document": legible(document.name, 200),
+            "document": labels.legible(document.name, 200),
             "memories": [
                 {**record.model_dump(exclude_none=True), "wrote": memory.wrote}
                 for record, memory in zip(summarise(seen), seen.memories, strict=True)
@@ -116,7 +99,7 @@ def write_report(
     )
     told("drawing charts", 0.0)
     with written(target) as made:
-        title = "Held-out text" if data is None else legible(Path(data).name or str(data), 80)
+        title = "Held-out text" if data is None else labels.legible(Path(data).name or str(data), 80)
         charts.save(made / "position.png", *([chart] for chart in charts.bits_by_position(*scores, trained, title)))
         drawn = _draw_training(made, log, probes, numbers["memories"], is_byte_tokenizer(run.tokenizer))
         _draw_memories(made, seen)
@@ -133,7 +116,7 @@ def _scores(
     """The text as the model reads it, with the writes off, and with the last training length only."""
 
     def score(how: str, writes: bool = True, recent: int | None = None) -> Score:
-        said = partial(told, f"reading {count(streams, 'stream')} {how}")
+        said = partial(told, f"reading {labels.count(streams, 'stream')} {how}")
         return bits_per_byte(run.model, run.tokenizer, documents, length, writes, streams, recent, said).checked()
 
     return (
@@ -157,7 +140,7 @@ def _draw_training(
     """The loss and, where there are probes of the model's memories, what they measured; which of them were drawn."""
     if len(log) < 2:
         return set()
-    scale, unit = loss_unit(of_bytes)
+    scale, unit = labels.loss_unit(of_bytes)
     loss = charts.curves({"loss": [(e.step, scale * e.loss) for e in log]}, "Training loss", unit=unit, bands=True)
     charts.save(made / "loss.png", [loss])
     names = [memory["name"] for memory in memories]
@@ -166,10 +149,10 @@ def _draw_training(
         return {"loss"}
     measured = charts.measures(known)
     maps = [charts.heat_map(known, name) for name in PROBED if name in measured]
-    shares = {
-        memory_label(name): [(p.step, m.memory_contribution) for p in known for m in p.memories if m.name == name]
-        for name in names
-    }
+    shares: dict[str, list[Any]] = {labels.memory_label(name): [] for name in names}
+    for probe in known:
+        for memory in (memory for memory in probe.memories if memory.name in names):
+            shares[labels.memory_label(memory.name)].append((probe.step, memory.memory_contribution))
     below = charts.curves(shares, MEASURES["memory_contribution"].title, dashed=True)
     charts.save(made / "training.png", maps, [below], width=1000)
     return {"loss", "training"}
@@ -179,18 +162,18 @@ def _draw_memories(made: Path, seen: Trace) -> None:
     """Gates, errors and matrices of the memories along the document; nothing of a model without memories."""
     if not seen.memories:
         return
-    gates = {name: of for name, of in GATES_PNG.items() if any(getattr(m, name) is not None for m in seen.memories)}
-    errors = {f"recall_error/{i}": GREEN for i in range(len(seen.lags))}
-    contents = {"error_before_write": ORANGE, **errors, "readout_change": PINK, "memory_contribution": BLUE}
-    for name, columns in (("gates", gates), ("contents", contents), ("geometry", GEOMETRY_PNG)):
-        charts.save(made / f"{name}.png", charts.trace_columns(seen, columns))
+    gates = [name for name in GATES if any(getattr(memory, name) is not None for memory in seen.memories)]
+    errors = ["error_before_write", *(f"recall_error/{i}" for i in range(len(seen.lags)))]
+    contents = [*errors, "readout_change", "memory_contribution"]
+    geometry = ["effective_rank", "distance_from_init", "update_angle"]
+    for name, measures in (("gates", gates), ("contents", contents), ("geometry", geometry)):
+        charts.save(made / f"{name}.png", charts.trace_columns(seen, measures))
 
 
 def _token_page(run: Run, ids: np.ndarray, total: int, seen: Trace, numbers: dict[str, Any], told: Told) -> str:
     part = "all of it" if len(ids) == total else f"the first {len(ids):,} of its {total:,} tokens"
-    about = (
-        f"This is {part}, read by {run.folder}: {model_size(numbers)}. Made {numbers['date']} on {numbers['machine']}."
-    )
+    about = f"This is {part}, read by {run.folder}: {labels.model_size(numbers)}."
+    about += f" Made {numbers['date']} on {numbers['machine']}."
     cost = cast(torch.Tensor, seen.nats)[0].double().numpy() / math.log(2)
     said = partial(told, "reading a document in other ways")
     reading = token_costs(run.model, run.tokenizer, ids, cost, numbers["training_length"], said)
@@ -203,14 +186,14 @@ def _page(numbers: dict[str, Any], drawn: set[str]) -> str:
     for j, bucket in enumerate(numbers["memory_on"]["by_position"]):
         costs = [of["by_position"][j] for of in (numbers["memory_on"], numbers["recent_only"], off) if of is not None]
         bits = [f"{cost['bits_per_byte']:.3f}" for cost in costs]
-        saved = amount(numbers["older_by_position"][j])
+        saved = labels.amount(numbers["older_by_position"][j])
         positions.append([f"{bucket['from']:,}–{bucket['to']:,}", *bits[:2], saved, *bits[2:]])
     return render(
         "report.html",
         **numbers,
-        headline=headline(numbers),
-        size=model_size(numbers),
-        warning=short_training(numbers),
+        headline=labels.headline(numbers),
+        size=labels.model_size(numbers),
+        warning=labels.short_training(numbers),
         charts=drawn,
         probed=[MEASURES[name] for name in PROBED],
         position_heads=["tokens", "bits per byte", f"last {numbers['training_length']:,} only", "older tokens save"]
@@ -277,7 +260,7 @@ def _amount_read(on: Score, documents: Sequence[Document]) -> str:
     """How much of the text was read, in words."""
     total, read_of_it = sum(len(d.text.encode("utf-8", "surrogatepass")) for d in documents), int(on.bytes.sum())
     part = f"all of its {total:,}" if read_of_it == total else f"{read_of_it:,} of its {total:,}"
-    return f"{part} bytes, in {count(len(on.bits), 'stream')} of at most {count(on.edges[-1], 'token')}"
+    return f"{part} bytes, in {labels.count(len(on.bits), 'stream')} of at most {labels.count(on.edges[-1], 'token')}"
 
 
 def _savings(on: Score, off: Score | None, recent: Score, trained: int) -> dict[str, Any]:
