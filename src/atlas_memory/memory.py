@@ -18,7 +18,6 @@ from .rules.features import (
     l2_normalise,
 )
 from .rules.gates import Gates
-from .rules.kinds import KINDS
 from .rules.networks import MLP, GatedMLP, Linear, Network
 from .rules.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
 from .rules.retention import (
@@ -36,10 +35,9 @@ from .rules.retention import (
     Sigmoid,
     Softmax,
 )
-from .rules.rule import RULES, Params, Rule, resolve_rule
+from .rules.rule import KINDS, RULES, Params, Rule, Window, resolve_rule
 from .rules.state import MemoryState, State, initial_state
 from .rules.step import InnerOptimiser
-from .rules.window import Window
 
 __all__ = [
     "KINDS",

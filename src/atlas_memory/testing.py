@@ -28,9 +28,8 @@ from .ops.recurrent import recurrent
 from .rules.bias import Bias
 from .rules.features import Features, l2_normalise
 from .rules.gates import Gates
-from .rules.kinds import BUILT_IN
 from .rules.retention import NewMatrix, OldMatrix
-from .rules.rule import Params, Rule, resolve_rule
+from .rules.rule import BUILT_IN, Params, Rule, resolve_rule
 from .rules.step import InnerOptimiser, TokenGates
 
 BATCH, HEADS, DIM, ROWS, COLUMNS = 2, 3, 4, 8, 7

@@ -20,7 +20,7 @@ from atlas_memory.memory import (
     RobustL2,
     Rule,
 )
-from atlas_memory.rules.norms import squared_spectral_norm
+from atlas_memory.rules.networks import squared_spectral_norm
 
 from .problems import error
 

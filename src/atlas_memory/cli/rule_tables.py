@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 
-from ..rules.names import meant
+from ..rules.validation import suggest
 from .planning import si_format
 
 REFERENCE = {
@@ -44,7 +44,7 @@ def rules(
 
     if name is not None and name not in RULES:
         raise typer.BadParameter(
-            f"unknown rule {name!r}; {meant(name, RULES)} One of your own is known to a file that "
+            f"unknown rule {name!r}; {suggest(name, RULES)} One of your own is known to a file that "
             f"registers it and then calls the command: python mine.py rules {name} (CONTRIBUTING.md)"
         )
     if dim % heads:

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
 from ..ops.chunkwise import GroupState, begin, end, read_on
 from ..ops.precision import kept_dtype, narrowed
+from ..rules import DEFAULT_RULE
 from ..rules.initialisation import at_right_angles
-from ..rules.names import DEFAULT_RULE
 from ..rules.state import State
 from ..rules.validation import check_heads, check_positive
 from .gate_projection import GateProjection, start_gate

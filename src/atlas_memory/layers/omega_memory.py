@@ -22,8 +22,8 @@ from ..memory import (
 from ..ops.chunk_layout import starts_chunk
 from ..ops.cuda_graphs import Graphs
 from ..ops.precision import Form, check_memory_state
+from ..rules import DEFAULT_RULE
 from ..rules.autograd import is_transformed
-from ..rules.names import DEFAULT_RULE
 from ..rules.validation import UNBOUNDED, check_size
 from .gate_projection import GateProjection
 from .stateful import Stateful

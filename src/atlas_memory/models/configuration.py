@@ -18,8 +18,8 @@ from ..layers.mlp import check_periods
 from ..layers.stateful import Stateful
 from ..layers.tnt import Hierarchy
 from ..memory import RULES, Rule
-from ..rules.names import DEFAULT_RULE, meant
-from ..rules.validation import DEEPEST, LARGEST, LONGEST, check_positive, check_size
+from ..rules import DEFAULT_RULE
+from ..rules.validation import DEEPEST, LARGEST, LONGEST, check_positive, check_size, suggest
 from .presets import PRESETS, fitting_options
 
 logger = logging.get_logger(__name__)
@@ -151,7 +151,7 @@ class AtlasConfig(PreTrainedConfig):
         check_blocks()
         if not isinstance(self.block, str) or self.block not in BLOCKS:
             raise ValueError(
-                f"block={self.block!r} is unknown; {meant(self.block, BLOCKS)} Register a block of your own first: "
+                f"block={self.block!r} is unknown; {suggest(self.block, BLOCKS)} Register a block of your own first: "
                 f"BLOCKS[{self.block!r}] = Mixer(...)"
             )
         self._check_block()
@@ -252,7 +252,7 @@ class AtlasConfig(PreTrainedConfig):
             if isinstance(name, Rule):
                 raise ValueError("rule must be a name, got a Rule: name it, RULES['mine'] = ..., or give rule_options")
             raise ValueError(
-                f"rule={name!r} is unknown; {meant(name, RULES)} Register a rule of your own first: "
+                f"rule={name!r} is unknown; {suggest(name, RULES)} Register a rule of your own first: "
                 f"RULES[{name!r}] = Rule(...)"
             )
         options = self.rule_options or {}
@@ -305,7 +305,7 @@ class AtlasConfig(PreTrainedConfig):
             ValueError: No such preset, or a bad override.
         """
         if name not in PRESETS:
-            raise ValueError(f"preset {name!r} is unknown; {meant(name, PRESETS)}")
+            raise ValueError(f"preset {name!r} is unknown; {suggest(name, PRESETS)}")
         base, given = deepcopy(PRESETS[name].config), overrides.get("rule_options")
         block = overrides.get("block", cls.block)
         if isinstance(block, str) and block in BLOCKS and not BLOCKS[block].memory:

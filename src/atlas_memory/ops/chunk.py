@@ -12,8 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from ..rules.gates import pick
-from ..rules.networks import ForwardCache, MatrixInput
-from ..rules.norms import Norm
+from ..rules.networks import ForwardCache, MatrixInput, Norm
 from ..rules.rule import Params, Rule
 from .chunk_context import Chunk, ChunkContext, Condition, MatrixContext, MatrixState
 from .decay_masks import GateDecay, decay_masks

@@ -10,7 +10,7 @@ in tests/memory/test_cost.py."""
 
 from __future__ import annotations
 
-from ..rules.norms import POWER_STEPS
+from ..rules.networks import POWER_STEPS
 from ..rules.rule import Rule
 from .chunk_layout import tokens_before
 from .dispatch import chunk_form, has_chunks

@@ -7,31 +7,112 @@ optimiser, window. To add a model, compose values and add a row to ``RULES``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .bias import L2, AttentionalBias, DotProduct, Huber, Lp
-from .features import Exponential, FeatureMap, Identity, Polynomial
+from .bias import L2, AttentionalBias, Bias, DotProduct, Huber, Lp, RobustL2
+from .features import Exponential, FeatureMap, Features, Identity, Polynomial
 from .initialisation import FeatureLayout
-from .kinds import BUILT_IN, check_part, kinds_of, made_of
-from .names import meant
-from .networks import MLP, ForwardCache, GatedMLP, Linear, Network
+from .networks import MLP, ForwardCache, GatedMLP, Linear, Network, NetworkBase
 from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
 from .retention import (
+    AnyRetention,
     Decay,
+    ElasticNet,
+    FDivergence,
     Keep,
     LqNorm,
     Retention,
     RowNorm,
+    Sigmoid,
     Softmax,
     padded_to,
 )
-from .step import FLOOR
-from .validation import check_like, check_size
-from .window import Window
+from .step import FLOOR, InnerOptimiser
+from .validation import LONGEST, check_like, check_size, suggest
+
+
+@dataclass(frozen=True)
+class Window:
+    """The Omega window and the chunks (ATLAS Eqs. 8-9 and 15-16).
+
+    ``size`` = c: the inner loss at token t is a sum over the last c tokens, token i weighted by a gate gamma_i^(t).
+    ``chunk`` = b: gradients of b tokens are taken at one *frozen* memory, that before their chunk (step.py); b = 1 is
+    the exact recurrence. A window reaches back over the start of its chunk. Chunks are counted from a sequence's first
+    token, wherever calls or padding fall.
+    ``read``: which memory answers q_t: "after" the write of token t, M_t (ATLAS); "before" it, M_{t-1} (Hope); or the
+    "frozen" one before the chunk (TNT's global memory).
+    """
+
+    size: int = 1
+    chunk: int = 16
+    read: str = "after"
+
+    def __post_init__(self) -> None:
+        for name in ("size", "chunk"):
+            check_size(f"Window {name}", getattr(self, name), LONGEST)
+        if self.read not in ("after", "before", "frozen"):
+            raise ValueError(f"Window read must be 'after', 'before' or 'frozen', got {self.read!r}")
+
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "features": (Identity, Polynomial, Exponential),
+    "network": (Linear, MLP, GatedMLP),
+    "bias": (L2, DotProduct, Lp, Huber, RobustL2),
+    "retention": (Decay, Keep, LqNorm, Softmax, Sigmoid, ElasticNet, FDivergence, RowNorm),
+    "optimiser": (GradientDescent, DeltaGradientDescent, Momentum, Muon),
+    "window": (Window,),
+}
+"""What each part of a rule may be, by the name of its class in ``Rule.vary`` and in configurations; a class of your own
+is added by ``KINDS["optimiser"] += (Mine,)``."""
+
+BUILT_IN = dict(KINDS)
+"""The library's own kinds."""
+
+BASES: dict[str, type] = {
+    "features": Features,
+    "network": NetworkBase,
+    "bias": Bias,
+    "retention": AnyRetention,
+    "optimiser": InnerOptimiser,
+    "window": Window,
+}
+
+
+def kinds_of(axis: str) -> dict[str, type]:
+    """The kinds of an axis by their names; ValueError where one of your own has the name of one of the library's, which
+    a configuration could not tell apart."""
+    kinds = {kind.__name__: kind for kind in KINDS[axis]}
+    for kind in BUILT_IN[axis]:
+        if kinds.get(kind.__name__, kind) is not kind:
+            raise ValueError(f"KINDS[{axis!r}] has another {kind.__name__} than the library's: give it its own name")
+    return kinds
+
+
+def check_part(axis: str, part: Any) -> None:
+    """Raise ValueError unless ``part`` is an instance of a frozen dataclass of this axis."""
+    base = BASES[axis]
+    if not isinstance(part, base) or not is_dataclass(part):
+        raise ValueError(
+            f"{axis} of a rule must be an instance of a dataclass that derives from {base.__name__}, such as "
+            f"{BUILT_IN[axis][0]()!r}, got {part!r}"
+        )
+    try:
+        hash(part)
+    except TypeError as error:
+        raise ValueError(f"{axis} {type(part).__name__} must be a frozen dataclass: {error}") from error
+
+
+def made_of(name: str, kind: type, options: Mapping[str, Any]) -> Any:
+    """A part of this kind, with its defaults; fields without one are those of ``options``."""
+    needed = [f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
+    if missing := [field for field in needed if field not in options]:
+        raise ValueError(f"{name} {kind.__name__} has no default for {', '.join(missing)}: give {missing[0]!r} a value")
+    return kind(**{field: options[field] for field in needed})
+
 
 PRINTED: dict[str, dict[str, Any]] = {
     "features": {"constant": 1.0, "horizon": None},
@@ -117,7 +198,7 @@ class Rule:
         known = [f.name for f in fields(self)]
         for name, options in parts.items():
             if name not in known:
-                raise ValueError(f"a rule has no part {name!r}; {meant(name, known)}")
+                raise ValueError(f"a rule has no part {name!r}; {suggest(name, known)}")
             if not isinstance(options, Mapping):
                 raise ValueError(
                     f"options of {name!r} must be a mapping of field to value, got {options!r}; an instance is put "
@@ -128,14 +209,14 @@ class Rule:
                 kinds = kinds_of(name)
                 if not isinstance(kind, str) or kind not in kinds:
                     raise ValueError(
-                        f"{name} has no kind {kind!r}; {meant(kind, kinds)} Register a class of your own first: "
+                        f"{name} has no kind {kind!r}; {suggest(kind, kinds)} Register a class of your own first: "
                         f"KINDS[{name!r}] += ({kind},)"
                     )
                 part = part if type(part) is kinds[kind] else made_of(name, kinds[kind], options)
             allowed = [f.name for f in fields(part)]
             for option, value in options.items():
                 if option not in allowed:
-                    has = meant(option, allowed) if allowed else "it has no fields"
+                    has = suggest(option, allowed) if allowed else "it has no fields"
                     raise ValueError(f"{name} {type(part).__name__} has no field {option!r}; {has}")
                 check_like(f"{name} {type(part).__name__} {option}", value, getattr(part, option))
             changed[name] = replace(part, **options)
@@ -342,7 +423,7 @@ def resolve_rule(rule: str | Rule, window: int | None = None, chunk_size: int | 
     if isinstance(rule, str):
         if rule not in RULES:
             raise ValueError(
-                f"unknown rule {rule!r}; {meant(rule, RULES)} Register one of your own first: "
+                f"unknown rule {rule!r}; {suggest(rule, RULES)} Register one of your own first: "
                 f"RULES[{rule!r}] = Rule(...)"
             )
         rule = RULES[rule]

@@ -1,7 +1,8 @@
-"""The checks that sizes and other values pass. The limits are far beyond what anybody has trained: what is above them
-is a slip, or somebody wants a program to hang."""
+"""Checks of sizes, numbers and names. The limits are far beyond what anybody trains: a size above them is a slip."""
 
+import difflib
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 LARGEST = 2**20
@@ -52,3 +53,10 @@ def check_like(name: str, value: Any, present: Any) -> None:
 def _is_finite(value: Any) -> bool:
     """Whether it is a number that a float can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the closest known one as a question, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(str(name)[:64].lower(), known, n=1)
+    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}."

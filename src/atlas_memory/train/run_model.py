@@ -22,8 +22,7 @@ from atlas_memory import __version__
 from atlas_memory.data.tokenization import read_tokenizer
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
-from atlas_memory.rules.names import meant
-from atlas_memory.rules.validation import check_size
+from atlas_memory.rules.validation import check_size, suggest
 from atlas_memory.train.checkpoint import (
     DIGESTS,
     LARGEST_STATE,
@@ -197,7 +196,7 @@ def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
         if f"model.{name}" not in known:
             raise ConfigError(f"unknown key model.{name} (={value!r}){nearest(f'model.{name}', known)}")
     if config.model.preset not in PRESETS:
-        raise ConfigError(f"model: preset {config.model.preset!r} is unknown; {meant(config.model.preset, PRESETS)}")
+        raise ConfigError(f"model: preset {config.model.preset!r} is unknown; {suggest(config.model.preset, PRESETS)}")
     if config.model.init_from is None:
         fields = {
             "vocab_size": len(tokenizer),

@@ -12,7 +12,7 @@ from typing import Any
 
 from atlas_memory.models import PRESETS  # without torch
 from atlas_memory.monitor.logs import LOG, MEMORY, SAMPLES, Log, ProbeRecord, SampleRecord, StepRecord, alarm_history
-from atlas_memory.rules.names import DEFAULT_RULE
+from atlas_memory.rules import DEFAULT_RULE
 from atlas_memory.train.run_folder import DEFAULT_STEPS, flat_settings, has_byte_tokens, read_json
 from atlas_memory.viz.folders import common_folder, find_runs
 
