@@ -48,8 +48,8 @@ MAX_PARAMETERS = 2**40
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 """Those that weights may have."""
 # Options of a memory: no use in a block without one.
-_OF_MEMORY = ("rule", "rule_options", "window", "chunk_size", "hierarchy", "conv_size", "key_lag", "gate_rank")
-_OF_MEMORY += ("persistent_tokens",)
+_OF_MEMORY = ["rule", "rule_options", "window", "chunk_size", "hierarchy", "conv_size", "key_lag", "gate_rank"]
+_OF_MEMORY += ["persistent_tokens"]
 # Keyword arguments that transformers itself understands although they are no fields.
 _OF_TRANSFORMERS = {"torch_dtype", "num_labels", "name_or_path", "output_attentions", "attn_implementation"}
 _OF_TRANSFORMERS |= {"experts_implementation", "model_type", "use_return_dict"}
