@@ -79,8 +79,8 @@ def test_lanes_are_further_rows() -> None:
 def test_rows_go_on_where_they_stood_when_segments_grow(carry: int | None) -> None:
     """After five steps of two lanes, so that half the rows are a segment ahead; then in more lanes of fewer rows."""
     tokens, rows, lanes = some_tokens((90, 70, 300, 51, 8, 77, 200)), 6, 2
-    same = Segments(tokens, 4, rows * lanes, 30, carry=carry)
-    grown = Segments(tokens, 4, rows, 40, interleave=lanes, carry=carry, lengths={5: 12, 24: 24})
+    same = Segments(tokens, 4, rows * lanes, 30, reset_every=carry)
+    grown = Segments(tokens, 4, rows, 40, interleave=lanes, reset_every=carry, lengths={5: 12, 24: 24})
     assert [grown.times(step) for step in (0, 4, 5, 23, 24, 39)] == [1, 1, 3, 3, 6, 6]
     read: dict[int, list[dict[str, torch.Tensor]]] = {row: [] for row in range(rows * lanes)}
     for step in range(40):
@@ -105,14 +105,14 @@ def test_rows_move_on_where_carrying_ends() -> None:
     """Pieces of two segments, rows at different steps; documents begin anywhere in them."""
     tokens = some_tokens((50, 13, 9, 40))
     for r in (0, 1):
-        read = row(Segments(tokens, 5, 2, 40, carry=2), r, 40)
+        read = row(Segments(tokens, 5, 2, 40, reset_every=2), r, 40)
         ids, labels = read["input_ids"].tolist(), read["shift_labels"].tolist()
         begun = set(read["document_starts"].nonzero()[:, 0].tolist())
         assert set(range(5 * r, 200, 10)) <= begun and {i for i, token in enumerate(ids) if token == 256} <= begun
         assert all(i % 10 == 5 * r or ids[i] == 256 for i in begun)
         follows = dict(zip(tokens.ids[:-1].tolist(), tokens.ids[1:].tolist(), strict=True))
         assert all(label == follows[token] for token, label in zip(ids, labels, strict=True) if token > 256)
-    marks = row(Segments(tokens, 5, 1, 40, carry=2, pass_states=0.5), 0, 40)["document_starts"].sum()
+    marks = row(Segments(tokens, 5, 1, 40, reset_every=2, pass_states=0.5), 0, 40)["document_starts"].sum()
     assert 3 < marks < 20
 
 

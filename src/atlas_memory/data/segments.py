@@ -63,7 +63,7 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         steps: Of training.
         seed: Of the orders.
         interleave: Steps until the same streams are read again, so that successive steps learn from other documents.
-        carry: A stream moves to another place after so many segments, not all at the same step: pieces of `carry`
+        reset_every: A stream moves to another place after so many segments, not all at the same step: pieces of so many
             segments of the text as it stands, in which documents begin anywhere, take the place of the documents.
             None: it reads documents to their ends.
         lengths: The step from which on segments are longer, counted from 0, and their tokens: `seq_len` or a multiple
@@ -86,24 +86,24 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         steps: int,
         seed: int = 0,
         interleave: int = 1,
-        carry: int | None = None,
+        reset_every: int | None = None,
         pass_states: float = 0.0,
         lengths: Mapping[int, int] | None = None,
     ) -> None:
         self.tokens, self.seq_len, self.rows, self.steps = tokens, seq_len, rows, steps
-        self.seed, self.interleave, self.carry, self.pass_states = seed, interleave, carry, pass_states
+        self.seed, self.interleave, self.reset_every, self.pass_states = seed, interleave, reset_every, pass_states
         self._phases = [(0, 1), *((first, length // seq_len) for first, length in sorted((lengths or {}).items()))]
         total = len(tokens.ids) - 1
-        piece = 1 if carry is None else carry * seq_len
+        piece = 1 if reset_every is None else reset_every * seq_len
         self.part = total // piece // (rows * interleave) * piece  # tokens that a row reads in an epoch
         if self.part < seq_len * self._phases[-1][1]:
             name = "data.seq_len" if len(self._phases) == 1 else "the last of data.seq_len_schedule"
             needed = f"{name}={seq_len * self._phases[-1][1]} times {rows * interleave} rows" + (
-                f" times data.reset_every={carry}" if carry else ""
+                f" times data.reset_every={reset_every}" if reset_every else ""
             )
             raise ValueError(
                 f"{needed} is more than the training text ({total} tokens): lower {name}, "
-                f"{'' if carry is None else 'data.reset_every, '}data.interleave or train.batch_size, or give more text"
+                f"{'data.reset_every, ' if reset_every else ''}data.interleave or train.batch_size, or give more text"
             )
         self._orders: dict[int, _Order] = {}  # of this epoch and the one before
 
@@ -116,7 +116,7 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         item, nth = divmod(item, times)
         row = item + (step - first) % (self.interleave * times) * (self.rows // times)
         # With an end to carrying, rows begin apart, so as not to move on all at the same step.
-        ahead = 0 if self.carry is None else row * self.carry // (self.rows * self.interleave)
+        ahead = 0 if self.reset_every is None else row * self.reset_every // (self.rows * self.interleave)
         at, left = (self._read(row, step) + nth + ahead) * self.seq_len, self.seq_len
         places, starts = [], []
         while left:
@@ -159,15 +159,15 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
     def _new_order(self, random: np.random.Generator) -> _Order:
         documents = self.tokens.starts
         total = len(self.tokens.ids) - 1
-        if self.carry is None:
+        if self.reset_every is None:
             starts, sizes = documents, np.diff(documents, append=total)
         else:
-            size = self.carry * self.seq_len
+            size = self.reset_every * self.seq_len
             starts = np.arange(random.integers(total % size + 1), total - size + 1, size)
             sizes = np.full(len(starts), size)
         order = random.permutation(len(starts))
         starts, sizes = starts[order], sizes[order]
-        begins = starts if self.carry is None else np.union1d(starts, documents)
+        begins = starts if self.reset_every is None else np.union1d(starts, documents)
         marked = random.random(len(begins)) >= self.pass_states
         return _Order(starts, sizes, sizes.cumsum(), np.sort(begins[marked]))
 

@@ -2,7 +2,7 @@
 
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 LARGEST = 2**20
@@ -55,8 +55,14 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def suggest(name: object, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the closest known one as a question, or all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(str(name)[:64].lower(), known, n=1)
-    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}."
+def suggest(name: object, known: Iterable[str], aliases: Mapping[str, Iterable[str]] | None = None) -> str:
+    """A remedy to append to "unknown name;": the known name with this alias, or the closest one, as a question; or all
+    of them. Of a dotted name the last part may be an alias, or the last part of another known name."""
+    known, name = list(known), str(name)[:64].lower()
+    section, _, last = name.rpartition(".")
+    close = [key for key, others in (aliases or {}).items() if last in others]
+    others = [key for key in known if key.rpartition(".")[2] == last]
+    inside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    words, word = (inside, last) if section and inside else ({key: key for key in known}, name)
+    close += [words[found] for found in difflib.get_close_matches(word, words, n=1)] + others
+    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(words.values())}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from atlas_memory.data.sources import is_dataset_name
+from atlas_memory.rules.validation import suggest
 from atlas_memory.train.run_folder import (
     CONFIGS,
     DEFAULT_STEPS,
@@ -351,7 +352,7 @@ def _explain(error: ValidationError) -> str:
             return f"{key} has a dot, and files have sections: write {section}: {{{name}: {first['input']}}}"
         if isinstance(first["input"], dict) and (meant := difflib.get_close_matches(key, RunConfig.model_fields, 1)):
             return f"unknown section {key}; did you mean {meant[0]}?"
-        return f"unknown key {key} (={first['input']!r}){nearest(key, known)}"
+        return f"unknown key {key} (={first['input']!r}); {suggest(key, sorted(known), ALIASES)}"
     if first["type"] == "model_type":
         one = next(name for name in keys(RunConfig) if name.startswith(f"{key}."))
         return f"{key} is a section, not {first['input']!r}: set its keys, such as {one}"
@@ -369,8 +370,9 @@ def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-_ELSEWHERE = {
+ALIASES = {
     "train.steps": ("epochs", "num_epochs", "num_train_epochs", "max_steps"),
+    "train.learning_rate": ("lr", "max_lr"),
     "train.grad_clip": ("max_grad_norm", "max_norm"),
     "train.evaluate_every": ("eval_steps", "eval_interval"),
     "train.save_every": ("save_steps",),
@@ -384,20 +386,3 @@ _ELSEWHERE = {
     "output_dir": ("out", "output"),
 }
 """What other programs call a key."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy to append to "unknown name": the key that other programs call so; the closest name of the same section,
-    or the one with these initials (`train.lr`); the same name or initials in another section; or all names."""
-    known = sorted(known)
-    section, _, last = name.rpartition(".")
-    within = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
-    close = [key for key, names in _ELSEWHERE.items() if last in names]
-    close += [within[word] for word in difflib.get_close_matches(last, within, n=1)]
-    others = [(k.rpartition(".")[2], k) for k in (*within.values(), *known)]
-    close += [k for word, k in others if last in (word, "".join(part[:1] for part in word.split("_")))]
-    if not section or not within:
-        close += difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; known: {', '.join(within.values() if section and within else known)}"

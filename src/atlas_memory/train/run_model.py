@@ -42,7 +42,7 @@ from atlas_memory.train.checkpoint import (
     weight_shapes,
     writing,
 )
-from atlas_memory.train.config import ConfigError, RunConfig, load_saved, nearest
+from atlas_memory.train.config import ALIASES, ConfigError, RunConfig, load_saved
 from atlas_memory.train.distributed import all_reduce_max, barrier, rank
 from atlas_memory.train.run_folder import RUN_YAML, read_json
 from atlas_memory.train.training_data import TrainingData
@@ -194,7 +194,9 @@ def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
     known = {f"model.{name}" for name in ("preset", "init_from", *AtlasConfig.__annotations__)}
     for name, value in config.model.overrides.items():
         if f"model.{name}" not in known:
-            raise ConfigError(f"unknown key model.{name} (={value!r}){nearest(f'model.{name}', known)}")
+            raise ConfigError(
+                f"unknown key model.{name} (={value!r}); {suggest(f'model.{name}', sorted(known), ALIASES)}"
+            )
     if config.model.preset not in PRESETS:
         raise ConfigError(f"model: preset {config.model.preset!r} is unknown; {suggest(config.model.preset, PRESETS)}")
     if config.model.init_from is None:
