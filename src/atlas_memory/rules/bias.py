@@ -1,9 +1,7 @@
 """Attentional bias: the inner loss l(M; k, v) that the memory minimises while it reads (Miras's name for it).
 
-A bias is a function of the prediction M(phi(k)) and the value v alone; e = M(phi(k)) - v is the error. ``Bias`` says
-which three methods it has. Their results and the gradients of these must be finite where the error is zero: padding has
-no error, and one number there that is not finite would spoil a whole chunk. So |e| is smoothed (``SMOOTH``) in the
-biases here. A bias of your own is tried for all of this when a rule is made with it (contracts/bias.py).
+A bias is a function of the prediction M(phi(k)) and the value v; e = M(phi(k)) - v is the error. Its values and their
+gradients must be finite where e is zero, as at padding, so |e| is smoothed (``SMOOTH``) in the biases here.
 """
 
 from __future__ import annotations
@@ -17,44 +15,39 @@ from .autograd import max_entry
 from .validation import check_positive
 
 SMOOTH = 1e-6
-"""Miras's epsilon: |x| is taken as sqrt(x^2 + SMOOTH), so that every bias has a gradient everywhere."""
+"""Miras's epsilon: |x| is taken as sqrt(x^2 + SMOOTH)."""
 
 MAX_ABS = 1e9
-"""Errors are cut here by ``Lp``, which raises them to a power; ``Huber`` and ``RobustL2`` cut them at its square."""
+"""``Lp`` clamps errors to it, since it raises them to a power; ``Huber`` and ``RobustL2`` clamp them to its square."""
 
 
 class Bias:
-    """What attentional biases share; one of your own is a frozen dataclass with the first three methods.
-
-    ``...`` are the dimensions in front, such as ``[batch, heads, time]``; the dtype is float32 or float64, and is kept.
-    """
+    """The base class of attentional biases. One of your own is a frozen dataclass with the first three methods, which
+    keep the dtype, float32 or float64; ``...`` is any dimensions in front."""
 
     has_delta = False
-    """Whether a gate delta is read, one more number a token. It is then the last entry of ``v``, ``[..., dim + 1]``."""
+    """Whether a gate delta is read, one number a token: the last entry of ``v``, ``[..., dim + 1]``."""
     is_linear = False
-    """Whether the derivative does not depend on the prediction. Then nothing that a chunk has written changes the
-    errors of its tokens."""
+    """Whether the derivative does not depend on the prediction."""
     is_quadratic = False
-    """Whether the derivative is ``curvature`` times the error. The second derivative along a step is then known under a
-    layer norm, too (``NetworkBase.curvature_bound``)."""
+    """Whether the derivative is ``curvature`` times the error, which bounds steps better under a layer norm
+    (``NetworkBase.curvature_bound``)."""
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """The loss of each token, summed over its coordinates: ``[..., dim], [..., dim] -> [...]``. The definition
-        takes its gradient by autograd."""
+        """The loss of each token, summed over its coordinates: ``[..., dim], [..., dim] -> [...]``."""
         raise NotImplementedError(f"{type(self).__name__} has no method value(prediction, v)")
 
     def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """The derivative of ``value`` by the prediction, ``[..., dim]``, which the fast forms send back."""
+        """The derivative of ``value`` by the prediction, ``[..., dim]``."""
         raise NotImplementedError(f"{type(self).__name__} has no method derivative(prediction, v)")
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """A bound on the second derivative by the prediction (the largest eigenvalue), one number a token, ``[...]``;
-        or where that has none, or is far from what a full step meets, one on |derivative| / |error|. It bounds the
-        step (step.py)."""
+        """A bound on the second derivative by the prediction, ``[...]``; or where that has none, or is far from what a
+        full step meets, one on |derivative| / |error|. It bounds the step (step.py)."""
         raise NotImplementedError(f"{type(self).__name__} has no method curvature(prediction, v)")
 
     def start_delta(self, dim: int) -> float:
-        """The value at which a layer lets the gate delta start, for heads of ``dim``."""
+        """Where the gate delta begins in a layer, for heads of ``dim``."""
         return 1.0
 
 
@@ -73,45 +66,38 @@ class L2(Bias):
         check_positive("L2 scale", self.scale)
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[..., dim], [..., dim] -> [...]``."""
         return self.scale * (prediction - v).square().sum(-1)
 
     def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """d value / d prediction: ``[..., dim]``."""
         return (2.0 * self.scale) * (prediction - v)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[...]``: 2 scale."""
         return torch.full_like(prediction[..., 0], 2.0 * self.scale)
 
 
 @dataclass(frozen=True)
 class DotProduct(Bias):
-    """-<M(phi(k)), v>: the Hebbian write +v k^T (ATLAS Eqs. 19-20, 25, with the sign that makes it a write: printed as
-    +<M, v> the same equations would erase).
+    """-<M(phi(k)), v>: the Hebbian write +v k^T (ATLAS Eqs. 19-20, 25; with the printed sign they would erase).
 
-    It has no minimum: a deep memory that follows it grows without end. Its curvature is called 1, so that a bounded
-    step changes what is predicted for a key by at most about eta |v| a token, and the growth is at most linear.
+    It has no minimum. Its curvature counts as 1, so that a normalised step changes the prediction for a key by at most
+    about eta |v| a token, and a deep memory grows at most linearly.
     """
 
     is_linear = True
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[..., dim], [..., dim] -> [...]``."""
         return -(prediction * v).sum(-1)
 
     def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """d value / d prediction: ``[..., dim]``."""
         return -v.expand_as(prediction)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[...]``: 1, as the class says."""
         return torch.ones_like(prediction[..., 0])
 
 
 @dataclass(frozen=True)
 class Lp(Bias):
-    """sum_j |M(phi(k)) - v|_j^p (Miras Eq. 11), p >= 1, with |x| smoothed. p = 1 only sees the sign of the error."""
+    """sum_j |M(phi(k)) - v|_j^p (Miras Eq. 11), p >= 1."""
 
     p: float = 3.0
 
@@ -120,24 +106,22 @@ class Lp(Bias):
             raise ValueError(f"Lp p must be >= 1, got {self.p!r}")
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[..., dim], [..., dim] -> [...]``."""
         return (self._error(prediction, v).square() + SMOOTH).pow(0.5 * self.p).sum(-1)
 
     def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """d value / d prediction: ``[..., dim]``."""
         e = self._error(prediction, v)
         slope = self.p * e * (e.square() + SMOOTH).pow(0.5 * self.p - 1.0)
         return torch.where((prediction - v).abs() <= MAX_ABS, slope, 0.0)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[...]``, the largest over the coordinates: up to p = 3 of |derivative| / |error|, so that a full step
-        takes the largest coordinate to its value and none beyond; above 3 of half the second derivative, which is
-        more. The second derivative has no bound near zero for p < 2, and halves the steps for p = 3."""
+        """The largest over the coordinates: up to p = 3 of |derivative| / |error|, so that a full step takes no
+        coordinate beyond its value; above 3 of half the second derivative, which is more. (The second derivative has no
+        bound near zero for p < 2, and would halve the steps for p = 3.)"""
         weight = (self._error(prediction, v).square() + SMOOTH).pow(0.5 * self.p - 1.0)
         return self.p * max(1.0, 0.5 * (self.p - 1.0)) * max_entry(weight)
 
     def _error(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """Errors beyond ``MAX_ABS`` are as large as that and teach nothing: their powers would overflow."""
+        # Errors beyond MAX_ABS count as that, with a derivative of zero: their powers would overflow.
         return (prediction - v).clamp(-MAX_ABS, MAX_ABS)
 
 
@@ -147,13 +131,13 @@ class Huber(Bias):
 
     * "coordinates": each coordinate of the error (Miras Eqs. 13-14);
     * "norm": the length of the error (Miras Eq. 15);
-    * "mixture": 1/2 |e|_2^2 where |e|_2 <= delta_t, else delta_t |e|_1 (Miras Eq. 16, Yaad's; not continuous, as
-      printed).
+    * "mixture": 1/2 |e|_2^2 where |e|_2 <= delta_t, else delta_t |e|_1 (Miras Eq. 16, Yaad's; printed so, not
+      continuous).
 
     Beyond delta the printed mixture passes on signs alone. A coordinate near zero changes its sign from write to write,
-    and the memory becomes chaotic: a change of 1e-7 is one of 1 after some hundred such writes. ``corner`` (ours)
-    rounds the absolute values of the mixture, |e_j| = sqrt(e_j^2 + (corner delta)^2 / d) with d coordinates: those
-    shorter than corner delta / sqrt(d) are then written in proportion. 0 is as printed, but for ``SMOOTH``.
+    and the memory becomes chaotic: a change of 1e-7 becomes one of 1 after some hundred writes. ``corner`` (ours)
+    rounds the absolute values of the mixture, |e_j| = sqrt(e_j^2 + (corner delta)^2 / d) with d coordinates, so that
+    smaller ones than corner delta / sqrt(d) are written in proportion. 0 is as printed, but for ``SMOOTH``.
     """
 
     over: str = "norm"
@@ -168,44 +152,41 @@ class Huber(Bias):
             raise ValueError(f"Huber corner must be >= 0, got {self.corner!r}")
 
     def start_delta(self, dim: int) -> float:
-        """About twice the usual error of a head of ``dim``: outliers alone should meet the linear part. In the mixture,
-        through whose absolute values hardly any outer gradient flows, four times that."""
+        """About twice the usual error, so that outliers alone meet the linear part; in the mixture, through whose
+        absolute values hardly any outer gradient flows, four times that."""
         usual = 1.0 if self.over == "coordinates" else dim**0.5
         return (8.0 if self.over == "mixture" else 2.0) * usual
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[..., dim], [..., dim + 1] -> [...]``."""
         e, delta = _error(prediction, v)
         size = self._absolute(e, delta)
         if self.over == "coordinates":
             return torch.where(e.abs() <= delta, 0.5 * e.square(), delta * (size - 0.5 * delta)).sum(-1)
         inside, delta = e.norm(dim=-1) <= delta[..., 0], delta[..., 0]
         length = _smooth_norm(e)[..., 0] - 0.5 * delta
-        max_abs = delta * (length if self.over == "norm" else size.sum(-1))
-        return torch.where(inside, 0.5 * e.square().sum(-1), max_abs)
+        outside = delta * (length if self.over == "norm" else size.sum(-1))
+        return torch.where(inside, 0.5 * e.square().sum(-1), outside)
 
     def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """d value / d prediction: ``[..., dim]``."""
         e, delta = _error(prediction, v)
         if self.over == "coordinates":
             return torch.where(e.abs() <= delta, e, delta * e / _smooth(e))
-        max_abs = delta * e / (_smooth_norm(e) if self.over == "norm" else self._absolute(e, delta))
-        return torch.where(e.norm(dim=-1, keepdim=True) <= delta, e, max_abs)
+        outside = delta * e / (_smooth_norm(e) if self.over == "norm" else self._absolute(e, delta))
+        return torch.where(e.norm(dim=-1, keepdim=True) <= delta, e, outside)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[...]``: 1; in the mixture beyond delta a bound on the second derivative where there is a ``corner``, else
-        one on |derivative| / |error|."""
+        """1; in the mixture beyond delta a bound on the second derivative if there is a ``corner``, else one on
+        |derivative| / |error|."""
         if self.over != "mixture":
             return torch.ones_like(prediction[..., 0])
         e, delta = _error(prediction, v)
         length, root = e.norm(dim=-1), e.shape[-1] ** 0.5
-        max_abs = delta[..., 0] * root / length.clamp_min(SMOOTH)
+        outside = delta[..., 0] * root / length.clamp_min(SMOOTH)
         if self.corner:
-            max_abs = torch.full_like(max_abs, root / self.corner)
-        return torch.where(length <= delta[..., 0], 1.0, max_abs)
+            outside = torch.full_like(outside, root / self.corner)
+        return torch.where(length <= delta[..., 0], 1.0, outside)
 
     def _absolute(self, e: Tensor, delta: Tensor) -> Tensor:
-        """|e_j| of every coordinate, smoothed."""
         if self.over != "mixture" or not self.corner:
             return _smooth(e)
         return (e.square() + (self.corner * delta).square() / e.shape[-1] + SMOOTH).sqrt()
@@ -223,17 +204,14 @@ class RobustL2(Bias):
         return 0.1 * dim**0.5
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[..., dim], [..., dim + 1] -> [...]``."""
         e, delta = _error(prediction, v)
         return (0.5 * e.square().sum(-1, keepdim=True) + delta * (_smooth_norm(e) + 0.5 * delta))[..., 0]
 
     def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """d value / d prediction: ``[..., dim]``."""
         e, delta = _error(prediction, v)
         return e * (1.0 + delta / _smooth_norm(e))
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """``[...]``: 1 + delta / |e|."""
         e, delta = _error(prediction, v)
         return (1.0 + delta / _smooth_norm(e))[..., 0]
 
@@ -242,7 +220,7 @@ AttentionalBias = L2 | DotProduct | Lp | Huber | RobustL2
 
 
 def _error(prediction: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    # The square of anything larger overflows in float32, and would reach back as 0 x infinity.
+    # The square of anything larger overflows in float32, with a gradient of 0 x infinity.
     return (prediction - v[..., :-1]).clamp(-MAX_ABS * MAX_ABS, MAX_ABS * MAX_ABS), v[..., -1:]
 
 

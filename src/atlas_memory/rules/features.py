@@ -1,11 +1,7 @@
-"""Constants of two numbers, such as the weights of the monomials, that are made once for each device and dtype.
+"""Feature maps phi: what the memory's first matrices see instead of the raw key or query (ATLAS, section 3.1, Eq. 5).
 
-Feature maps phi: what the memory's first matrices see instead of the raw key or query.
-
-ATLAS, section 3.1 and Eq. 5. Two methods of a feature map agree: ``expand(x)`` gives phi(x) itself, ``kernel(x, y)``
-gives phi(x) . phi(y), which may be known without forming phi. The chunkwise form uses the kernel inside a chunk, so its
-cost there does not depend on the length of phi(x). ``sqrt_a`` are coefficients that an outer model may learn; only
-``Polynomial`` has them. A map of your own is tried when a rule is made with it (contracts/features.py).
+``expand(x)`` is phi(x), and ``kernel(x, y)`` is phi(x) . phi(y), which may be known without forming phi: ``chunkwise``
+uses it inside a chunk. ``sqrt_a`` are coefficients that an outer model may learn; only ``Polynomial`` has them.
 """
 
 from __future__ import annotations
@@ -25,43 +21,8 @@ from torch import Tensor, nn
 from .autograd import Function, call
 from .validation import MOST, check_positive, check_size
 
-Constant = Callable[[int, int], Tensor]
-
-
-def kept(shape: Callable[[int, int], tuple[int, ...]]) -> Callable[[Constant], Callable[[int, int, Tensor], Tensor]]:
-    """A decorator for a function of two numbers that makes a constant; ``shape`` gives the constant's shape from the
-    same two. What it returns has a cache, and a third argument, in whose dtype and on whose device the constant is.
-
-    A GPU would have to wait for a copy, and a CUDA graph cannot have one, so what a GPU needs is kept on it. A compiler
-    for a CPU is led past the cache and makes a constant of its own; for other devices it calls a custom operator, which
-    looks into the cache."""
-
-    def decorate(make: Constant) -> Callable[[int, int, Tensor], Tensor]:
-        @lru_cache(maxsize=64)
-        def there(dim: int, i: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-            with torch.inference_mode(False):  # a cached inference tensor could never be trained through
-                return make(dim, i).to(device, dtype)
-
-        @torch.library.custom_op(f"atlas_memory::constant{make.__name__}", mutates_args=())
-        def operator(dim: int, i: int, like: Tensor) -> Tensor:
-            return there(dim, i, like.device, like.dtype).clone(memory_format=torch.contiguous_format)
-
-        operator.register_fake(lambda dim, i, like: like.new_empty(shape(dim, i)))
-
-        def found(dim: int, i: int, like: Tensor) -> Tensor:
-            if torch.compiler.is_compiling():
-                return make(dim, i).to(like) if like.device.type == "cpu" else operator(dim, i, like.detach())
-            if type(like) is not Tensor:  # a fake one perhaps, of which nothing may be kept
-                return make(dim, i).to(like)
-            return there(dim, i, like.device, like.dtype)
-
-        return found
-
-    return decorate
-
-
 MAX_ABS = 1e7
-"""How long phi of a key may be, roughly: the product of four such lengths is a number in float32."""
+"""About how long phi of a key may be: the product of four such lengths must be finite in float32."""
 
 
 def l2_normalise(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -95,12 +56,12 @@ class _Normalise(Function):
 
 
 class Features:
-    """What feature maps share. One of your own is a frozen dataclass with ``size`` and ``expand``, for x of any width;
-    the other methods are right as they are here, and those of the library's maps are faster."""
+    """The base class of feature maps. One of your own is a frozen dataclass with ``size`` and ``expand``; the other
+    methods follow from these."""
 
     infinite = False
-    """Whether phi(x) has infinitely many entries and is known by its kernel only. A matrix that multiplies it is then
-    held as a column for each key."""
+    """Whether phi(x) has infinitely many entries, and only a kernel. A matrix that multiplies it then has a column for
+    each key."""
     horizon: int | None = None
     """Of an infinite-dimensional map: after how many tokens a key is forgotten; None: never."""
     constant: float = 1.0
@@ -108,8 +69,8 @@ class Features:
 
     @property
     def max_abs(self) -> float | None:
-        """Entries of keys are cut to +-``max_abs``, so that what is computed of phi(k) does not overflow in float32.
-        None: they are not, but |phi(k)|^2 is looked at, and where it is too large the token is treated as no number."""
+        """Entries of keys are clamped to +-``max_abs``, so that nothing overflows in float32. None: |phi(k)|^2 is
+        computed in every call, and a token where it is too large is treated as NaN."""
         return None
 
     def size(self, dim: int) -> int:
@@ -122,8 +83,7 @@ class Features:
 
     def own(self, dim: int) -> slice:
         """Which entries of phi(x) are x itself, in a fresh layer; entries before them must be ``constant``. A fresh
-        memory sees x (initialisation.py). An empty slice, unless a map says otherwise: then a fresh memory sees all
-        entries by a random matrix."""
+        memory sees these alone (initialisation.py); if there are none, all entries through a random matrix."""
         return slice(0, 0)
 
     def initial_sqrt_a(self) -> Tensor | None:
@@ -139,8 +99,7 @@ class Features:
         return self.expand(x, sqrt_a).square().sum(-1)
 
     def columns(self, x: Tensor, keys: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """The numbers by which the columns of a matrix are multiplied: phi(x) ``[..., size(dim)]``, whatever ``keys``
-        there are."""
+        """What multiplies the columns of a matrix: phi(x) ``[..., size(dim)]``, whatever the ``keys``."""
         return self.expand(x, sqrt_a)
 
     def expansion_cost(self, dim: int) -> int:
@@ -154,19 +113,15 @@ class Identity(Features):
 
     @property
     def max_abs(self) -> float:
-        """``MAX_ABS``."""
         return MAX_ABS
 
     def size(self, dim: int) -> int:
-        """Length of phi(x) for x of length ``dim``."""
         return dim
 
     def own(self, dim: int) -> slice:
-        """Which entries of phi(x) are x itself: all."""
         return slice(0, dim)
 
     def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """phi(x): ``[..., dim] -> [..., size(dim)]``."""
         return x
 
 
@@ -174,11 +129,10 @@ class Identity(Features):
 class Polynomial(Features):
     """All monomials of degree <= ``degree``, weighted so that phi(x).phi(y) = sum_j a_j (x.y)^j  (ATLAS Eq. 5).
 
-    Each distinct monomial of degree j carries sqrt(multinomial coefficient) and sqrt(a_j); the bare monomials the paper
-    prints would not give that kernel. What is learned is ``sqrt_a`` (one number a degree, 0..degree), so that
-    a_j = sqrt_a_j^2 >= 0. It starts at a_j = 1/j!, the Taylor series of exp cut off at ``degree``, but for sqrt(a_0),
-    which starts at ``constant``. All keys have it in common, and what a memory writes whatever it answers adds up
-    there. The state of a memory on these features has one size.
+    Each distinct monomial of degree j carries sqrt(multinomial coefficient) and sqrt(a_j); the bare monomials that the
+    paper prints would not give that kernel. ``sqrt_a`` is learned, one number a degree, so that a_j = sqrt_a_j^2 >= 0.
+    It starts at a_j = 1/j!, the Taylor series of exp, but for sqrt(a_0), which starts at ``constant``: all keys have it
+    in common, and Hebbian writes add up there.
     """
 
     degree: int = 2
@@ -190,7 +144,6 @@ class Polynomial(Features):
 
     @property
     def max_abs(self) -> float:
-        """FAR^(1 / degree)."""
         return MAX_ABS ** (1 / self.degree)
 
     def size(self, dim: int) -> int:
@@ -198,11 +151,9 @@ class Polynomial(Features):
         return math.comb(dim + self.degree, self.degree)
 
     def own(self, dim: int) -> slice:
-        """Which entries of phi(x) are x itself, in a fresh layer."""
         return slice(1, 1 + dim)
 
     def expansion_cost(self, dim: int) -> int:
-        """Multiply-adds of the two products that pick the factors of the monomials of degree 2."""
         return dim**2 * (dim + 1) if self.degree > 1 else 0
 
     def initial_sqrt_a(self) -> Tensor:
@@ -211,7 +162,6 @@ class Polynomial(Features):
         return torch.tensor([self.constant, *higher], dtype=torch.float64)
 
     def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """phi(x): ``[..., dim] -> [..., C(dim + degree, degree)]``, ordered by degree."""
         a = self._coefficients(x, sqrt_a)
         dim = x.shape[-1]
         blocks = [a[0] * torch.ones_like(x[..., :1]), a[1] * x]
@@ -232,7 +182,6 @@ class Polynomial(Features):
         return self._series(x @ y.mT, sqrt_a)
 
     def squared_norm(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """|phi(x)|^2 = kernel(x, x): ``[..., dim] -> [...]``."""
         return self._series(x.square().sum(-1), sqrt_a)
 
     def _series(self, product: Tensor, sqrt_a: Tensor | None) -> Tensor:
@@ -256,11 +205,10 @@ class Polynomial(Features):
 class Exponential(Features):
     """phi(x).phi(y) = exp(x.y): phi* of ATLAS Eqs. 22-23, all monomials of all degrees, each weighted as in Polynomial.
 
-    phi*(x) has infinitely many entries and exists as a kernel only. A matrix W that multiplies it is held as attention
-    holds its cache: the keys x_j that were read, and a column of coefficients for each. The learned M_0 (W_0 for this
-    matrix) multiplies the entries of degree 1, which are x itself, and is the first ``dim`` columns:
-    W phi*(x) = W_0 x + sum_j column_j exp(x_j . x). The state grows with the tokens read, unless ``horizon`` bounds it:
-    then, at the end of each chunk, tokens that are ``horizon`` or more tokens old leave the memory.
+    A matrix W that multiplies phi*(x) is held as attention holds its cache: the keys x_j that were read, and a column
+    of coefficients for each. The learned M_0 multiplies x itself, by the first ``dim`` columns:
+    W phi*(x) = W_0 x + sum_j column_j exp(x_j . x). The state grows with the tokens read, unless there is a
+    ``horizon``: at the end of each chunk, keys that are so many tokens old leave the memory.
     """
 
     horizon: int | None = None
@@ -276,31 +224,61 @@ class Exponential(Features):
         return dim
 
     def own(self, dim: int) -> slice:
-        """Which columns of M_0 multiply x: all."""
         return slice(0, dim)
 
     def expand(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """Refused: phi*(x) has no end."""
-        raise TypeError("Exponential features are infinitely many: they have a kernel, and no phi(x)")
+        raise TypeError("Exponential features are infinitely many: they have a kernel and no phi(x)")
 
     def kernel(self, x: Tensor, y: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """exp(x_i . y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``."""
         return (x @ y.mT).exp()
 
     def columns(self, x: Tensor, keys: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """The numbers by which the columns of a matrix are multiplied: x for those of M_0, then the kernel of x with
-        each of the ``keys``, ``[..., n, dim], [..., m, dim] -> [..., n, dim + m]``."""
+        """x for the columns of M_0, then the kernel of x with each key: ``[..., n, dim + m]``."""
         return torch.cat([x, self.kernel(x, keys)], -1)
 
     def squared_norm(self, x: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
-        """exp(|x|^2): ``[..., dim] -> [...]``."""
         return x.square().sum(-1).exp()
 
 
 FeatureMap = Identity | Polynomial | Exponential
 
 
-@kept(lambda dim, degree: (math.comb(dim + degree - 1, degree),))
+Constant = Callable[[int, int], Tensor]
+
+
+def cached_constant(
+    shape: Callable[[int, int], tuple[int, ...]],
+) -> Callable[[Constant], Callable[[int, int, Tensor], Tensor]]:
+    """A decorator for a function of two integers that makes a constant of this ``shape``. The result has a third
+    argument, in whose dtype and on whose device the constant is, and a cache: a GPU would have to wait for a copy, and
+    a CUDA graph cannot have one. A compiler for a CPU makes a constant of its own; for other devices it calls a custom
+    operator, which looks into the cache."""
+
+    def decorate(make: Constant) -> Callable[[int, int, Tensor], Tensor]:
+        @lru_cache(maxsize=64)
+        def there(dim: int, i: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+            with torch.inference_mode(False):  # a cached inference tensor could never be trained through
+                return make(dim, i).to(device, dtype)
+
+        @torch.library.custom_op(f"atlas_memory::constant{make.__name__}", mutates_args=())
+        def operator(dim: int, i: int, like: Tensor) -> Tensor:
+            return there(dim, i, like.device, like.dtype).clone(memory_format=torch.contiguous_format)
+
+        operator.register_fake(lambda dim, i, like: like.new_empty(shape(dim, i)))
+
+        def found(dim: int, i: int, like: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                return make(dim, i).to(like) if like.device.type == "cpu" else operator(dim, i, like.detach())
+            if type(like) is not Tensor:  # a fake one perhaps, of which nothing may be kept
+                return make(dim, i).to(like)
+            return there(dim, i, like.device, like.dtype)
+
+        return found
+
+    return decorate
+
+
+@cached_constant(lambda dim, degree: (math.comb(dim + degree - 1, degree),))
 def _weights(dim: int, degree: int) -> Tensor:
     """sqrt of the multinomial coefficient of every monomial of one degree, in lexicographic order: float64."""
     return torch.tensor(_multinomials(dim, degree), dtype=torch.float64, device="cpu").sqrt()
@@ -312,12 +290,12 @@ def _multinomials(dim: int, degree: int) -> list[float]:
     return [math.factorial(degree) / n for n in repeats]
 
 
-# A compiler cannot trace itertools, and must take the result as a constant. The mark below is all that
-# torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes longer than all else.
+# A compiler cannot trace itertools. This is all that torch.compiler.assume_constant_result sets, which would import
+# the compiler.
 _multinomials._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@kept(lambda dim, factor: (dim, dim * (dim + 1) // 2))
+@cached_constant(lambda dim, factor: (dim, dim * (dim + 1) // 2))
 def _selection(dim: int, factor: int) -> Tensor:
     """0/1 matrix ``[dim, dim (dim + 1) / 2]`` picking the first (0) or second (1) factor of every pair i <= j."""
     return F.one_hot(torch.triu_indices(dim, dim, device="cpu")[factor], dim).mT.double()

@@ -1,23 +1,20 @@
-"""Retention: how much of the old memory enters the new one (Miras's name for what others call a forget gate).
+"""Retention: how much of the old memory enters the new one (Miras's name for a forget gate).
 
-Letters: in ATLAS alpha multiplies the old memory, 1 keeps everything. In Titans alpha is the amount forgotten, and
-1 - alpha multiplies; alpha here is always ATLAS's.
-
-Here W is one matrix of the memory of one head, and ``step`` is what the inner optimiser subtracts from it.
+alpha multiplies the old memory, 1 keeps everything, as in ATLAS; Titans' alpha is the amount forgotten. W is one matrix
+of a memory, and ``step`` what the inner optimiser subtracts from it.
 
 **Linear retention** (``Decay``, ``Keep``) is W_t = alpha_t W_{t-1} - step at every token.
 
-**Non-linear retention** (Miras, section 5.2; all others here) computes W from an accumulator A, a matrix of the same
-shape: W_t = ``mirror_map``(A_t). It does so at one token of each chunk, the chunk's *exact* token, as Miras trains it
-(section 5.4). At the other tokens W moves linearly, W_t = alpha_t W_{t-1} - step, and at all tokens so does A:
-A_t = alpha_t A_{t-1} - step. With ``chunk=1`` every token is exact, which is the paper's own recurrence. The exact
-token is the chunk's last; Memora's is its first (``lag``). The next chunk takes its gradients at ``mirror_map``(A_b),
-with A_b the accumulator after the chunk's last token, and its accumulator begins as ``restart`` says.
+**Non-linear retention** (Miras, section 5.2; all others here) computes W from an accumulator A of the same shape,
+A_t = alpha_t A_{t-1} - step, by W_t = ``mirror_map``(A_t). It does so at one token of each chunk, the chunk-boundary
+update, as Miras trains it (section 5.4): at the chunk's last token, Memora's at its first (``lag``). At the other
+tokens W_t = alpha_t W_{t-1} - step. With ``chunk=1`` this is the paper's recurrence. The next chunk takes its
+gradients at ``mirror_map``(A_b), A_b after the last token, and its accumulator begins as ``restart`` says.
 
-**What decays, decays to zero or to M_0.** As printed, alpha takes everything to zero. A memory of more than one matrix
-does not come back from there, since every gradient has another matrix as a factor; a simplex whose logits are zero is
-uniform; and W = A / |A|^2 grows without end as A goes to zero. ``to_initial`` (ours, and the named rules') lets W and A
-decay to what they began with instead: A_t = alpha_t A_{t-1} + (1 - alpha_t) A_0 - step."""
+**Decay targets.** As printed, alpha takes W and A to zero. A memory of several matrices does not come back from there,
+a simplex with logits of zero is uniform, and W = A / |A|^2 grows without end. ``to_initial`` (ours, and the named
+rules') lets them decay to what they began with: A_t = alpha_t A_{t-1} + (1 - alpha_t) A_0 - step.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +43,8 @@ class OldMatrix(NamedTuple):
 
 
 class NewMatrix(NamedTuple):
-    """The matrix after the token: W; ``mirrored``, the matrix at which the next chunk's gradients are taken if the
-    token ends its chunk; and A."""
+    """The matrix after the token: W; ``mirrored``, at which the next chunk's gradients are taken if the token ends its
+    chunk; and A."""
 
     weights: Tensor
     mirrored: Tensor
@@ -55,30 +52,28 @@ class NewMatrix(NamedTuple):
 
 
 def padded_to(decay_target: Tensor, like: Tensor) -> Tensor:
-    """The decay target of W, ``decay_target``, with zeros for the further columns that W has: on phi* (``Exponential``
-    features) those of keys. ``decay_target`` and ``like``, which is W, are ``[..., rows, columns]``."""
+    """``decay_target``, with zeros for the further columns of ``like``, W: on phi* those of keys."""
     more = like.shape[-1] - decay_target.shape[-1]
     return F.pad(decay_target, (0, more)) if more else decay_target
 
 
 def decayed(alpha: Tensor, matrix: Tensor, decay_target: Tensor | None) -> Tensor:
-    """alpha W; or home + alpha (W - home), where W does not decay to zero but to ``decay_target``."""
+    """alpha W, or target + alpha (W - target)."""
     return rows(alpha, matrix) if decay_target is None else decay_target + rows(alpha, matrix - decay_target)
 
 
 def _directed(matrix: Tensor) -> Tensor:
-    """The matrix ``[..., rows, columns]``, with a unit vector in place of every row of zeros: it has a length to keep
-    and a direction from which a write can turn it."""
+    """The matrix with a unit vector in place of every row of zeros, which has no length or direction to keep."""
     count, columns = matrix.shape[-2:]
     units = F.one_hot(torch.arange(count, device=matrix.device) % columns, columns)
     return torch.where(matrix.any(-1, keepdim=True), matrix, units.to(matrix.dtype))
 
 
 class AnyRetention:
-    """What all retentions share."""
+    """The base class of all retentions."""
 
     has_mirror_map = False
-    """Whether there is an accumulator A, from which W is mapped at a chunk's boundary token."""
+    """Whether there is an accumulator A."""
     gated = True
     """Whether alpha is read."""
     lag = False
@@ -86,7 +81,7 @@ class AnyRetention:
     to_initial = False
     """Whether W and A decay to what they began with; else to zero."""
     fixed_row_sums = False
-    """Whether all rows of W have one sum, which no write can change, as on a simplex."""
+    """Whether all rows of W have one sum that no write can change, as on a simplex."""
 
     supports_infinite_features = False
     """Whether what is kept of W A, for any matrix A, is what is kept of W times A, as ``InnerOptimiser`` has it. A
@@ -98,12 +93,11 @@ class AnyRetention:
             cls.supports_infinite_features = vars(cls).get("supports_infinite_features", False)
 
     def start(self, matrix: Tensor) -> Tensor:
-        """A fresh M_0, from a matrix ``[..., rows, columns]`` as the network begins with it; here that itself."""
+        """A fresh M_0, from the network's initial matrix ``[..., rows, columns]``; by default that itself."""
         return matrix
 
     def tangent(self, f: Tensor) -> Tensor:
-        """The part of an input f ``[..., columns]`` of which a write to W is made: f itself, or where W has
-        ``fixed_row_sums`` f less its mean, since what a write adds to all entries of a row alike maps to nothing."""
+        """The part of an input f ``[..., columns]`` that a write can use: with ``fixed_row_sums`` f less its mean."""
         return f - f.mean(-1, keepdim=True) if self.fixed_row_sums else f
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -116,15 +110,14 @@ class AnyRetention:
 
 
 class LinearRetention(AnyRetention):
-    """What linear retentions share: no accumulator."""
+    """The base class of linear retentions, which have no accumulator."""
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
         """W_0 = M_0, and no accumulator."""
         return initial, None
 
     def keep(self, old: OldMatrix, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> NewMatrix:
-        """One matrix after a token: what alpha leaves of W (``decayed``), less the step; ``alpha`` as ``TokenGates``
-        has it."""
+        """One matrix after a token; ``alpha`` is ``[batch, heads]`` or channel-wise, ``[batch, heads, dim]``."""
         new = decayed(alpha, old.weights, old.decay_target) - step
         return NewMatrix(new, new, None)
 
@@ -133,10 +126,9 @@ class LinearRetention(AnyRetention):
 class Decay(LinearRetention):
     """M_t = alpha_t M_{t-1} + update, alpha_t in [0, 1] a token and head (ATLAS Eq. 32).
 
-    As printed, the learned M_0 decays with everything else: a model trained on short texts still reads through what is
-    left of it, and meets a memory without M_0 only when it reads on. ``to_initial`` lets it decay to M_0 instead of to
-    zero, M_t = alpha_t M_{t-1} + (1 - alpha_t) M_0 + update: a soft form of TNT's resets (TNT Eq. 6), not in ATLAS. The
-    named rules with deep memories set it.
+    As printed, the learned M_0 decays with everything else, so that a model trained on short texts meets a memory
+    without it only in longer ones. ``to_initial`` lets the memory decay to M_0, M_t = alpha_t M_{t-1} +
+    (1 - alpha_t) M_0 + update: a soft form of TNT's resets (TNT Eq. 6), not in ATLAS.
     """
 
     to_initial: bool = False
@@ -150,14 +142,14 @@ class Decay(LinearRetention):
 
 @dataclass(frozen=True)
 class Keep(LinearRetention):
-    """M_t = M_{t-1} + update: nothing is forgotten except by being overwritten; the gate alpha is not read."""
+    """M_t = M_{t-1} + update; the gate alpha is not read."""
 
     gated = False
     supports_infinite_features = True
 
 
 class NonLinearRetention(AnyRetention):
-    """What non-linear retentions share: the learned M_0 is an accumulator, and W_0 = ``mirror_map``(M_0)."""
+    """The base class of non-linear retentions: the learned M_0 is an accumulator, and W_0 = ``mirror_map``(M_0)."""
 
     has_mirror_map = True
     gated = True
@@ -166,27 +158,25 @@ class NonLinearRetention(AnyRetention):
         return self.begin(initial) if self.to_initial else (None, None)
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
-        """W_0, which is M_0 mapped, and A_0."""
+        """W_0 and A_0."""
         mirrored = self.mirror_map(initial, initial, initial)
         return mirrored, self.restart(initial, mirrored)
 
     def keep(self, old: OldMatrix, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> NewMatrix:
         """One matrix after a token; ``first`` and ``last`` say whether the token is the first or last of its chunk."""
         assert old.dual is not None
-        linear, a = (
-            decayed(alpha, old.weights, old.decay_target) - step,
-            decayed(alpha, old.dual, old.dual_target) - step,
-        )
+        linear = decayed(alpha, old.weights, old.decay_target) - step
+        a = decayed(alpha, old.dual, old.dual_target) - step
         exact = self.mirror_map(a, old.frozen, old.initial)
         new = pick(first if self.lag else last, exact, linear)
         return NewMatrix(new, exact, pick(last, self.restart(a, exact), a))
 
     def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """The exact W from A, the chunk's first memory and the learned M_0; ``[..., rows, columns]`` each."""
+        """W from A, W before the chunk and the learned M_0; ``[..., rows, columns]`` each."""
         raise NotImplementedError(f"{type(self).__name__} has no method mirror_map(a, frozen, initial)")
 
     def restart(self, a: Tensor, mirrored: Tensor) -> Tensor:
-        """The accumulator with which the next chunk begins. By default it goes on."""
+        """The accumulator with which the next chunk begins; by default A."""
         return a
 
 
@@ -202,15 +192,13 @@ class LqNorm(NonLinearRetention):
             raise ValueError(f"LqNorm q must be >= 2, got {self.q!r}")
 
     def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """W from A, as the class says."""
         size = a.detach().abs().amax((-2, -1), keepdim=True)  # powers of huge or tiny entries must not overflow
         unit = a * reciprocal_or_zero(size)
         norm = unit.abs().pow(self.q).sum((-2, -1), keepdim=True).clamp_min(0.5).pow((2.0 - self.q) / self.q)
         return a * norm * size.clamp_min(1e-6).pow(2.0 - self.q)
 
     def start(self, matrix: Tensor) -> Tensor:
-        """An A with |A|_q = 1, where W = A: what is written into A is in W as it was written. Near A = 0, W is without
-        bounds, so that no row begins at zero."""
+        """An A with |A|_q = 1, where W = A. Near A = 0, W has no bound, so that no row begins at zero."""
         matrix = _directed(matrix)
         return matrix / matrix.abs().pow(self.q).sum((-2, -1), keepdim=True).pow(1.0 / self.q)
 
@@ -223,10 +211,10 @@ def _as_logits(matrix: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Softmax(NonLinearRetention):
     """W = scale * columns * softmax(A / scale) along each row: the KL retention with entropy on the scaled simplex
-    (Miras Eqs. 21 and 27, Memora's). A is scale log W up to a constant a row, which softmax does not see, so that the
-    paper's alpha_t log W_{t-1} - eta_t grad is, with scale = 1, the accumulator's own recurrence. Whether the simplex
-    is a row, a column or the matrix is not stated, nor its size; ``scale`` is the mean of the entries. It divides A, so
-    that a step moves entries near their mean by as much as it moves A, which is what it does at the linear tokens.
+    (Miras Eqs. 21 and 27, Memora's). A is scale log W up to a constant a row, so that with scale = 1 the paper's
+    alpha_t log W_{t-1} - eta_t grad is the accumulator's recurrence. The paper does not say whether the simplex is a
+    row, a column or the matrix, nor its size; ``scale`` is the mean of the entries. It divides A, so that a step moves
+    entries near their mean by as much as it moves A.
 
     ``lag``: the token of the chunk-boundary update is the chunk's first, Memora's "lag token".
     """
@@ -241,11 +229,10 @@ class Softmax(NonLinearRetention):
         check_positive("Softmax scale", self.scale)
 
     def start(self, matrix: Tensor) -> Tensor:
-        """M_0 with log W of standard deviation 1/2, whatever the matrix has (measured: docs/diary.md)."""
+        """M_0 with log W of standard deviation 1/2, which recalls best (measured)."""
         return 0.5 * self.scale * _as_logits(matrix)
 
     def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """W from A, as the class says."""
         return self.scale * a.shape[-1] * (a / self.scale).softmax(-1)
 
 
@@ -260,11 +247,10 @@ class Sigmoid(NonLinearRetention):
         check_positive("Sigmoid scale", self.scale)
 
     def start(self, matrix: Tensor) -> Tensor:
-        """M_0 as logits of variance 1, whatever the matrix has."""
+        """M_0 as logits of variance 1."""
         return _as_logits(matrix)
 
     def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """W from A, as the class says."""
         return self.scale * a.sigmoid()
 
 
@@ -272,9 +258,8 @@ class Sigmoid(NonLinearRetention):
 class ElasticNet(NonLinearRetention):
     """W = soft(A, threshold) = sign(A) max(|A| - threshold, 0): many entries are exactly zero.
 
-    With ``local``, the next chunk's A begins as W, so that what falls below the threshold is lost (Miras Eq. 22, its
-    lambda being our alpha and its zeta our eta). Otherwise A goes on by itself, and what has fallen below the threshold
-    comes back when more is written (FTRL, Eq. 23).
+    With ``local``, the next chunk's A begins as W, so that what falls below the threshold is lost (Miras Eq. 22, whose
+    lambda is our alpha and whose zeta is our eta). Otherwise A continues, and it can come back (FTRL, Eq. 23).
     """
 
     threshold: float = 0.01
@@ -285,11 +270,9 @@ class ElasticNet(NonLinearRetention):
             raise ValueError(f"ElasticNet threshold must be >= 0, got {self.threshold!r}")
 
     def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """W from A, as the class says."""
         return torch.nn.functional.softshrink(a, self.threshold)
 
     def restart(self, a: Tensor, mirrored: Tensor) -> Tensor:
-        """W where it is ``local``, else A."""
         return mirrored if self.local else a
 
 
@@ -297,9 +280,7 @@ class ElasticNet(NonLinearRetention):
 class FDivergence(NonLinearRetention):
     """W = W_f * max(0, 1 + A - zeta), zeta such that the mean of each row is ``scale``: Pearson's divergence,
     f(u) = (u - 1)^2 / 2, on the scaled simplex (Miras Eq. 18, g = (f')^-1). A, minus the sum of the chunk's steps,
-    starts at zero in each chunk. The divergence of Kullback and Leibler, f(u) = u log u, is ``Softmax`` with alpha = 1.
-
-    alpha is not read: what decays here, decays by being outweighed.
+    starts at zero in each chunk, and alpha is not read. The KL divergence is ``Softmax`` with alpha = 1.
     """
 
     scale: float = 1.0
@@ -311,7 +292,7 @@ class FDivergence(NonLinearRetention):
         check_positive("FDivergence scale", self.scale)
 
     def start(self, matrix: Tensor) -> Tensor:
-        """M_0 as logits of variance 1, whatever the matrix has."""
+        """M_0 as logits of variance 1."""
         return _as_logits(matrix)
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -319,7 +300,6 @@ class FDivergence(NonLinearRetention):
         return self.scale * initial.shape[-1] * initial.softmax(-1), torch.zeros_like(initial)
 
     def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """W from A, as the class says."""
         # In each row, with w_j the entries of W_f, x = zeta - 1 solves sum_j w_j max(0, a_j - x) = scale * columns.
         # Only the largest a_j lie above x. Any number of them gives an x of its own (``level``), and the right number
         # is the largest for which the smallest of them still lies above the x that they give.
@@ -331,18 +311,17 @@ class FDivergence(NonLinearRetention):
         return frozen * (a - level.gather(-1, last)).clamp_min(0.0)
 
     def restart(self, a: Tensor, mirrored: Tensor) -> Tensor:
-        """Zero: A is minus the sum of one chunk's steps."""
         return torch.zeros_like(a)
 
 
 @dataclass(frozen=True)
 class RowNorm(NonLinearRetention):
-    """After each chunk every row of W is given the length that it has in M_0: LaCT's weight normalisation."""
+    """After each chunk every row of W gets the length that it has in M_0: LaCT's weight normalisation."""
 
     gated = False
 
     def start(self, matrix: Tensor) -> Tensor:
-        """No row begins at zero: it would have no length for ever."""
+        """No row begins at zero, without a length."""
         return _directed(matrix)
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -350,12 +329,10 @@ class RowNorm(NonLinearRetention):
         return initial, initial
 
     def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        """W from A, as the class says."""
         length = initial.square().sum(-1, keepdim=True).clamp_min(1e-30).sqrt()  # with a gradient at zero, too
         return a * (length / (a.square().sum(-1, keepdim=True) + 1e-10).sqrt())
 
     def restart(self, a: Tensor, mirrored: Tensor) -> Tensor:
-        """A goes on from W."""
         return mirrored
 
 
