@@ -244,7 +244,7 @@ def test_a_report_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     for name, size in (("SEGMENT", 64), ("WINDOWS", 4)):
         monkeypatch.setattr(f"atlas_memory.eval.perplexity.{name}", size)
     said: list[tuple[str, float]] = []
-    write_report(tmp_path / "run", streams=2, sample_tokens=5, told=lambda what, share: said.append((what, share)))
+    write_report(tmp_path / "run", streams=2, sample_tokens=5, progress=lambda what, share: said.append((what, share)))
     for how in ("with the full context", "with the memory's writes off", "with the last 16 tokens only"):
         shares = [share for what, share in said if what == f"reading 2 streams {how}"]
         assert len(shares) > 1 and shares == sorted(shares) and shares[-1] == pytest.approx(1)

@@ -191,8 +191,8 @@ def report(
         from atlas_memory.viz.report import write_report
 
     with progress_lines("report") as progress:
-        page = write_comparison(runs, data, column=column, told=progress) if len(runs) > 1 else None
-        numbers = {} if page else write_report(runs[0], data, column=column, told=progress)
+        page = write_comparison(runs, data, column=column, progress=progress) if len(runs) > 1 else None
+        numbers = {} if page else write_report(runs[0], data, column=column, progress=progress)
     if page:
         print(one_line(f"comparison: {page}"))
         return

@@ -37,7 +37,8 @@ Heads = list[Measured]
 
 def _measure(title: str, says: str, limits: tuple[float, float] | None = None, default: Any = None) -> Any:
     """A field with the label of its chart, its meaning, and the values between which colours change."""
-    return Field(default, title=title, description=says, json_schema_extra={"limits": limits})
+    extra: Any = {"limits": limits}
+    return Field(default, title=title, description=says, json_schema_extra=extra)
 
 
 class Record(BaseModel):

@@ -87,7 +87,7 @@ def _of(memory: MemoryRecord) -> Iterable[Alarm]:
         text = f"{name} holds numbers that are not finite. {AGAIN} a lower train.learning_rate"
         yield Alarm(kind="nonfinite", memory=name, text=text)
         return
-    change, eta = _largest(memory.readout_change), _largest(memory.eta and memory.eta.mean)
+    change, eta = _largest(memory.readout_change), _largest(memory.eta.mean if memory.eta else None)
     if change is not None and eta is not None and change < LEAST_CHANGE:
         why = (
             f"its gate eta is at most {eta:.1g}. A closed gate does not recover: check whether something holds eta at "

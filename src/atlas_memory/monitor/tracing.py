@@ -87,8 +87,7 @@ class Trace:
         memories: of each layer, in the order of the layers.
         nats: -log p of each token given those before it, ``[batch, time]``, NaN for the first; None for a model that
             predicts nothing.
-        positions: tokens read after each piece, to which ``norm``, ``distance_from_init``, ``momentum_norm``,
-            ``momentum_rank``, ``effective_rank`` and ``update_angle`` belong.
+        positions: tokens read after each piece, at which the matrices were measured.
         lags: of ``MemoryTrace.recall_error``.
     """
 

@@ -238,7 +238,7 @@ class JsonLog(TrainerCallback):
 
     def _write(self) -> None:
         if rank() == 0:
-            append(self.path, StepRecord.model_construct(**self.last))
+            append(self.path, StepRecord.model_construct(None, **self.last))
 
 
 class ProgressBar(TrainerCallback):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -56,6 +56,10 @@ def _field(name: str, kind: str, **rest: Any) -> Spec:
     return {"field": name, "type": kind} | rest
 
 
+def _value(title: str | None) -> Spec:
+    return _field("value", "quantitative", format=".4~g", title=title)
+
+
 def save(path: Path, *rows: Sequence[Spec | None], width: int = 640) -> None:
     """Draw rows of charts, one below the other, as a PNG; charts in a row share the width, and None is left out."""
     import vl_convert
@@ -88,7 +92,9 @@ def curves(
     """
     most = max(60, min(300, POINTS // max(1, len(series))))
     keys = ("series", "x", "value", "low", "high")
-    rows = [dict(zip(keys, (n, *p), strict=True)) for n, points in series.items() for p in _thinned(points, most)]
+    rows: list[Spec] = [
+        dict(zip(keys, (n, *p), strict=True)) for n, points in series.items() for p in _thinned(points, most)
+    ]
     if not rows:
         return None
     found = {row["series"] for row in rows}
@@ -99,12 +105,8 @@ def curves(
     across = _field("x", "quantitative", **({"title": "step", "axis": STEPS} if x is None else x))
     colour = _field("series", "nominal", scale=_colours(shown), legend=legend if len(shown) > 1 else None)
     up = _field("value", "quantitative", title=unit, scale=limits, axis={"format": "~g"})
-    tooltip = [
-        _field("series", "nominal"),
-        _field("x", "quantitative", format=",.0f", title=across["title"]),
-        _field("value", "quantitative", format=".4~g", title=title or unit),
-    ]
-    line: Spec = {"x": across, "y": up, "color": colour, "tooltip": tooltip}
+    pointed = [_field("series", "nominal"), _field("x", "quantitative", format=",.0f", title=across["title"])]
+    line: Spec = {"x": across, "y": up, "color": colour, "tooltip": [*pointed, _value(title or unit)]}
     if dashed:
         order = [[1, 0], *([4 + n, 5] for n in range(1, len(shown)))]
         line["strokeDash"] = _field("series", "nominal", scale={"domain": list(shown), "range": order}, legend=None)
@@ -150,8 +152,8 @@ class Measure(NamedTuple):
 def described(name: str) -> Measure:
     """A measure by its name in ``MemoryRecord.by_head``."""
     field, _, suffix = (name, "", "") if name in MEASURES else name.rpartition("_")
-    about, extra = MEASURES[field], MEASURES[field].json_schema_extra
-    found = Measure((about.title or "").format(lag=suffix), about.description or "", dict(extra or {})["limits"])  # type: ignore
+    about, extra = MEASURES[field], cast(dict[str, Any], MEASURES[field].json_schema_extra)
+    found = Measure((about.title or "").format(lag=suffix), about.description or "", extra["limits"])
     if suffix == "spread":
         says = f"Standard deviation over tokens of {found.title}. 0: the gate is the same at every token."
         return Measure(f"{found.title}, spread", says, None)
@@ -191,11 +193,7 @@ def heat_map(probes: Sequence[ProbeRecord], name: str) -> Spec:
         "x": _field("step", "ordinal", title="step", axis=axis),
         "y": _field("line", "nominal", **y),
         "color": _field("value", "quantitative", scale=scale, legend=legend | {"format": "~s" if log else ".3~g"}),
-        "tooltip": [
-            _field("line", "nominal"),
-            _field("step", "ordinal"),
-            _field("value", "quantitative", format=".4~g", title=measure.title),
-        ],
+        "tooltip": [_field("line", "nominal"), _field("step", "ordinal"), _value(measure.title)],
     }
     return _chart(measure.title, tall + AROUND, data={"values": rows}, mark="rect", encoding=encoding)
 

@@ -16,7 +16,7 @@ from atlas_memory.train.run_model import load_run
 from atlas_memory.viz import charts
 from atlas_memory.viz.folders import common_folder, identity, report_folder, written
 from atlas_memory.viz.labels import amount, differing, loss_unit
-from atlas_memory.viz.report import Told, untold, write_report
+from atlas_memory.viz.report import Progress, no_progress, write_report
 from atlas_memory.viz.token_page import render
 
 
@@ -26,11 +26,11 @@ def write_comparison(
     streams: int = 16,
     sample_tokens: int = 400,
     column: str | None = None,
-    told: Told = untold,
+    progress: Progress = no_progress,
 ) -> Path:
     """Write the report of each run, as ``write_report`` does, and a folder ``comparison`` beside the runs (where their
     common folder cannot be written to, beside the first), with the page that compares them (of a text that ``data``
-    names, ``comparison-NAME``). ``told`` is told of the progress. Returns the page's path; ValueError if a run cannot
+    names, ``comparison-NAME``). ``progress`` is called meanwhile. Returns the page's path; ValueError if a run cannot
     be read or is named twice."""
     paths = [Path(folder).resolve() for folder in folders]
     if len(set(paths)) < len(paths):
@@ -40,7 +40,7 @@ def write_comparison(
         above = paths[0].parent
     for path in paths:
         load_run(path)  # which finds what is wrong with the last before the first is read
-    reports = [write_report(path, data, streams, sample_tokens, column, _of(names[path], told)) for path in paths]
+    reports = [write_report(path, data, streams, sample_tokens, column, _of(names[path], progress)) for path in paths]
     target = report_folder(above, "comparison", data)
 
     def logs(name: str) -> dict[str, list[Any]]:
@@ -72,9 +72,9 @@ def write_comparison(
     return target / "comparison.html"
 
 
-def _of(name: str, told: Told) -> Told:
-    """What says of which run it is what `told` is told."""
-    return lambda what, share: told(f"{name}: {what}", share)
+def _of(name: str, progress: Progress) -> Progress:
+    """Progress that names the run."""
+    return lambda what, share: progress(f"{name}: {what}", share)
 
 
 def _draw(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import streamlit as st
@@ -189,7 +189,9 @@ def _curve(runs: Sequence[WatchedRun], name: str) -> tuple[charts.Spec | None, s
             series[run.name] = [point[:2] for point in charts.contributions(run.probes)]
         else:
             by = loss_unit(run.of_bytes)[0] if name == "loss" else 1.0
-            known = [record for record in (*run.steps, *run.probes) if getattr(record, name, None) is not None]
+            known: list[Any] = [
+                record for record in (*run.steps, *run.probes) if getattr(record, name, None) is not None
+            ]
             series[run.name] = [(record.step, by * getattr(record, name)) for record in known]
     return charts.curves(series, title), says
 

@@ -35,12 +35,12 @@ from atlas_memory.viz.token_page import render, token_page
 
 PROMPT = 32  # tokens of the text that the sample continues
 PROBED = ("half_life", "readout_change", "error_before_write", "effective_rank")  # what training.png shows
-Told = Callable[[str, float], None]
-"""What is told what a report is doing, and which share of that is done."""
+Progress = Callable[[str, float], None]
+"""Called with what a report is doing, and which share of that is done."""
 
 
-def untold(what: str, share: float) -> None:
-    """Tell nobody."""
+def no_progress(what: str, share: float) -> None:
+    """Show nothing."""
 
 
 def write_report(
@@ -49,7 +49,7 @@ def write_report(
     streams: int = 16,
     sample_tokens: int = 400,
     column: str | None = None,
-    told: Told = untold,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Evaluate the run in `folder` and write its `report/` (of a text that `data` names, `report-NAME/`, see
     `report_folder`): report.html, report.json, reading.html and the charts.
@@ -57,7 +57,7 @@ def write_report(
     Reads `streams` streams of `evaluation_length` with the full context, with a memory of the last training length
     only and, if the model has memories, with their writes off; and one document with every memory traced. The text is
     the run's own held-out part, or `data` with nothing held out, of whose tables `column` is read (None: the run's).
-    `told` is told of the progress. Returns what report.json holds, with `folder`, the report's; ValueError if the run
+    `progress` is called meanwhile. Returns what report.json holds, with `folder`, the report's; ValueError if the run
     cannot be loaded, has no run.yaml to name its text and there is no `data`, or no document has two tokens.
     """
     run = load_run(folder)
@@ -74,9 +74,9 @@ def write_report(
     if len(all_ids) < 2:
         raise ValueError(f"{text}: its longest document is a single token, with nothing to predict: give a longer text")
     ids = all_ids[:length].astype(np.int64)
-    scores = _scores(run, documents, length, trained, streams, told)
-    seen = _trace(run, ids, told)
-    told("writing a sample", 0.0)
+    scores = _scores(run, documents, length, trained, streams, progress)
+    seen = _trace(run, ids, progress)
+    progress("writing a sample", 0.0)
     prompt = run.tokenizer.decode(ids[:PROMPT], skip_special_tokens=True).rstrip("\ufffd")
     numbers = (
         _about(run, trained, log)
@@ -97,13 +97,13 @@ def write_report(
             "sample": sample(run.model, run.tokenizer, prompt, sample_tokens).removeprefix(prompt),
         }
     )
-    told("drawing charts", 0.0)
+    progress("drawing charts", 0.0)
     with written(target) as made:
         title = "Held-out text" if data is None else labels.legible(Path(data).name or str(data), 80)
         charts.save(made / "position.png", *([chart] for chart in charts.bits_by_position(*scores, trained, title)))
         drawn = _draw_training(made, log, probes, numbers["memories"], is_byte_tokenizer(run.tokenizer))
         _draw_memories(made, seen)
-        tokens = _token_page(run, ids, len(all_ids), seen, numbers, told)
+        tokens = _token_page(run, ids, len(all_ids), seen, numbers, progress)
         (made / "reading.html").write_text(tokens, encoding="utf-8")
         (made / "report.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
         (made / "report.html").write_text(_page(numbers, drawn), encoding="utf-8")
@@ -111,12 +111,12 @@ def write_report(
 
 
 def _scores(
-    run: Run, documents: Sequence[Document], length: int, trained: int, streams: int, told: Told
+    run: Run, documents: Sequence[Document], length: int, trained: int, streams: int, progress: Progress
 ) -> tuple[Score, Score | None, Score]:
     """The text as the model reads it, with the writes off, and with the last training length only."""
 
     def score(how: str, writes: bool = True, recent: int | None = None) -> Score:
-        said = partial(told, f"reading {labels.count(streams, 'stream')} {how}")
+        said = partial(progress, f"reading {labels.count(streams, 'stream')} {how}")
         return bits_per_byte(run.model, run.tokenizer, documents, length, writes, streams, recent, said).checked()
 
     return (
@@ -126,11 +126,11 @@ def _scores(
     )
 
 
-def _trace(run: Run, ids: np.ndarray, told: Told) -> Trace:
+def _trace(run: Run, ids: np.ndarray, progress: Progress) -> Trace:
     pieces = []
     for piece in traces(run.model, torch.from_numpy(ids)[None], piece=SEGMENT):
         pieces.append(piece)
-        told("tracing the memories, token by token", piece.positions[-1] / len(ids))
+        progress("tracing the memories, token by token", piece.positions[-1] / len(ids))
     return joined(pieces)
 
 
@@ -170,12 +170,12 @@ def _draw_memories(made: Path, seen: Trace) -> None:
         charts.save(made / f"{name}.png", charts.trace_columns(seen, measures))
 
 
-def _token_page(run: Run, ids: np.ndarray, total: int, seen: Trace, numbers: dict[str, Any], told: Told) -> str:
+def _token_page(run: Run, ids: np.ndarray, total: int, seen: Trace, numbers: dict[str, Any], progress: Progress) -> str:
     part = "all of it" if len(ids) == total else f"the first {len(ids):,} of its {total:,} tokens"
     about = f"This is {part}, read by {run.folder}: {labels.model_size(numbers)}."
     about += f" Made {numbers['date']} on {numbers['machine']}."
     cost = cast(torch.Tensor, seen.nats)[0].double().numpy() / math.log(2)
-    said = partial(told, "reading a document in other ways")
+    said = partial(progress, "reading a document in other ways")
     reading = token_costs(run.model, run.tokenizer, ids, cost, numbers["training_length"], said)
     return token_page(numbers["document"], reading, about=about)
 
@@ -250,8 +250,7 @@ def _preset(run: Run) -> str | None:
     """The preset that the run names, if the model is of its size; not where the run began with another model."""
     if run.config is None or run.config.model.init_from is not None:
         return None
-    preset = PRESETS[run.config.model.preset].config
-    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    preset, sizes = PRESETS[run.config.model.preset].config, ("num_hidden_layers", "hidden_size", "num_attention_heads")
     same = all(getattr(run.model.config, name) == preset[name] for name in sizes)
     return run.config.model.preset if same else None
 

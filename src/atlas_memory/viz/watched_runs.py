@@ -20,17 +20,10 @@ WITHOUT_MEMORY = ("swa", "attention")  # as `BLOCKS` says too, which loads torch
 
 
 class WatchedRun:
-    """A run that may be in progress.
+    """A run that may be in progress: its `run.yaml` as flat keys, such as "train.steps", and the records of its logs,
+    as of the last `read`; how many lines do not fit the schema; and why files that are there cannot be read."""
 
-    Attributes:
-        folder: of the run.
-        name: what it is called beside the others.
-        config: its `run.yaml` as flat keys, such as "train.steps".
-        steps, probes, samples: the records of its logs, as of the last `read`.
-        damaged: lines of them that do not fit the schema.
-        unreadable: a line for each of its files that is there and cannot be read, with the reason.
-    """
-
+    config: dict[str, Any]
     steps: list[StepRecord]
     probes: list[ProbeRecord]
     samples: list[SampleRecord]
@@ -41,8 +34,7 @@ class WatchedRun:
         self._log, self._memory = Log(folder / LOG, StepRecord), Log(folder / MEMORY, ProbeRecord)
         self._samples = Log(folder / SAMPLES, SampleRecord)
         self._logs: list[Log[Any]] = [self._log, self._memory, self._samples]
-        self.config: dict[str, Any] = {}
-        self._model: dict[str, Any] = {}
+        self.config, self._model = {}, dict[str, Any]()
         self.read()
 
     def read(self) -> None:
@@ -123,17 +115,12 @@ def newest(paths: Iterable[Path]) -> float:
 
 
 class WatchedRuns:
-    """The runs in some places, as they come and go.
-
-    Attributes:
-        missing: a line for each place without a run, and for each folder in one that cannot be read.
-    """
+    """The runs in some places, as they come and go; `missing` names places without a run, and unreadable folders."""
 
     def __init__(self, places: Sequence[str | Path]) -> None:
-        self.places = places
+        self.places, self._due = places, 0.0
         self.missing: list[str] = []
         self._known: dict[Path, WatchedRun] = {}
-        self._due = 0.0
 
     def all(self, due: bool = False) -> list[WatchedRun]:
         """Those that are there now, under the shortest names that tell them apart. With `due`, as they were found last
