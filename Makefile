@@ -1,6 +1,6 @@
 # make demo: train, evaluate and report the small default (about ten minutes on two cores); make test: every check;
 # make test-newest, make test-oldest: what leans on other libraries, with the newest and the oldest versions that
-# pyproject.toml allows; make search: any rule in every form, drawn anew; make bench: everything in docs/performance.md.
+# pyproject.toml allows; make search: any rule in every form, drawn anew; make bench: everything in docs/results/performance.md.
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= runs/demo
@@ -52,7 +52,7 @@ search: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
-# Everything in docs/performance.md, on a machine with nothing else to do.
+# Everything in docs/results/performance.md, on a machine with nothing else to do.
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks run
 	$(BIN)/python -m benchmarks table

@@ -74,7 +74,7 @@ def assert_causal(net: AtlasForCausalLM) -> None:
 def test_random_tokens_cannot_be_predicted(name):
     """80 steps on fresh uniform tokens: a loss below ln V means that labels leak. The means of 10 batches are held
     against the bound; without a leak they scatter by less than 0.001 nats. Where the mixer is shown 0.07 of the next
-    token, its model falls below (docs/diary.md), with Muon by ten times the bound from half of the rows."""
+    token, its model falls below (notes/diary.md), with Muon by ten times the bound from half of the rows."""
     config, batch = dict(MODELS[name]), 96
     if rule := config.get("rule"):
         options = narrow(rule)

@@ -379,7 +379,8 @@ def test_where_bare_steps_begin():
 @pytest.mark.parametrize("name", RULES)
 def test_a_first_write_takes_half_of_the_loss(name):
     """What one write at the gates' starting values leaves of the loss at its key, heads of 32: of the rule's own loss,
-    and of the squared error where the rule has none that ends. docs/starting.md says why `lact` leaves more."""
+    and of the squared error where the rule has none that ends. docs/explanation/initialisation.md says why `lact`
+    leaves more."""
     torch.manual_seed(0)
     changes = {"network": {"expansion": 1}} if hasattr(RULES[name].network, "expansion") else {}
     rule = RULES[name].vary(window={"size": min(4, RULES[name].window.size), "chunk": 1}, **changes)

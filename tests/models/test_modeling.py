@@ -435,7 +435,7 @@ def test_short_rows_of_a_fresh_model_have_gradients_of_a_common_size(rule: str) 
     1e5, and clipping left nothing of all other gradients. The median of nine models, and of no rule but
     `gated-deltanet` any above 20: a memory that begins at zero answers a first token by what its query and its key have
     in common; where that is little, the norm behind the memory makes the gradient large. Of that rule forty models are
-    looked at, of which one in forty has thousands at rows of 4, wherever eta begins (docs/diary.md)."""
+    looked at, of which one in forty has thousands at rows of 4, wherever eta begins (notes/diary.md)."""
     totals: dict[int, list[float]] = {4: [], 32: [], 256: []}
     zero = rule == "gated-deltanet"
     for seed in range(40 if zero else 9):

@@ -1,7 +1,7 @@
 """The gates alpha, eta, theta, delta and gamma as functions of the token (ATLAS section 3.2, App. D). Their form: ours.
 
 Each is a sigmoid of an affine map of x, one a head (and, for gamma, one a place in the window). Starting values, by
-measurement (docs/starting.md):
+measurement (docs/explanation/initialisation.md):
 
 * alpha: heads forget at different rates, with half-lives spread evenly in logarithm over ``HALF_LIVES`` tokens;
 * theta: ``START_THETA``, however often the memory makes a step (``every``), since theta acts once a step;
@@ -37,10 +37,11 @@ from ..rules.validation import check_size
 
 START_ETA, DEEP_ETA, MOMENTUM_ETA = 0.5, 0.95, 0.7
 """A write of the first leaves a matrix a quarter of the squared error at its key, and more of what was written before:
-layers learn sooner which tokens to write (docs/starting.md). A deep memory answers less of what a step aims at.
-Momentum repeats a step in those after it, 1 / (1 - theta) in all, unless steps get their length anew, as Muon's do.
-Rows with fixed sums (``memora``) move in a straight line within a chunk and are mapped once in it: from 0.95 on writes
-that hardly decay drove them to where gradients grow a thousand times within 4,096 tokens (docs/starting.md)."""
+layers learn sooner which tokens to write (docs/explanation/initialisation.md). A deep memory answers less of what a
+step aims at. Momentum repeats a step in those after it, 1 / (1 - theta) in all, unless steps get their length anew, as
+Muon's do. Rows with fixed sums (``memora``) move in a straight line within a chunk and are mapped once in it: from 0.95
+on writes that hardly decay drove them to where gradients grow a thousand times within 4,096 tokens
+(docs/explanation/initialisation.md)."""
 START_THETA, SPREAD = 0.2, 0.2
 HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.475, 0.35, 1.0
 """The same of Hebbian rules, which write a value whatever is answered; the second eta where writes wait for a step
@@ -52,7 +53,7 @@ START_GATE, HEBBIAN_GATE = 1.28, 0.3
 """Where the gate at a layer's output starts on average, before SiLU. SiLU makes 1.00 of the first: what the heads
 answer passes at its full size. As long as a layer recalls little, training closes its gates; where they begin near zero
 they come to lie below it, where SiLU is nearly flat, and some never open again. Hebbian rules learn later what to leave
-out, and begin quietly if their answers grow with what is written (docs/starting.md)."""
+out, and begin quietly if their answers grow with what is written (docs/explanation/initialisation.md)."""
 HALF_LIVES = (128.0, 8192.0)
 """Of heads that begin at 32, some forgot their pairs before they had learned anything, and stayed closed."""
 NARROW, HEBBIAN_NARROW, LARGEST_GAIN = 64, 128, 4.0

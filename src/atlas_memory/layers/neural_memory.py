@@ -144,7 +144,8 @@ class NeuralMemory(Stateful):
         W_v is then brought to ``START_VALUE``, however small a model's weights begin: keys have unit length, and a
         memory that answers k + ... must take k back. If the value were much shorter than its key, little of what the
         memory holds would be the value. The other weights stay as they are. From random projections a layer learns all
-        this in many hundreds of steps (docs/starting.md). Ours; no paper says how the projections begin.
+        this in many hundreds of steps (docs/explanation/initialisation.md). Ours; no paper says how the projections
+        begin.
 
         Nothing is drawn here: the turns are made of what was drawn. Where a model is made without numbers, as on the
         meta device, their own ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.

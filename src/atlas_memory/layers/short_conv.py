@@ -83,7 +83,7 @@ def check_lag(key_lag: int, conv_size: int) -> None:
 class _Convolution(Function):
     """y_t = sum_j w_j x_{t+j}, for x ``[batch, time + taps - 1, channels]`` and w ``[channels, taps]``. It goes tap by
     tap over blocks of time that stay in cache meanwhile. ``conv1d`` wants time as the last dimension: with the channels
-    last its backward pass takes three times as long (docs/diary.md)."""
+    last its backward pass takes three times as long (notes/diary.md)."""
 
     generate_vmap_rule = True
 

@@ -28,7 +28,7 @@ class Preset:
 
 
 # What two cores can afford of any rule: a memory no wider than its head, and one Newton-Schulz a chunk, until which
-# what waits for it is read too (0.1 bits a byte less: docs/diary.md). Trained on short windows, a memory must also
+# what waits for it is read too (0.1 bits a byte less: notes/diary.md). Trained on short windows, a memory must also
 # read on past them: rules that decay to zero elsewhere decay to M_0 (`Decay.to_initial`).
 LAPTOP = {
     "network": {"expansion": 1},
@@ -64,11 +64,12 @@ def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
 
 
 # Heads of bytes are 64 wide: beside heads of 16 what is older is worth three times as much, for 8 % more time
-# (docs/settings.md). Feature maps of 64 would cost 14 times the matrices: memories with one have narrower heads.
+# (docs/results/settings.md). Feature maps of 64 would cost 14 times the matrices: memories with one have narrower
+# heads.
 #
-# Table 7 gives blocks, width, heads and learning rate. The width of the MLPs is not stated; ours makes a
-# model have as many parameters as its name says, without the initial memories M_0: those depend on the rule,
-# and with a feature map they are large (a degree-2 key of a head of width d has about d * d / 2 entries).
+# Table 7 gives blocks, width, heads and learning rate. The width of the MLPs is not stated; ours makes a model
+# have as many parameters as its name says, without the initial memories M_0: those depend on the rule, and with a
+# feature map they are large (a degree-2 key of a head of width d has about d * d / 2 entries).
 PRESETS: dict[str, Preset] = {
     "nano": Preset(_bytes(2, 64, 1), 3e-3, "bytes, for tests and quick looks", feature_map_heads=2),
     "tiny": Preset(_bytes(2, 128, 2), 3e-3, "bytes, trains on a laptop in minutes", feature_map_heads=4),

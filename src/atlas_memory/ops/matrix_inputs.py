@@ -73,7 +73,7 @@ class MappedInputs:
 def centred(rule: Rule, i: int, u: Tensor) -> Tensor:
     """What matrix i, which is not feature-mapped, multiplies of its input u ``[..., width]``: u itself; but u less its
     mean if it is the last matrix, its rows have the same sum at all times and a layer norm follows. All outputs of a
-    token then differ by one number, which the norm takes away, and with it most of the rounding (docs/diary.md). Rows
+    token then differ by one number, which the norm takes away, and with it most of the rounding (notes/diary.md). Rows
     have the same sum at all times where W does not decay to zero and steps are made of gradients as they come, which is
     not known of classes without a fast form."""
     retention, last = rule.retention, i + 1 == len(rule.network.feature_mapped)

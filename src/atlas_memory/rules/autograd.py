@@ -32,7 +32,7 @@ def max_entry(x: Tensor) -> Tensor:
     """The largest entry along the last axis, ``[..., n] -> [...]``, whose gradient goes to one place.
 
     That of ``amax`` goes to all entries that equal the largest. A compiler that computes x again for the backward pass,
-    with other roundings, then finds none that does, and the gradient is lost (docs/diary.md).
+    with other roundings, then finds none that does, and the gradient is lost (notes/diary.md).
     """
     return x.max(-1).values
 

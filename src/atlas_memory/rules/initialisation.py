@@ -7,7 +7,7 @@ feature-mapped keys, of which all have the constant 1 in common, it would be 0.2
 ``feature_mapped`` does not see the constant. It sees the entries of phi(x) that are x itself, and in the directions
 that hidden units have beyond the width of x, the other entries; all directions have the same share.
 
-docs/starting.md has what this is worth.
+docs/explanation/initialisation.md has what this is worth.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def normal(heads: int, rows: int, columns: int) -> Tensor:
 def isometry(heads: int, rows: int, columns: int) -> Tensor:
     """A random ``[heads, rows, columns]``, rows no fewer than columns, that keeps all angles: its columns are at right
     angles, and the entries of W x, for x of unit length, have the mean square 1 / columns. So near zero an
-    activation is nearly linear; wider starts learned recall more slowly (docs/diary.md)."""
+    activation is nearly linear; wider starts learned recall more slowly (notes/diary.md)."""
     return at_right_angles(_noise(heads, rows, columns)) * (rows / columns) ** 0.5
 
 

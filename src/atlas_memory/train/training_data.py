@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from atlas_memory.train.run_model import Run
 
 Examples = RandomCrops | Segments
-INTERLEAVE = 16  # the default of data.interleave; docs/settings.md compares it with one
+INTERLEAVE = 16  # the default of data.interleave; docs/results/settings.md compares it with one
 LONG = 2**20  # characters, which take a tokenizer about a second
 SEGMENTS = 8  # of a row in an epoch, at least, where data.interleave is not given
 logger = logging.getLogger(__name__)

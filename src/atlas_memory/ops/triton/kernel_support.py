@@ -49,7 +49,7 @@ GRAM_SIZE = 64
 
 GRAM_TRAINED = 16
 """The largest that the environment makes a kernel take where a gradient is wanted: at 64 rows the backward kernel makes
-it five times as slow as PyTorch, at 16 it takes an eighth of the time (docs/performance.md)."""
+it five times as slow as PyTorch, at 16 it takes an eighth of the time (docs/results/performance.md)."""
 
 
 def taken(
