@@ -218,7 +218,7 @@ class JsonLog(TrainerCallback):
 
     def __init__(self, path: Path, clock: Clock, evaluation: Evaluation) -> None:
         self.path, self.clock, self.evaluation = path, clock, evaluation
-        self.last: dict[str, float] = {}
+        self.last: dict[str, Any] = {}
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
         if not logs or "loss" not in logs:  # the summary at the end

@@ -77,16 +77,15 @@ def writing(path: Path) -> Iterator[None]:
     except (torch.AcceleratorError, torch.OutOfMemoryError):
         raise  # RuntimeErrors too, but of no file
     except (OSError, RuntimeError, SafetensorError) as error:  # PyTorch and safetensors have their own for a full disk
-        resume = f"atlas train --resume output_dir={path.parent}"
         if not path.parent.is_dir():
-            raise OSError(
-                f"{path} could not be written: its folder is gone; put a copy back and resume from its checkpoint "
-                f"with: {resume}; or begin again"
-            ) from error
-        full = shutil.disk_usage(path.parent).free < 2**20
-        reason = "the disk is full" if full else getattr(error, "strerror", None) or first_line(error)
+            reason = "its folder is gone; put a copy back"
+        elif shutil.disk_usage(path.parent).free < 2**20:
+            reason = "the disk is full; make room"
+        else:
+            reason = f"{getattr(error, 'strerror', None) or first_line(error)}; make room"
         raise OSError(
-            f"{path} could not be written: {reason}; make room and resume from the last checkpoint with: {resume}"
+            f"{path} could not be written: {reason}, and resume from the last checkpoint with: "
+            f"atlas train --resume output_dir={path.parent}"
         ) from error
 
 
@@ -98,16 +97,15 @@ def make_readable(folder: Path) -> None:
 
 
 def publish(folder: Path, step: int, keep: int) -> None:
-    """Give the checkpoint in `.saving` its name and the digests of its files, and delete all but the newest `keep`; all
-    processes must call, when each has written its files."""
+    """Move the checkpoint in `.saving` to its place, with the digests of its files, and delete all but the newest
+    `keep`; all processes must call, when each has written its files."""
     name = f"checkpoint-{step}"
     written = folder / SAVING / name
     if rank() == 0:
         shutil.copyfile(folder / DATA_JSON, written / DATA_JSON)
     mine = [path for path in checkpoint_files(written) if _writer(path) == rank()]
-    found = [dict(zip(map(str, (p.relative_to(written) for p in mine)), digests(mine), strict=True))]
+    found = [dict(zip((str(path.relative_to(written)) for path in mine), digests(mine), strict=True))] * world_size()
     if world_size() > 1:
-        found *= world_size()
         torch.distributed.all_gather_object(found, found[0])
     if rank() > 0:
         return
@@ -309,10 +307,8 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
 def _same_kind(value: Any, usual: Any) -> bool:
     if usual is None:
         return value is None or isinstance(value, bool | int | float | str)
-    if isinstance(usual, bool):
-        return value in (True, False)
-    if isinstance(usual, int | float):
-        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
+    if type(usual) in (int, float):
+        return type(value) in (int, float) and 0 <= value < 2**63
     return isinstance(value, type(usual))
 
 
@@ -343,8 +339,7 @@ def read_optimizer(checkpoint: Path, optimizer: Optimizer, kind: str) -> dict[st
 
 
 def check_groups(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
-    """ValueError unless two lists of parameter groups have the same parameters and settings, but for the step's
-    rate."""
+    """ValueError unless two lists of parameter groups have the same parameters and settings, but for the rate."""
     if len(theirs) != len(ours):
         raise ValueError(f"it has {len(theirs)} groups of parameters, and the optimizer {len(ours)}")
     for n, (a, b) in enumerate(zip(theirs, ours, strict=True)):

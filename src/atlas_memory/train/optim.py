@@ -92,20 +92,18 @@ class M3(Optimizer):
         adamw_eps: float = 1e-8,
         printed: bool = False,
     ) -> None:
-        for name, value in {"lr": lr, "alpha": alpha, "weight_decay": weight_decay}.items():
-            if not value >= 0:
-                raise ValueError(f"M3 {name} must be at least 0, got {value!r}")
-        for name, value in {"eps": eps, "adamw_eps": adamw_eps}.items():
-            if not value > 0:
-                raise ValueError(f"M3 {name} must be above 0, got {value!r}")
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "alpha": alpha, "every": every, "eps": eps, "steps": steps}
+        options |= {"weight_decay": weight_decay, "adamw_betas": adamw_betas, "adamw_eps": adamw_eps}
+        for name in ("lr", "alpha", "weight_decay", "eps", "adamw_eps"):
+            if not options[name] >= 0 or (name.endswith("eps") and not options[name]):
+                least = "above" if name.endswith("eps") else "at least"
+                raise ValueError(f"M3 {name} must be {least} 0, got {options[name]!r}")
         for name, given, count in (("betas", betas, 3), ("adamw_betas", adamw_betas, 2)):
             if len(given) != count or not all(0 <= b < 1 for b in given):
                 raise ValueError(f"M3 {name} must be {count} numbers from 0 to below 1, got {given!r}")
         check_size("M3 every", every)
         check_size("M3 steps", steps)
-        defaults = {"lr": lr, "betas": betas, "alpha": alpha, "every": every, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"steps": steps, "adamw_betas": adamw_betas, "adamw_eps": adamw_eps, "printed": printed, "m3": True}
-        super().__init__(params, defaults)
+        super().__init__(params, options | {"printed": printed, "m3": True})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every optimizer's; ValueError for a vector where M3 needs matrices."""
@@ -143,8 +141,7 @@ def _m3(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[
     printed = group["printed"]
     if not state:
         state["step"] = 0
-        for name in ("fast", "slow", "slow_direction", "square"):
-            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state |= {name: torch.zeros_like(parameter) for name in ("fast", "slow", "slow_direction", "square")}
     fast, slow, square = state["fast"], state["slow"], state["square"]
     if state["step"] % group["every"] == 0:
         # From here to its next use, M2 takes the gradients in one by one: their sum needs no buffer of its own.
@@ -172,8 +169,7 @@ def _adamw(parameters: list[Tensor], states: list[dict[str, Any]], group: dict[s
     for parameter, state in zip(parameters, states, strict=True):
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
     gradients = [p.grad for p in parameters if p.grad is not None]
     averages, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
     (beta1, beta2), options = group["adamw_betas"], {name: group[name] for name in ("lr", "weight_decay")}

@@ -205,8 +205,7 @@ def refuse_used(folder: Path) -> None:
 
 
 def clear_start(folder: Path) -> None:
-    """Delete what a run left that failed in its first step, in a locked folder; ConfigError if there is anything else
-    by now."""
+    """Delete what a run left that failed in its first step, in a locked folder; ConfigError if there is more by now."""
     refuse_used(folder)
     for name in _OF_A_START:
         (folder / name).unlink(missing_ok=True)

@@ -23,25 +23,7 @@ from atlas_memory.data.tokenization import read_tokenizer
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.rules.validation import check_size, suggest
-from atlas_memory.train.checkpoint import (
-    DIGESTS,
-    LARGEST_STATE,
-    SAVING,
-    STATE,
-    WEIGHTS,
-    damage,
-    has_weights,
-    is_sharded,
-    load_sharded_weights,
-    make_readable,
-    newest_checkpoint,
-    newest_step,
-    read_trainer_state,
-    step_of,
-    weight_files,
-    weight_shapes,
-    writing,
-)
+from atlas_memory.train import checkpoint as checkpoints
 from atlas_memory.train.config import ALIASES, ConfigError, RunConfig, load_saved
 from atlas_memory.train.distributed import all_reduce_max, barrier, rank
 from atlas_memory.train.run_folder import RUN_YAML, read_json
@@ -83,16 +65,17 @@ def load_run(folder: str | Path) -> Run:
     except UnsupportedConfigError:  # nothing is damaged, and a checkpoint would be refused too
         raise
     except ValueError as error:
-        checkpoint = newest_checkpoint(folder) if source == folder else None
+        checkpoint = checkpoints.newest_checkpoint(folder) if source == folder else None
         if checkpoint is None:
             raise
-        remedy = f"{checkpoint.name} is intact: move {WEIGHTS} away, and the run is read from it"
+        remedy = f"{checkpoint.name} is intact: move {checkpoints.WEIGHTS} away, and the run is read from it"
         raise ValueError(f"{error}; {remedy}") from error
     try:
         tokenizer = read_tokenizer(source)
     except ValueError as error:
         raise ValueError(f"the tokenizer in {str(source)!r} {error}") from error
-    home = folder.resolve().parent if not (folder / RUN_YAML).is_file() and (folder / DIGESTS).is_file() else folder
+    in_run = (folder / checkpoints.DIGESTS).is_file() and not (folder / RUN_YAML).is_file()  # a checkpoint
+    home = folder.resolve().parent if in_run else folder
     settings = load_saved(home) if (home / RUN_YAML).is_file() else None
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     return Run(model, tokenizer, folder, settings, saved_step(source))
@@ -103,23 +86,23 @@ def _newest_model(folder: Path) -> Path:
     if not folder.is_dir():
         why = "it is a file" if folder.is_file() else "the folder does not exist"
         raise ValueError(f"no run at {str(folder)!r}: {why}")
-    if (folder / DIGESTS).is_file() and (reason := damage(folder)):
+    if (folder / checkpoints.DIGESTS).is_file() and (reason := checkpoints.damage(folder)):
         raise ValueError(f"the checkpoint {str(folder)!r} is damaged ({reason}): take another one")
-    whole = has_weights(folder) or is_sharded(folder)
-    if whole and newest_step(folder) <= saved_step(folder):
+    whole = checkpoints.has_weights(folder) or checkpoints.is_sharded(folder)
+    if whole and checkpoints.newest_step(folder) <= saved_step(folder):
         return folder
-    checkpoint = newest_checkpoint(folder)
-    if whole and (checkpoint is None or step_of(checkpoint) <= saved_step(folder)):
+    checkpoint = checkpoints.newest_checkpoint(folder)
+    if whole and (checkpoint is None or checkpoints.step_of(checkpoint) <= saved_step(folder)):
         return folder
     if checkpoint is None:
-        raise ValueError(f"no run at {str(folder)!r}: it holds neither {WEIGHTS} nor an intact checkpoint")
+        raise ValueError(f"no run at {str(folder)!r}: it holds neither {checkpoints.WEIGHTS} nor an intact checkpoint")
     return checkpoint
 
 
 def saved_step(folder: Path) -> float:
     """The step at which a model was saved; infinite for a folder that does not say (no run of ours)."""
     try:
-        return float(read_json(folder / STATE, LARGEST_STATE)["global_step"])
+        return float(read_json(folder / checkpoints.STATE, checkpoints.LARGEST_STATE)["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return math.inf
 
@@ -147,7 +130,7 @@ def saved_config(folder: Path) -> AtlasConfig:
 
 def check_fit(folder: Path, config: AtlasConfig, name_of_model: str) -> None:
     """ValueError unless the weights in `folder` have the names and shapes of a model of this configuration."""
-    stored, what = weight_shapes(folder), f"the weights in {str(folder)!r}"
+    stored, what = checkpoints.weight_shapes(folder), f"the weights in {str(folder)!r}"
     if (layers := config.num_hidden_layers) > len(stored):  # before they are made
         raise ValueError(f"{what} do not fit {name_of_model}: num_hidden_layers={layers}, and they are {len(stored)}")
     with torch.device("meta"):
@@ -165,12 +148,12 @@ def check_fit(folder: Path, config: AtlasConfig, name_of_model: str) -> None:
 def read_weights(folder: Path, config: AtlasConfig) -> Any:
     """A model of this configuration with the weights in a folder, which fit it; ValueError if some are not finite."""
     found: dict[str, Path] = {}
-    if is_sharded(folder):
+    if checkpoints.is_sharded(folder):
         model = AtlasForCausalLM(config)
-        load_sharded_weights(folder, model)
+        checkpoints.load_sharded_weights(folder, model)
     else:
         weights: dict[str, torch.Tensor] = {}
-        for path in weight_files(folder):
+        for path in checkpoints.weight_files(folder):
             # Copied: what lies in a file begins anywhere, and products of it differ in the last bit.
             weights |= {name: weight.clone() for name, weight in load_file(path).items()}
             found |= dict.fromkeys(weights.keys() - found.keys(), path)
@@ -200,13 +183,8 @@ def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
     if config.model.preset not in PRESETS:
         raise ConfigError(f"model: preset {config.model.preset!r} is unknown; {suggest(config.model.preset, PRESETS)}")
     if config.model.init_from is None:
-        fields = {
-            "vocab_size": len(tokenizer),
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-            **config.model.overrides,
-        }
+        special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        fields = {"vocab_size": len(tokenizer)} | special | config.model.overrides
         remedy = "make it as large, or leave it out"
     else:
         saved = _init_from(config.model.init_from)[1]
@@ -230,7 +208,7 @@ def first_model(config: RunConfig, architecture: AtlasConfig) -> Any:
     fit."""
     if config.model.init_from is None:
         return AtlasForCausalLM(architecture)
-    folder, _ = _init_from(config.model.init_from)
+    folder = _init_from(config.model.init_from)[0]
     try:
         check_fit(folder, architecture, "the options of this run")
         return read_weights(folder, architecture)
@@ -249,46 +227,40 @@ def _init_from(init_from: str) -> tuple[Path, AtlasConfig]:
         raise ConfigError(f"model.init_from: {error}") from error
 
 
-def _merge(options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _merge(options: Any, changes: Any) -> Any:
     """`options` with `changes`, mappings in mappings merged likewise."""
-    both = options | changes
-    for name, value in changes.items():
-        if isinstance(value, dict) and isinstance(options.get(name), dict):
-            both[name] = _merge(options[name], value)
-    return both
+    if not isinstance(options, dict) or not isinstance(changes, dict):
+        return changes
+    return options | {name: _merge(options.get(name), value) for name, value in changes.items()}
 
 
 # Saving
 
 
 def save_model(
-    folder: Path,
-    model: Any,
-    state: TrainerState,
-    data: TrainingData,
-    bits: float | None,
-    weights: dict[str, Any] | None = None,
+    folder: Path, model: Any, state: TrainerState, data: TrainingData, bits: float | None, weights: Any = None
 ) -> None:
     """Leave a model (`weights`: its own, if it is sharded), its tokenizer and its model card in a run's folder, each
     file whole or as it was. All processes must call, and return when it is there."""
     if rank() == 0:
-        made = folder / SAVING / "model"
+        made = folder / checkpoints.SAVING / "model"
         try:
-            with writing(folder / WEIGHTS):
+            with checkpoints.writing(folder / checkpoints.WEIGHTS):
                 # As that of a model which was loaded: some versions of Trainer add the tokenizer's end of text to it.
                 model.generation_config = GenerationConfig.from_model_config(model.config)
                 model.save_pretrained(made, state_dict=weights)
                 with_pad_token(data.tokenizer).save_pretrained(made)
-                state.save_to_json(str(made / STATE))
-                make_readable(made)
+                state.save_to_json(str(made / checkpoints.STATE))
+                checkpoints.make_readable(made)
                 # Trainer's state, which says how old the saved model is, comes after the model.
-                for path in sorted(made.iterdir(), key=lambda path: (path.name == STATE, path.name == WEIGHTS)):
+                last = (checkpoints.WEIGHTS, checkpoints.STATE)
+                for path in sorted(made.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1):
                     if (folder / path.name).is_dir():
                         shutil.rmtree(folder / path.name)
                     path.replace(folder / path.name)
                 _write_card(folder, model, data.about, state.global_step, bits)
         finally:  # also what is only half there: the disk may be full
-            shutil.rmtree(folder / SAVING, ignore_errors=True)
+            shutil.rmtree(folder / checkpoints.SAVING, ignore_errors=True)
     barrier()
 
 
@@ -304,7 +276,7 @@ def with_pad_token(tokenizer: Any) -> Any:
 def save_final_model(folder: Path, checkpoint: Path, data: TrainingData, bits: float | None) -> bool:
     """Save the model of a finished run from its last checkpoint, unless it is there (a kill came between); whether that
     was needed. All processes must call."""
-    state = read_trainer_state(checkpoint)
+    state = checkpoints.read_trainer_state(checkpoint)
     # The first process decides for all: another one might look when it has been saved again, and never wait.
     if not all_reduce_max(rank() == 0 and not _is_saved(folder, checkpoint, state.global_step))[0]:
         return False
@@ -314,11 +286,11 @@ def save_final_model(folder: Path, checkpoint: Path, data: TrainingData, bits: f
 
 
 def _is_saved(folder: Path, checkpoint: Path, step: int) -> bool:
-    names = {path.name for path in checkpoint.glob("*.json")} - {DIGESTS} | {"README.md"}
+    names = {path.name for path in checkpoint.glob("*.json")} - {checkpoints.DIGESTS} | {"README.md"}
     if saved_step(folder) != step or not all((folder / name).is_file() for name in names):
         return False
     try:
-        return bool(weight_shapes(folder))
+        return bool(checkpoints.weight_shapes(folder))
     except (OSError, ValueError):
         return False
 
@@ -331,9 +303,7 @@ tags: [{tags}]
 # {name}
 
 A language model of {parameters:,} parameters of the library atlas-memory (version {version}): {what}. Trained by
-`atlas train`, {steps:,} steps, on: {text}.
-
-It is read with `pip install "atlas-memory[train]"`.
+`atlas train`, {steps:,} steps, on: {text}. To read it, `pip install "atlas-memory[train]"`.
 
 ```python
 import atlas_memory  # or trust_remote_code=True below

@@ -25,6 +25,8 @@ from atlas_memory.data import Segments
 from atlas_memory.layers.omega_memory import set_execution
 from atlas_memory.models import PRESETS, AtlasForCausalLM
 from atlas_memory.monitor.logs import LOG, cut_logs, so_far
+from atlas_memory.train import checkpoint as checkpoints
+from atlas_memory.train import preflight, run_model
 from atlas_memory.train.callbacks import (
     Clock,
     Evaluation,
@@ -35,43 +37,10 @@ from atlas_memory.train.callbacks import (
     check_finite,
     not_finite,
 )
-from atlas_memory.train.checkpoint import (
-    SAVING,
-    checkpoint_to_resume,
-    load_sharded_optimizer,
-    load_sharded_weights,
-    publish,
-    read_optimizer,
-    read_trainer_state,
-    restoring_random_state,
-    save_shards,
-    step_of,
-    writing,
-)
 from atlas_memory.train.config import ConfigError, RunConfig
 from atlas_memory.train.distributed import all_reduce_max, barrier, gather_weights, rank, shard, world_size
 from atlas_memory.train.memory_probe import MemoryProbe, OnAlarm
 from atlas_memory.train.optim import make_optimizer
-from atlas_memory.train.preflight import (
-    check_environment,
-    check_folder,
-    check_model,
-    check_needs,
-    clear_start,
-    has_bf16,
-    locked,
-    writable,
-    write_settings,
-)
-from atlas_memory.train.run_model import (
-    check_fit,
-    first_model,
-    model_config,
-    save_final_model,
-    save_model,
-    saved_config,
-    with_pad_token,
-)
 from atlas_memory.train.tbptt import TBPTTStates
 from atlas_memory.train.training_data import Examples, TrainingData, batches_per_step, collate
 
@@ -100,11 +69,11 @@ def train(
     console = console or Console(stderr=True, quiet=rank() > 0)
     folder = Path(config.output_dir)
     if rank() == 0:
-        check_folder(folder, config, resume)
-    check_environment(config)
+        preflight.check_folder(folder, config, resume)
+    preflight.check_environment(config)
     with ExitStack() as stack:
         if resume:
-            stack.enter_context(locked(folder))
+            stack.enter_context(preflight.locked(folder))
         arguments = _training_arguments(config, folder)
         if config.train.threads is not None:
             torch.set_num_threads(config.train.threads)
@@ -114,16 +83,16 @@ def train(
         if resume:
             data.check_same(folder, config)
             _ = arguments.device  # with which processes find each other
-            checkpoint = checkpoint_to_resume(folder)
+            checkpoint = checkpoints.checkpoint_to_resume(folder)
         model, examples = _make_model(config, data, checkpoint, console)
         if not resume:
-            with writable(folder):
+            with preflight.writable(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(folder))
+            stack.enter_context(preflight.locked(folder))
             if rank() == 0:
-                clear_start(folder)
+                preflight.clear_start(folder)
         if rank() == 0:
-            write_settings(config, folder, data, checkpoint)
+            preflight.write_settings(config, folder, data, checkpoint)
         return _run(config, arguments, model, data, examples, resume, checkpoint, console, on_alarm)
 
 
@@ -144,7 +113,7 @@ def _training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         use_cpu=not cuda,  # and so never MPS, which lacks float64
         ddp_backend=("nccl" if cuda else "gloo") if world_size() > 1 else None,
         ddp_find_unused_parameters=False,  # a layer leaves none without a gradient
-        bf16=has_bf16(config) if run.bf16 is None else run.bf16,
+        bf16=preflight.has_bf16(config) if run.bf16 is None else run.bf16,
         dataloader_pin_memory=cuda,
         use_cache=True,  # what the saved configuration says; no state is kept in training
         remove_unused_columns=False,
@@ -161,15 +130,18 @@ def _make_model(
     """The model, not yet with a checkpoint's weights, and the examples; ConfigError if something does not fit."""
     # A run that is resumed needs the model in `model.init_from` no more.
     new = checkpoint is None or config.model.init_from is None
-    architecture = model_config(config, data.tokenizer) if new else saved_config(cast(Path, checkpoint))
+    if new:
+        architecture = run_model.model_config(config, data.tokenizer)
+    else:
+        architecture = run_model.saved_config(cast(Path, checkpoint))
     data.check_ids(architecture.vocab_size)
     examples = data.examples(config)
-    check_needs(config, architecture, console)
-    model = first_model(config, architecture) if new else AtlasForCausalLM(architecture)
+    preflight.check_needs(config, architecture, console)
+    model = run_model.first_model(config, architecture) if new else AtlasForCausalLM(architecture)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     _set_execution(config, model)
-    check_model(config, model)
+    preflight.check_model(config, model)
     print_line(console, data.about)
     begun, preset = config.model.init_from, config.model.preset
     what = preset if begun is None else f"{begun} (of preset {preset} no more than the learning rate)"
@@ -206,24 +178,24 @@ def _run(
     on_alarm: OnAlarm | None,
 ) -> Outcome:
     folder, run = Path(config.output_dir), config.train
-    done = 0 if checkpoint is None else step_of(checkpoint)
+    done = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
     last, elapsed = so_far(folder, done)
     if done and last is None and run.max_minutes is not None:
         print_line(console, f"{folder / LOG} lacks step {done}: {elapsed / 60:.2f} minutes count as used")
     clock = Clock(run.last_step, run.max_minutes, elapsed, run.save_minutes)
     if checkpoint is not None:
         if clock.share(done) >= 1:
-            saved = save_final_model(folder, checkpoint, data, last.held_out_bits_per_byte if last else None)
+            saved = run_model.save_final_model(folder, checkpoint, data, last.held_out_bits_per_byte if last else None)
             what = f"the model has been saved from {checkpoint.name}" if saved else "nothing to do"
             more = "raise train.steps or train.max_minutes to train longer"
             print_line(console, f"{what}: {folder} is finished (step {done}); {more}")
             return Outcome(folder, done, last.loss if last else math.nan, elapsed, False)
-        check_fit(checkpoint, model.config, config.model.preset)
-        read_trainer_state(checkpoint)
+        run_model.check_fit(checkpoint, model.config, config.model.preset)
+        checkpoints.read_trainer_state(checkpoint)
     if resume:
         print_line(console, f"resuming at step {done}")
         if rank() == 0:
-            with writing(folder / LOG):
+            with checkpoints.writing(folder / LOG):
                 cut_logs(folder, done)
 
     interrupt = StopOnInterrupt()
@@ -233,15 +205,9 @@ def _run(
     tokens_per_step = run.batch_size * batches_per_step(config) * config.data.seq_len
     probe = MemoryProbe(config, evaluation, tokens_per_step, interrupt, console, on_alarm)
     bar = ProgressBar(clock, log, console, tokens_per_step)
-    trainer = _Trainer(
-        config,
-        clock,
-        model,
-        examples,
-        args=arguments,
-        processing_class=with_pad_token(data.tokenizer),
-        callbacks=[clock, interrupt, evaluation, samples, probe, log, bar],
-    )
+    callbacks = [clock, interrupt, evaluation, samples, probe, log, bar]
+    tokenizer = run_model.with_pad_token(data.tokenizer)
+    trainer = _Trainer(config, clock, model, examples, args=arguments, processing_class=tokenizer, callbacks=callbacks)
     trainer.extra_logs = lambda: (
         probe.metrics | ({} if evaluation.bits is None else {"held_out_bits_per_byte": evaluation.bits})
     )
@@ -253,7 +219,7 @@ def _run(
     finally:
         bar.close()
     weights = gather_weights(model) if run.fsdp else None
-    save_model(folder, model, trainer.state, data, evaluation.bits, weights)
+    run_model.save_model(folder, model, trainer.state, data, evaluation.bits, weights)
     stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
 
@@ -278,7 +244,8 @@ class _Trainer(Trainer):
             self.states = TBPTTStates(model, rows, passes, examples.interleave, rank(), world_size())
         if self.settings.fsdp:
             shard(model, kwargs["args"].device)
-        super().__init__(model, train_dataset=examples, data_collator=collate(self.network.config.vocab_size), **kwargs)
+        kwargs |= {"train_dataset": examples, "data_collator": collate(cast(Any, model).config.vocab_size)}
+        super().__init__(model, **kwargs)
         if self.settings.fsdp:
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
@@ -310,19 +277,19 @@ class _Trainer(Trainer):
     # Checkpoints
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self.folder / SAVING)
+        return str(self.folder / checkpoints.SAVING)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
         if not self._weights_are_finite():
             raise not_finite("the weights are not finite numbers", step, self.folder)
         try:
-            with writing(self.folder / f"checkpoint-{step}"):
+            with checkpoints.writing(self.folder / f"checkpoint-{step}"):
                 super()._save_checkpoint(model, trial)
-                publish(self.folder, step, self.settings.keep_checkpoints)
+                checkpoints.publish(self.folder, step, self.settings.keep_checkpoints)
         except OSError:
             if rank() == 0:  # a part of one is of no use
-                shutil.rmtree(self.folder / SAVING, ignore_errors=True)
+                shutil.rmtree(self.folder / checkpoints.SAVING, ignore_errors=True)
             raise
 
     def _weights_are_finite(self) -> bool:
@@ -339,7 +306,7 @@ class _Trainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.settings.fsdp:
-            save_shards(Path(output_dir), self.network, cast(Any, self.optimizer).optimizer)
+            checkpoints.save_shards(Path(output_dir), self.network, cast(Any, self.optimizer).optimizer)
         else:
             super()._save_optimizer_and_scheduler(output_dir)
 
@@ -351,7 +318,7 @@ class _Trainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.settings.fsdp:
-            load_sharded_weights(Path(resume_from_checkpoint), self.network)
+            checkpoints.load_sharded_weights(Path(resume_from_checkpoint), self.network)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         if not self._weights_are_finite():
@@ -365,15 +332,16 @@ class _Trainer(Trainer):
             return
         folder, optimizer, scheduler = Path(checkpoint), cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
         if self.settings.fsdp:
-            load_sharded_optimizer(folder, self.network, optimizer.optimizer)
+            checkpoints.load_sharded_optimizer(folder, self.network, optimizer.optimizer)
         else:
-            optimizer.load_state_dict(read_optimizer(folder, optimizer.optimizer, self.settings.optimizer))
+            optimizer.load_state_dict(checkpoints.read_optimizer(folder, optimizer.optimizer, self.settings.optimizer))
         # The step says all that a schedule knows; the checkpoint's own rate may be that of a shorter run.
-        scheduler.last_epoch, scheduler._step_count = step_of(folder) - 1, step_of(folder) + 1
+        step = checkpoints.step_of(folder)
+        scheduler.last_epoch, scheduler._step_count = step - 1, step + 1
         scheduler.step()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with restoring_random_state(Path(checkpoint or "")):
+        with checkpoints.restoring_random_state(Path(checkpoint or "")):
             super()._load_rng_state(checkpoint)
         if self.states is not None and isinstance(self.examples, Segments) and checkpoint is not None:
             self.states.lengthen(self.examples.times(self.state.global_step))

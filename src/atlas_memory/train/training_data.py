@@ -83,17 +83,9 @@ class TrainingData:
         if data.order == "crops":
             return RandomCrops(self.tokens.ids, data.seq_len, run.last_step * rows, run.seed)
         part = len(self.tokens.ids) // (rows * max(data.longest, data.seq_len * (data.reset_every or SEGMENTS)))
-        return Segments(
-            self.tokens,
-            data.seq_len,
-            rows,
-            run.last_step,
-            run.seed,
-            data.interleave or max(1, min(INTERLEAVE, part)),
-            data.reset_every,
-            data.pass_states,
-            data.seq_len_schedule,
-        )
+        interleave, lengths = data.interleave or max(1, min(INTERLEAVE, part)), data.seq_len_schedule
+        size = (self.tokens, data.seq_len, rows, run.last_step, run.seed)
+        return Segments(*size, interleave, data.reset_every, data.pass_states, lengths)
 
     def save(self, folder: Path, config: RunConfig) -> None:
         """Write `data.json`, unless it is there: which text the run reads, with how many rows a step, and the settings
@@ -231,12 +223,9 @@ def _check_tokenizer(config: RunConfig, tokenizer: Any, name: str) -> None:
         return
     if isinstance(end, int) and end != tokenizer.eos_token_id and rank() == 0:
         logger.warning(
-            "the model in %s has no tokenizer beside it, and texts end with token %d there and with %d in %s: if they "
-            "differ otherwise too, set data.tokenizer to that which the model was trained with",
-            folder,
-            end,
-            tokenizer.eos_token_id,
-            name,
+            f"the model in {folder} has no tokenizer beside it, and texts end with token {end} there and with "
+            f"{tokenizer.eos_token_id} in {name}: if they differ otherwise too, set data.tokenizer to that which the "
+            "model was trained with"
         )
 
 
@@ -259,9 +248,8 @@ def evaluation_text(
         known = read_data_json(run.folder).get("held_out")  # a run may be copied without it
         if known is not None and known != digest_of_held_out(held_out):
             logger.warning(
-                "the text of %s has changed since it was trained: what is held out of it now may have been trained on. "
-                "Restore it, or give another text by --data",
-                run.folder,
+                f"the text of {run.folder} has changed since it was trained: what is held out of it now may have been "
+                "trained on. Restore it, or give another text by --data"
             )
         warn_of_lost_characters(run.tokenizer, (document.text for document in held_out))
         return f"the held-out part of {source}", held_out
