@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from atlas_memory.train import trainer
+from atlas_memory.train import run_model, trainer
 from atlas_memory.train.tbptt import TBPTTStates
 from atlas_memory.train.trainer import train
 from tests.train.small import settings
@@ -55,7 +55,7 @@ def test_states_are_carried_as_one_long_reading(tmp_path, monkeypatch) -> None:
         patch.setattr(TBPTTStates, "__init__", keep_states)
         train(settings(tmp_path, *still, "train.steps=4", "data.seq_len_schedule={2: 32}"))
     assert [list(ids.shape) for ids in read] == [[2, 16], [2, 16], [1, 32], [1, 32]]
-    model = trainer.first_model(settings(tmp_path), trainer.saved_config(tmp_path / "run"))
+    model = run_model.first_model(settings(tmp_path), run_model.saved_config(tmp_path / "run"))
     model.load_state_dict(weights(tmp_path / "run"), strict=False)
     model.tie_weights()
     for row in range(2):

@@ -20,10 +20,10 @@ from transformers import AutoTokenizer
 from atlas_memory.cli import main
 from atlas_memory.data import byte_tokenizer
 from atlas_memory.monitor.logs import read_log
-from atlas_memory.train import RunConfig, trainer
+from atlas_memory.train import RunConfig, run_model, trainer
+from atlas_memory.train.checkpoint import newest_checkpoint
 from atlas_memory.train.config import ConfigError
 from atlas_memory.train.distributed import destroy_process_group
-from atlas_memory.train.run_model import newest_checkpoint
 from atlas_memory.train.tbptt import TBPTTStates
 from atlas_memory.train.trainer import train
 from tests.fresh import FRESH
@@ -115,7 +115,7 @@ def test_states_are_carried_as_one_long_reading(wholes, tmp_path, monkeypatch) -
     for i in range(4):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} " * 500)
     train(settings(tmp_path, "train.learning_rate=1e-30", "train.weight_decay=0", "train.steps=3"))
-    model = trainer.first_model(settings(tmp_path), trainer.saved_config(tmp_path / "run"))
+    model = run_model.first_model(settings(tmp_path), run_model.saved_config(tmp_path / "run"))
     model.load_state_dict(weights(tmp_path / "run"), strict=False)
     model.tie_weights()
     cache = model.eval()(input_ids=torch.cat(read, 1), use_cache=True).past_key_values
@@ -256,7 +256,7 @@ def test_sigterm_saves_what_was_reached(tmp_path) -> None:
 
 def test_rows_that_nobody_remembers_are_named(wholes, tmp_path) -> None:
     checkpoint = wholes["stream"] / "checkpoint-6"
-    model = trainer.first_model(settings(tmp_path), trainer.saved_config(wholes["stream"]))
+    model = run_model.first_model(settings(tmp_path), run_model.saved_config(wholes["stream"]))
     with pytest.raises(ValueError, match="row 2 is not among them"):
         TBPTTStates(model, 4).load(checkpoint)
 

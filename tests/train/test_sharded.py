@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from atlas_memory.monitor.logs import read_log
 from atlas_memory.train import checkpoint, load_run, trainer
+from atlas_memory.train.checkpoint import newest_checkpoint
 from atlas_memory.train.config import ConfigError, RunConfig
-from atlas_memory.train.run_model import newest_checkpoint
 from atlas_memory.train.trainer import train
 from tests.train.small import copied, count_in_training, settings
 from tests.train.test_orders import losses, near, part, same, start, together, weights

@@ -20,8 +20,8 @@ from atlas_memory.monitor.logs import read_log
 from atlas_memory.ops.compiling import compiled_for_rule
 from atlas_memory.train import callbacks, load_run, trainer
 from atlas_memory.train.callbacks import Clock
+from atlas_memory.train.checkpoint import newest_checkpoint
 from atlas_memory.train.config import ConfigError
-from atlas_memory.train.run_model import newest_checkpoint
 from atlas_memory.train.trainer import train
 from tests.train.small import copied, count_in_training, settings
 
