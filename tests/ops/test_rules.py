@@ -162,7 +162,7 @@ def test_what_waits_needs_a_momentum():
     class Late(GradientDescent):
         every: int = 4
 
-    with pytest.raises(ValueError, match="Late every=4: what is written waits in a momentum for its step"):
+    with pytest.raises(ValueError, match="Late every=4 needs a momentum"):
         replace(RULES["omeganet"], optimiser=Late())
 
 

@@ -16,7 +16,7 @@ from ..memory import Gates, Params, Rule, l2_normalise, resolve_rule
 from ..ops.chunkwise import GroupState, begin, end, read_on
 from ..ops.precision import kept_dtype, narrowed
 from ..rules import DEFAULT_RULE
-from ..rules.initialisation import at_right_angles
+from ..rules.initialisation import orthonormal_columns
 from ..rules.state import State
 from ..rules.validation import check_heads, check_positive
 from .gate_projection import GateProjection, start_gate
@@ -291,7 +291,7 @@ class NeuralMemory(Stateful):
 
 def _as_turn(w: Tensor) -> Tensor:
     """A square matrix made of ``w`` that keeps all angles, as long as w."""
-    return at_right_angles(w.to(kept_dtype(w))) * (w.norm() / len(w) ** 0.5)
+    return orthonormal_columns(w.to(kept_dtype(w))) * (w.norm() / len(w) ** 0.5)
 
 
 def _by_45_degrees(w: Tensor, heads: int) -> Tensor:

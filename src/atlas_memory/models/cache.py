@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..rules.state import TOKENS, check_numbers
+from ..rules.state import MAX_TOKENS, check_numbers
 
 CACHE = "cache" if any(field.name == "cache" for field in fields(CausalLMOutputWithPast)) else "past_key_values"
 """The name of the cache in outputs and in `generate`: transformers renamed past_key_values to cache in 5.24."""
@@ -42,7 +42,9 @@ class AtlasCacheLayer(CacheLayerMixin):
     def check(self, where: str) -> None:
         """ValueError unless it holds what the layer of a cache can that was kept `where`."""
         if not _is_count(self.seen):
-            raise ValueError(f"{where} has seen={self.seen!r}, which counts tokens: it must be from 0 to {TOKENS:,}")
+            raise ValueError(
+                f"{where} has seen={self.seen!r}, which counts tokens: it must be from 0 to {MAX_TOKENS:,}"
+            )
         if self.state is not None:
             try:
                 tensors = list(self.state.named_tensors())
@@ -114,7 +116,7 @@ class FinishedRows(StoppingCriteriaList):
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= TOKENS
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS
 
 
 def _hash_ids(ids: Tensor, before: Tensor) -> Tensor:

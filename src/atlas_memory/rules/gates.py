@@ -1,4 +1,4 @@
-"""The gates of the recurrence: one value per token and head, made by the outer model (ATLAS section 3.2, App. D)."""
+"""The gates: one value per token and head, made by the outer model (ATLAS section 3.2, App. D)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from .autograd import is_cheap_to_read
 
 @dataclass(frozen=True)
 class Gates:
-    """What the outer model tells the inner problem of each token: how much to keep, to write and to weigh.
+    """How much of each token to keep, to write and to weigh.
 
-    Numbers that are no gates are refused where a look costs little: on a CPU, in calls of more than one token. NaN is
-    not refused, and reaches what is read after it.
+    Values out of range are refused on a CPU, in calls of more than one token. NaN is not refused, and makes all later
+    outputs NaN.
 
     Attributes:
-        eta: step size >= 0, ``[batch, heads, time]``; or channel-wise, ``[batch, heads, time, dim]``, where diag(eta)
-            multiplies from the left and each channel serves rows / dim adjoining rows of a matrix (Miras section 5.4).
-            Not for Muon, whose steps mix rows. Where steps are normalised, and in delta rules with keys of unit length,
-            it is a share of a full write, from 0 to 1; above 2 memories may diverge.
-        alpha: retention in [0, 1], shaped as eta may be; multiplies the old memory. None: 1. Rules that forget
-            nothing (``Keep``) do not read it.
+        eta: step size >= 0, ``[batch, heads, time]``; or channel-wise, ``[batch, heads, time, dim]``, each channel for
+            rows / dim adjoining rows of a matrix (Miras section 5.4), but for Muon, whose steps mix rows. Where steps
+            are normalised, and in delta rules with unit keys, a share of a full write, from 0 to 1; above 2 memories
+            may diverge.
+        alpha: retention in [0, 1], shaped as eta may be; multiplies the old memory. None: 1. ``Keep`` does not read it.
         theta: momentum decay in [0, 1], ``[batch, heads, time]``. None: 0. Read by momentum and Muon.
         gamma: window gates in [0, 1], ``[batch, heads, time, c]``; entry j of token t weighs token t - j. None: 1.
         delta: the threshold or shift of a bias that has one (``Huber``, ``RobustL2``), > 0, ``[batch, heads, time]``.
@@ -59,15 +58,14 @@ class Gates:
                     f"gate {name} must have shape {expected} to go with q, got {list(gate.shape)}"
                     + ("; heads come before time: transpose(1, 2)" if turned else "")
                 )
-            if shape[2] > 1 and is_cheap_to_read(gate):  # of one token, a look would take longer than it is worth
+            if shape[2] > 1 and is_cheap_to_read(gate):  # in decoding the check would cost too much
                 self._check_range(name, gate.detach())
         if self.length is not None:
             self._check_length(self.length, shape)
 
     @staticmethod
     def _check_range(name: str, gate: Tensor) -> None:
-        """Raise ValueError for what is no gate, such as a number that a sigmoid was to be applied to. NaN passes, as it
-        does in keys and values, and what rounding has put at 0 or above 1."""
+        """Raise ValueError for values out of range, but for what rounding does, and NaN."""
         if not gate.numel():
             return
         least, most = (x.item() for x in gate.aminmax())
@@ -106,7 +104,7 @@ class Gates:
 
 
 class CompleteGates(NamedTuple):
-    """The gates of ``Gates``, none missing; without the length, which is no gate."""
+    """The gates of ``Gates``, none missing."""
 
     eta: Tensor
     alpha: Tensor
@@ -120,15 +118,14 @@ class CompleteGates(NamedTuple):
 
 
 def rows(gate: Tensor, matrix: Tensor) -> Tensor:
-    """A gate ``[...]`` times a matrix ``[..., rows, columns]``; or a channel-wise gate ``[..., dim]``, each channel of
-    which multiplies rows / dim adjoining rows."""
+    """A gate ``[...]``, or a channel-wise one, ``[..., dim]``, times a matrix ``[..., rows, columns]``."""
     if gate.dim() < matrix.dim() - 1:
         return gate[..., None, None] * matrix
     return gate.repeat_interleave(matrix.shape[-2] // gate.shape[-1], -1)[..., None] * matrix
 
 
 def pick(condition: Tensor | bool, new: Tensor, old: Tensor) -> Tensor:
-    """``new`` where the condition holds, else ``old``; the condition is one for all, or one a sequence, ``[batch]``."""
+    """``new`` where the condition, a bool or one a sequence ``[batch]``, holds, else ``old``."""
     if isinstance(condition, bool):
         return new if condition else old
     return torch.where(condition.view(-1, *(1,) * (new.dim() - 1)), new, old)

@@ -1,25 +1,18 @@
-"""The activations sigma of the hidden units, and their slopes sigma', which the inner gradients need: both from one
-pass.
+"""The memory network M(W, x): explicit weights per sequence and head, with closed-form inner gradients.
 
-The memory network M(W, x): explicit weights per sequence and head, with closed-form inner gradients.
+A network is its matrices W_l, in the order in which they act. A *feature-mapped* matrix multiplies phi(x), the others
+hidden activations. For one token, dl/dW_l = delta_l f_l^T, with f_l the matrix's input and delta_l the error at its
+output. Each network says
 
-A network is described by its matrices W_l, in the order in which they act. A *feature-mapped* matrix multiplies phi(x);
-the others multiply hidden activations. For one token, the gradient of the loss by a matrix is an outer product, dl/dW_l
-= delta_l f_l^T, with f_l the matrix's input and delta_l the error at its output. Each network therefore says
+* ``matrix_input``: the input of its l-th matrix, given what the matrices before it put out;
+* ``pre_norm_error`` and ``back``: back-propagation to delta_l, first through the ending, then to the matrices;
+* ``jacobian_bounds`` and ``curvature_bound``, which bound steps, and ``shares``, how they share one (step.py).
 
-* ``matrix_input``: the input of its l-th matrix, given what the matrices before it put out. A forward pass is a loop
-  over matrices; the chunkwise form writes that loop itself, since its weights differ at every token;
-* ``pre_norm_error`` and ``back``: the back-propagation that yields delta_l, first through the ending, then to the
-matrices;
-* ``jacobian_bounds``: per token and matrix a bound on the squared spectral norm of d pre-norm / d (W_l f_l);
-* ``curvature_bound``: how fast the error at the pre-norm output grows with the pre-norm output;
-* ``shares``: what part of a step each matrix may make (step.py).
-
-All networks end in the same way: M(x) = x + LN(pre_norm(x)). The residual x and the layer norm LN (Miras section 5.3,
-TTT; its gain and shift are outer parameters) are each there if asked for. The pre-norm output is what the last matrix
-puts out, and so is linear in that matrix. Where keys are feature-mapped, the residual is the unmapped key, so that
-dimensions match. The memories of ATLAS have no biases (Eqs. 42-43); TTT's have: a first layer's is the constant in phi
-of ``Polynomial(1)``, a hidden layer's is ``MLP.bias``."""
+All networks end as M(x) = x + LN(pre_norm(x)), with the residual x and the layer norm LN (Miras section 5.3, TTT) if
+asked for. The pre-norm output is what the last matrix puts out. The residual is the raw key, where keys are
+feature-mapped. The memories of ATLAS have no biases (Eqs. 42-43); TTT's have: a first layer's is the constant in phi of
+``Polynomial(1)``, a hidden layer's is ``MLP.bias``.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +33,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.
 
 
 def with_slope(activation: str, h: Tensor) -> tuple[Tensor, Tensor]:
-    """sigma(h) and sigma'(h), of any shape, for the exact (erf) GELU or SiLU."""
+    """sigma(h) and sigma'(h) for the exact (erf) GELU or SiLU."""
     function: type[torch.autograd.Function] = _Gelu if activation == "gelu" else _Silu
     return call(function, h)
 
 
 class _WithSlope(Function):
-    """sigma and sigma' as one function: autograd would keep and traverse a dozen intermediates of sigma'."""
+    """Both as one function: autograd would keep a dozen intermediates of sigma'."""
 
     generate_vmap_rule = True
 
@@ -56,7 +49,7 @@ class _WithSlope(Function):
 
 
 class _Gelu(_WithSlope):
-    """GELU, h Phi(h), and its slope Phi(h) + h N(h), with Phi and N the normal distribution and its density."""
+    """h Phi(h), and Phi(h) + h N(h), with Phi and N the normal distribution and its density."""
 
     @staticmethod
     def forward(h: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +63,7 @@ class _Gelu(_WithSlope):
 
 
 class _Silu(_WithSlope):
-    """SiLU, h s(h), and its slope s(h) (1 + h (1 - s(h))), with s the sigmoid."""
+    """h s(h), and s(h) (1 + h (1 - s(h))), with s the sigmoid."""
 
     @staticmethod
     def forward(h: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +81,6 @@ class _Silu(_WithSlope):
 
 
 def _density(h: Tensor) -> Tensor:
-    """That of the standard normal distribution at h."""
     return (h * h).mul(-0.5).exp() * (1.0 / math.sqrt(2.0 * math.pi))
 
 
@@ -97,18 +89,18 @@ Norm = tuple[Tensor, Tensor]
 NORM_EPS = 1e-6
 
 POWER_STEPS = 4
-"""How many power iterations estimate a spectral norm."""
+"""Power iterations that estimate a spectral norm."""
 
 
 def squared_spectral_norm(matrix: Tensor) -> Tensor:
-    """The square of the largest singular value of ``[..., rows, columns]``: ``[...]``, by power iteration from a fixed
-    start; an estimate from below, by at most a third for random matrices (tests/memory/test_networks.py)."""
+    """The square of the largest singular value, ``[..., rows, columns] -> [...]``, by power iteration: an estimate from
+    below, by at most a third for random matrices."""
     (rows, columns), tiny = matrix.shape[-2:], torch.finfo(matrix.dtype).tiny
     start = torch.arange(1, rows + 1, dtype=matrix.dtype, device=matrix.device).square().mul(0.7).cos()
     size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
     unit = (matrix / size).reshape(-1, rows, columns)  # squares of huge entries must not overflow
-    # No gradient flows through the direction u: the singular value's does not need it. The squared norm of ``fixed`` is
-    # between 1 / rows and the number of columns, so that a few powers of it neither over- nor underflow.
+    # The gradient of a singular value needs none through the direction u. The squared norm of ``fixed`` is between
+    # 1 / rows and the number of columns, so that a few powers of it neither over- nor underflow.
     u, fixed = start.expand(len(unit), 1, rows), unit.detach() * rows**-0.5
     for _ in range(POWER_STEPS):
         u = u.bmm(fixed).bmm(fixed.mT)
@@ -132,27 +124,23 @@ def layer_norm_vjp(x: Tensor, norm: Norm | None, error: Tensor) -> Tensor:
 
 
 Apply = Callable[[int, Tensor], Tensor]
-"""A pass through one matrix: the function of (l, u) that gives W_l phi(u) where matrix l is feature-mapped, else W_l
-u."""
+"""The function of (l, u) that gives W_l phi(u) where matrix l is feature-mapped, else W_l u."""
 
 EARLIER_SHARE = 0.1
-"""The share of a step that the matrices before the last one make together; see step.py for why not more."""
+"""The share of a step that all matrices before the last one have together (step.py)."""
 
 START_GATES = 1.0
-"""How far apart the open gates of a fresh ``GatedMLP`` are for keys of unit length: the constant that opens one is 1,
-and what x adds to it has the standard deviation ``START_GATES`` / sqrt(dim)."""
+"""A gate of a fresh ``GatedMLP`` is 1 plus a term of x with the standard deviation ``START_GATES`` / sqrt(dim)."""
 
 MatrixInput = tuple[Tensor, tuple[Tensor, ...]]
-"""The input of a matrix for every token ``[..., time, width]``, unmapped; and what ``back`` needs of it, such as the
-slopes of activations: nothing where no gradients follow."""
+"""The input of a matrix, ``[..., time, width]``, not mapped; and what ``back`` needs, such as slopes of activations."""
 
 
 @dataclass(frozen=True)
 class ForwardCache:
-    """What is kept of one forward pass at fixed weights: ``prediction``, M(x) ``[..., time, dim]``; ``inputs[l]``, the
-    input of matrix l, x itself where it is feature-mapped; ``hidden``, what ``back`` needs of the hidden units,
-    different for each network; and ``pre_norm``, what the last matrix puts out, before norm and residual; all ``[...,
-    time, width]``."""
+    """One forward pass at fixed weights: ``prediction``, M(x); ``inputs[l]``, the input of matrix l, x itself where it
+    is feature-mapped; ``hidden``, what ``back`` needs of the hidden units; ``pre_norm``, what the last matrix puts out;
+    all ``[..., time, width]``."""
 
     prediction: Tensor
     inputs: tuple[Tensor, ...]
@@ -162,7 +150,7 @@ class ForwardCache:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkBase:
-    """What all networks share: x + LN(pre_norm(x))."""
+    """The base class of networks: x + LN(pre_norm(x))."""
 
     residual: bool = True
     norm: bool = False
@@ -190,12 +178,11 @@ class NetworkBase:
     def make_cache(
         self, x: Tensor, matrix_inputs: Sequence[MatrixInput], pre_norm: Tensor, norm: Norm | None
     ) -> ForwardCache:
-        """A ``ForwardCache``, made of the ``MatrixInput`` of every matrix and of what the last one put out."""
         hidden = tuple(part for _, parts in matrix_inputs for part in parts)
         return ForwardCache(self.end(x, pre_norm, norm), tuple(u for u, _ in matrix_inputs), hidden, pre_norm)
 
     def end(self, x: Tensor, pre_norm: Tensor, norm: Norm | None) -> Tensor:
-        """The prediction x + LN(body), or without the residual x or the norm LN where the network has none."""
+        """The prediction x + LN(pre_norm), each term if the network has it."""
         out = layer_norm(pre_norm, norm) if self.norm else pre_norm
         return x + out if self.residual else out
 
@@ -206,22 +193,17 @@ class NetworkBase:
     def curvature_bound(
         self, cache: ForwardCache, curvature: Tensor, slope: Tensor | None, norm: Norm | None = None
     ) -> Tensor:
-        """How fast the error at the pre-norm output grows with the pre-norm output, at most, ``[..., time]``.
+        """A bound on how fast the error at the pre-norm output grows with that output, ``[..., time]``.
+
         ``curvature`` ``[..., time]`` is that of the loss, and ``slope`` ``[..., time, dim]`` its derivative by the
-        prediction, if the loss is quadratic, and None if not.
+        prediction if the loss is quadratic, else None. Without a layer norm the bound is the curvature. A layer norm
+        keeps z = (output - mean) / std on a sphere. Along the error, a tangent of it, the second derivative of a
+        quadratic loss is at most
 
-        Without a layer norm that is the curvature. A layer norm keeps z = (body - mean) / std on a sphere. Along the
-        error at the pre-norm output, a tangent of the sphere, the second derivative of a quadratic loss is at most
+            (curvature gain^2 - <slope, gain z> / dim) / std^2.
 
-            (curvature gain^2 - <slope, gain z> / dim) / std^2,
-
-        and exactly that if all gains are equal. The second term is the bend of the sphere. Far from the value it takes
-        away most of the first term, which is why at least half of that counts: a step leads to where the bend is
-        another one. Where the value is longer than a layer norm can answer, the bend adds to the first term. Of other
-        losses the curvature is a bound already, and only the first term counts.
-
-        A std above 1 counts as 1 in the last factor. A memory that ends in a layer norm cannot get shorter by learning,
-        and steps that grew with its length would let it grow without end.
+        The second term is the bend of the sphere; at least half of the first counts, since a step leads to where the
+        bend is another one. A std above 1 counts as 1: steps that grew with a memory would let it grow without end.
         """
         if not self.norm:
             return curvature
@@ -236,7 +218,7 @@ class NetworkBase:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The share of a step that each matrix may make; they sum to 1."""
+        """The share of a step that each matrix has; they sum to 1."""
         earlier = len(self.feature_mapped) - 1
         return (EARLIER_SHARE / earlier,) * earlier + (1.0 - EARLIER_SHARE,) if earlier else (1.0,)
 
@@ -246,6 +228,10 @@ class NetworkBase:
     @property
     def feature_mapped(self) -> tuple[bool, ...]:
         """Which matrices multiply phi(x)."""
+        raise NotImplementedError
+
+    def shapes(self, features: int, dim: int) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         raise NotImplementedError
 
     def start(self, heads: int, dim: int, phi: FeatureLayout) -> tuple[Tensor, ...]:
@@ -258,12 +244,12 @@ class NetworkBase:
         raise NotImplementedError
 
     def back(self, weights: Sequence[Tensor], cache: ForwardCache, error: Tensor) -> tuple[Tensor, ...]:
-        """As ``deltas``, from the error at the pre-norm output, dl / d pre-norm ``[..., time, dim]``."""
+        """delta_l of every matrix, from dl / d pre-norm ``[..., time, dim]``."""
         raise NotImplementedError
 
     def jacobian_bounds(self, weights: Sequence[Tensor], cache: ForwardCache) -> tuple[Tensor, ...]:
-        """Bounds on |d pre-norm / d (W_l f_l)|^2, each ``[..., time]``; 1 for the last matrix. The spectral norms in
-        them are estimates from below (``squared_spectral_norm``), so that a bound may be a little short."""
+        """Bounds on |d pre-norm / d (W_l f_l)|^2, each ``[..., time]``; 1 for the last matrix. They are made of
+        ``squared_spectral_norm``, an estimate from below."""
         raise NotImplementedError
 
 
@@ -275,22 +261,18 @@ class Linear(NetworkBase):
 
     @property
     def feature_mapped(self) -> tuple[bool, ...]:
-        """Which matrices multiply phi(x)."""
         return (True,)
 
     def shapes(self, features: int, dim: int) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         return ((dim, features),)
 
     def start(self, heads: int, dim: int, phi: FeatureLayout) -> tuple[Tensor, ...]:
-        """Zero, where the first write is the plain outer product. Under a layer norm it is random, since zero has no
-        direction."""
+        """Zero; under a layer norm random, since zero has no direction."""
         if self.norm:
             return (on_keys(normal(heads, dim, dim), phi),)
         return (torch.zeros(heads, dim, phi.size),)
 
     def matrix_input(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> MatrixInput:
-        """The input of the only matrix, x itself."""
         return x, ()
 
     def back(self, weights: Sequence[Tensor], cache: ForwardCache, error: Tensor) -> tuple[Tensor, ...]:
@@ -304,8 +286,8 @@ class Linear(NetworkBase):
 class MLP(NetworkBase):
     """M(x) = x + W_L sigma(... sigma(W_1 phi(x))): ``depth`` matrices of width ``expansion * dim``.
 
-    ATLAS Eq. 42 is depth 2, with our W_1 and W_2 called W_2 and W_1. ``bias``: the hidden layers' outputs are followed
-    by a constant 1, so that the matrices after the first carry a bias as their last column.
+    ATLAS Eq. 42 is depth 2, with our W_1 and W_2 called W_2 and W_1. ``bias``: the last column of the matrices after
+    the first is a bias.
     """
 
     depth: int = 2
@@ -318,11 +300,9 @@ class MLP(NetworkBase):
 
     @property
     def feature_mapped(self) -> tuple[bool, ...]:
-        """Which matrices multiply phi(x): the first."""
         return (True,) + (False,) * (self.depth - 1)
 
     def shapes(self, features: int, dim: int) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         width = self.expansion * dim
         rows = [width] * (self.depth - 1) + [dim]
         columns = [features] + [width + self.bias] * (self.depth - 1)
@@ -338,7 +318,6 @@ class MLP(NetworkBase):
         return (first, *(F.pad(m, (0, int(self.bias))) for m in (*middle, normal(heads, dim, width))))
 
     def matrix_input(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> MatrixInput:
-        """x for the first matrix, then the activated outputs of the layer before, with the slopes of each."""
         if i == 0:
             return x, ()
         u, kept = _activate(self.activation, outputs[-1], slopes)
@@ -374,18 +353,16 @@ class GatedMLP(NetworkBase):
 
     @property
     def feature_mapped(self) -> tuple[bool, ...]:
-        """Which matrices multiply phi(x): both of the hidden layer."""
         return (True, True, False)
 
     def shapes(self, features: int, dim: int) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of every matrix, for phi of length ``features`` and heads of ``dim``."""
         width = self.expansion * dim
         return ((width, features), (width, features), (dim, width))
 
     def start(self, heads: int, dim: int, phi: FeatureLayout) -> tuple[Tensor, ...]:
-        """Where phi has a constant, it opens all gates alike, and the rest is as in ``MLP``. Elsewhere, and under a
-        layer norm or without a residual, gates and values are isometries of x of the variance 1 in each entry: a
-        product of two small numbers is too small to be written with."""
+        """Where phi has a constant, it opens all gates alike, and the rest is as in ``MLP``. Elsewhere, under a layer
+        norm and without a residual, gates and values are isometries of x with entries of variance 1, since a product of
+        two small numbers is too small."""
         width = self.expansion * dim
         last = normal(heads, dim, width)
         if not (phi.own.start and self.residual) or self.norm:
@@ -396,8 +373,7 @@ class GatedMLP(NetworkBase):
         return gate, mapped_isometry(heads, width, dim, phi), last
 
     def matrix_input(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> MatrixInput:
-        """x for the first two, gated values for the last; with that, slope * value and the activated gate, by which
-        ``back`` multiplies the errors at gate and value."""
+        # For ``back``: what multiplies the errors at gate and value.
         if i < 2:
             return x, ()
         gate, value = outputs

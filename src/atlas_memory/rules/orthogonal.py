@@ -1,5 +1,5 @@
-"""O in Muon: Newton-Schulz, which drives the singular values of S towards 1 (ATLAS Eqs. 32 and 40), and a bounded form
-of it that leaves small ones as they are."""
+"""Newton-Schulz, which drives the singular values of S towards 1 (ATLAS Eqs. 32 and 40), and a form of it that leaves
+small ones as they are. They are O of Muon."""
 
 from __future__ import annotations
 
@@ -7,31 +7,28 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c of the quintic used by Muon (Jordan et al. 2024). It is steep at 0, and five iterations bring every number
-from 0.005 to 1 to between 0.68 and 1.16."""
+"""a, b, c of Muon's quintic (Jordan et al. 2024): five iterations bring 0.005 to 1 into 0.68 to 1.16."""
 
 CONVERGENT = (15 / 8, -10 / 8, 3 / 8)
-"""a, b, c of the quintic that converges to 1, from below: for ``saturate``, where no singular value is small."""
+"""a, b, c of the quintic that converges to 1 from below, for ``saturate``, where no singular value is small."""
 
 
 def orthogonalise(s: Tensor, steps: int = 5) -> Tensor:
-    """NS(S), as it is printed: X_0 = S / |S|_F, then ``steps`` times X <- a X + b (X X^T) X + c (X X^T)^2 X.
+    """NS(S), as printed: X_0 = S / |S|_F, then ``steps`` times X <- a X + b (X X^T) X + c (X X^T)^2 X.
 
-    ``s`` and the result ``[..., rows, columns]``. There is no eps: NS(c S) = NS(S) for every c > 0 at any magnitude,
-    and NS(0) = 0 with a zero gradient. ``newton_schulz`` (ops/newton_schulz.py) is the same, faster.
+    There is no eps: NS(c S) = NS(S) for every c > 0, and NS(0) = 0 with a zero gradient. ``newton_schulz``
+    (ops/newton_schulz.py) is the same, faster.
     """
     scaled = s * reciprocal_or_zero(s.detach().abs().amax((-2, -1), keepdim=True))  # squares must not overflow
     return _iterated(scaled * scaled.square().sum((-2, -1), keepdim=True).clamp_min(0.25).rsqrt(), COEFFICIENTS, steps)
 
 
 def saturate(s: Tensor, steps: int = 5) -> Tensor:
-    """(S S^T + I)^(-1/2) S, by the same iteration with ``CONVERGENT`` coefficients. It is what stands in the columns of
-    S when the wider matrix [S, I] is orthogonalised, which converges since [S, I] has no small singular values. The
-    iteration begins at [S, I] / sqrt(|S|_F^2 + 1).
+    """(S S^T + I)^(-1/2) S: the columns of S in the orthogonalised [S, I], which has no small singular values.
 
-    A singular value sigma of S becomes sigma / sqrt(sigma^2 + 1), or less where S is so large that ``steps`` iterations
-    do not converge: what is small stays as it is, what is large comes to 1, and nothing is ever made larger. NS(S) has
-    the slope 1 / |S| instead: where little is left to learn, it makes a step of full length of the least noise.
+    It is the ``CONVERGENT`` iteration from [S, I] / sqrt(|S|_F^2 + 1).
+    A singular value sigma becomes sigma / sqrt(sigma^2 + 1), or less where S is so large that ``steps`` iterations do
+    not converge: a small one stays, a large one comes to 1, and none grows, unlike in NS(S).
     """
     rows = s.shape[-2]
     size = s.detach().abs().amax((-2, -1), keepdim=True).clamp_min(1.0)
@@ -48,6 +45,6 @@ def _iterated(x: Tensor, coefficients: tuple[float, float, float], steps: int) -
 
 
 def reciprocal_or_zero(x: Tensor) -> Tensor:
-    """1 / x where x is a normal positive number, else 0. Any shape."""
+    """1 / x where x is a normal positive number, else 0."""
     tiny = torch.finfo(x.dtype).tiny  # the reciprocal of anything smaller would overflow
     return torch.where(x > tiny, 1.0 / x.clamp_min(tiny), 0.0)

@@ -1,8 +1,4 @@
-"""A rule is a value: one choice on each axis of the inner problem. Models are rows of one table.
-
-Axes (Miras's four, with ATLAS's features and window): feature map, memory network, attentional bias, retention, inner
-optimiser, window. To add a model, compose values and add a row to ``RULES``.
-"""
+"""A rule is a value: one choice on each axis of the inner problem. Named models are rows of the table ``RULES``."""
 
 from __future__ import annotations
 
@@ -66,11 +62,9 @@ KINDS: dict[str, tuple[type, ...]] = {
     "optimiser": (GradientDescent, DeltaGradientDescent, Momentum, Muon),
     "window": (Window,),
 }
-"""What each part of a rule may be, by the name of its class in ``Rule.vary`` and in configurations; a class of your own
-is added by ``KINDS["optimiser"] += (Mine,)``."""
+"""The classes that ``Rule.vary`` and configurations can name; yours are added by ``KINDS["optimiser"] += (Mine,)``."""
 
 BUILT_IN = dict(KINDS)
-"""The library's own kinds."""
 
 BASES: dict[str, type] = {
     "features": Features,
@@ -83,8 +77,7 @@ BASES: dict[str, type] = {
 
 
 def kinds_of(axis: str) -> dict[str, type]:
-    """The kinds of an axis by their names; ValueError where one of your own has the name of one of the library's, which
-    a configuration could not tell apart."""
+    """The classes of an axis by name; ValueError if one has the name of a class of the library."""
     kinds = {kind.__name__: kind for kind in KINDS[axis]}
     for kind in BUILT_IN[axis]:
         if kinds.get(kind.__name__, kind) is not kind:
@@ -106,8 +99,8 @@ def check_part(axis: str, part: Any) -> None:
         raise ValueError(f"{axis} {type(part).__name__} must be a frozen dataclass: {error}") from error
 
 
-def made_of(name: str, kind: type, options: Mapping[str, Any]) -> Any:
-    """A part of this kind, with its defaults; fields without one are those of ``options``."""
+def default_part(name: str, kind: type, options: Mapping[str, Any]) -> Any:
+    """A part with the defaults of its class; fields that have none are those of ``options``."""
     needed = [f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
     if missing := [field for field in needed if field not in options]:
         raise ValueError(f"{name} {kind.__name__} has no default for {', '.join(missing)}: give {missing[0]!r} a value")
@@ -120,12 +113,12 @@ PRINTED: dict[str, dict[str, Any]] = {
     "retention": {"to_initial": False, "scale": 1.0},
     "optimiser": {"normalised": False, "online": False, "read_pending": False},
 }
-"""What fields of a rule's parts are in ``Rule.printed``, where a part has them."""
+"""Fields of ``Rule.printed``, where a part has them."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How keys are feature-mapped, what learns, what it minimises, what it keeps, how it steps, and over which window.
+    """How keys are mapped, what learns, what it minimises, what it keeps, how it steps, and over which window.
 
     Raises:
         ValueError: a part that is no instance of a dataclass of its axis, or parts that do not go together. What a part
@@ -144,52 +137,47 @@ class Rule:
             check_part(name, getattr(self, name))
         self._check_steps()
         optimiser, retention = self.optimiser, self.retention
-        has_mirror_map = retention.has_mirror_map
+        name, of = type(optimiser).__name__, type(retention).__name__
         if self.features.infinite:
             self._check_infinite()
-        if optimiser.erases and (self.window.size > 1 or has_mirror_map):
+        if optimiser.erases and (self.window.size > 1 or retention.has_mirror_map):
             raise ValueError(
-                f"{type(optimiser).__name__} is for a window of one token, with Decay or Keep as retention; got a "
-                f"window of {self.window.size} and {type(retention).__name__}: take another optimiser, or change these"
+                f"{name} is for a window of one token, with Decay or Keep as retention; got a window of "
+                f"{self.window.size} and {of}: take another optimiser, or change these"
             )
         if retention.lag and optimiser.estimates_change:
-            raise ValueError(
-                f"a lag token is for gradient descent and momentum: with {type(optimiser).__name__} take "
-                f"{type(retention).__name__}(lag=False)"
-            )
-        if self.window.read == "before" and has_mirror_map:
-            raise ValueError(f"{type(retention).__name__} is not for read='before': take 'after', or 'frozen'")
+            raise ValueError(f"a lag token is for gradient descent and momentum: with {name} take {of}(lag=False)")
+        if self.window.read == "before" and retention.has_mirror_map:
+            raise ValueError(f"{of} is not for read='before': take 'after', or 'frozen'")
 
     def _check_infinite(self) -> None:
-        """Refuse a part that reads the entries of a matrix, where only its products with keys are known."""
-        keeps = self.retention.supports_infinite_features
-        if not keeps or not self.optimiser.supports_infinite_features:
-            part, features = self.optimiser if keeps else self.retention, type(self.features).__name__
-            raise ValueError(
-                f"{type(part).__name__} reads the entries of a matrix, and {features} features make one with "
-                "infinitely many columns, of which only the products with keys are known: take "
-                + ("GradientDescent, DeltaGradientDescent or Momentum" if keeps else "Decay or Keep")
-                + ", or Polynomial features"
-            )
+        for part, others in (
+            (self.retention, "Decay or Keep"),
+            (self.optimiser, "GradientDescent, DeltaGradientDescent or Momentum"),
+        ):
+            if not part.supports_infinite_features:
+                raise ValueError(
+                    f"{type(part).__name__} reads the entries of a matrix, of which {type(self.features).__name__} "
+                    f"features have infinitely many columns: take {others}, or Polynomial features; a class of your "
+                    "own that reads none sets supports_infinite_features = True"
+                )
 
     def _check_steps(self) -> None:
-        """Refuse an ``every`` above 1 where no sum holds the pending update, or that does not divide the chunk."""
-        optimiser, every = type(self.optimiser).__name__, self.every
-        check_size(f"{optimiser} every", every)
+        name, every = type(self.optimiser).__name__, self.every
+        if self.optimiser.every is not None:
+            check_size(f"{name} every", self.optimiser.every)
         if every > 1 and not self.optimiser.has_momentum:
-            raise ValueError(
-                f"{optimiser} every={every}: what is written waits in a momentum for its step, and it has none"
-            )
+            raise ValueError(f"{name} every={every} needs a momentum that holds the pending update, and has none")
         if self.window.chunk % every:
             raise ValueError(
-                f"{optimiser} every={every} does not divide the chunk of {self.window.chunk} tokens: make the chunk a "
+                f"{name} every={every} does not divide the chunk of {self.window.chunk} tokens: make the chunk a "
                 "multiple of it, or take None, a step at the end of every chunk"
             )
 
     def vary(self, **parts: Mapping[str, Any]) -> Rule:
         """The rule with fields of its parts changed: ``rule.vary(optimiser={"every": 16}, window={"size": 4})``.
 
-        The field ``kind`` puts another part there, by its name: ``rule.vary(bias={"kind": "Lp", "p": 3.0})``.
+        The option ``kind`` names another part: ``rule.vary(bias={"kind": "Lp", "p": 3.0})``.
 
         Raises:
             ValueError: a part or field that does not exist, or a value that it refuses.
@@ -201,8 +189,8 @@ class Rule:
                 raise ValueError(f"a rule has no part {name!r}; {suggest(name, known)}")
             if not isinstance(options, Mapping):
                 raise ValueError(
-                    f"options of {name!r} must be a mapping of field to value, got {options!r}; an instance is put "
-                    f"there by dataclasses.replace(rule, {name}=...)"
+                    f"options of {name!r} must be a mapping of field to value, got {options!r}; for an instance, use "
+                    f"dataclasses.replace(rule, {name}=...)"
                 )
             part, options = getattr(self, name), dict(options)
             if (kind := options.pop("kind", None)) is not None:
@@ -212,7 +200,7 @@ class Rule:
                         f"{name} has no kind {kind!r}; {suggest(kind, kinds)} Register a class of your own first: "
                         f"KINDS[{name!r}] += ({kind},)"
                     )
-                part = part if type(part) is kinds[kind] else made_of(name, kinds[kind], options)
+                part = part if type(part) is kinds[kind] else default_part(name, kinds[kind], options)
             allowed = [f.name for f in fields(part)]
             for option, value in options.items():
                 if option not in allowed:
@@ -223,19 +211,17 @@ class Rule:
         return replace(self, **changed)
 
     def printed(self) -> Rule:
-        """The rule as its paper prints it; reference/ has the papers as pages. Fields by which the library leaves what
-        a paper prints are set back, and all else stays: window, chunk, and features, bias and retention of your own.
+        """The rule as its paper prints it (reference/ has the papers as pages): the library's own changes are set back.
 
         * Steps are eta, and gradients those at the memory before the chunk (ATLAS Eqs. 15-16, Titans Eqs. 16-18, Miras
-          Eq. 28, TTT sec. 2.4, TNT Eq. 3, Nested Learning Eq. 90); with a chunk of one token, before the token. Muon
-          takes eta_t NS(S_t), with Muon's coefficients (ATLAS Eqs. 32-33).
-        * What alpha takes away goes to zero (ATLAS Eq. 32, Titans Eq. 13, Miras Eqs. 24-27, Nested Learning Eq. 88).
-        * L2 is |M(k) - v|^2 without a factor (ATLAS Eq. 9, Titans Eq. 12, TTT Eq. 4), absolute values in Huber's loss
-          have corners (Miras Eq. 26), and a softmax is scaled by the number of columns alone (Miras Eq. 21).
+          Eq. 28, TTT sec. 2.4, TNT Eq. 3, Nested Learning Eq. 90). Muon takes eta_t NS(S_t) (ATLAS Eqs. 32-33).
+        * alpha takes the memory to zero (ATLAS Eq. 32, Titans Eq. 13, Miras Eqs. 24-27, Nested Learning Eq. 88).
+        * L2 is |M(k) - v|^2 (ATLAS Eq. 9, Titans Eq. 12, TTT Eq. 4), absolute values in Huber's loss have corners
+          (Miras Eq. 26), and a softmax is scaled by the number of columns alone (Miras Eq. 21).
         * sqrt(a_0) of polynomial features starts at 1 (ATLAS Eq. 5), and phi* forgets no key (ATLAS Eqs. 22-27).
         * With one step a chunk, ``every=None``, a chunk is read before it is written (LaCT).
 
-        A deep memory diverges so at the usual eta: the printed rule is there to compare with.
+        Window, chunk, and features, bias and retention of your own stay. A deep memory diverges so at the usual eta.
         """
         changed: dict[str, dict[str, Any]] = {"window": {"read": "frozen"} if self.optimiser.every is None else {}}
         for axis, options in PRINTED.items():
@@ -251,16 +237,16 @@ class Rule:
 
     @property
     def online(self) -> bool:
-        """Whether errors are taken at what the last matrix answers now; the dot product's depend on no answer."""
+        """Whether the errors of a chunk see its earlier writes; those of the dot product depend on no answer."""
         return self.optimiser.is_online and not self.bias.is_linear
 
     @property
     def accumulators(self) -> int:
-        """How many sums the optimiser keeps of each matrix."""
+        """Sums that the optimiser keeps of each matrix."""
         return self.optimiser.sums(self.online)
 
     def kernelised(self, i: int) -> bool:
-        """Whether matrix i multiplies phi*, which has a kernel only: then it has a column a key, after those of M_0."""
+        """Whether matrix i multiplies phi*, and so has a column for each key, after those of M_0."""
         return self.features.infinite and self.network.feature_mapped[i]
 
     def decay_target(self, initial: Tensor, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -272,8 +258,7 @@ class Rule:
         return self.network.shapes(self.features.size(dim), dim)
 
     def curvature_bound(self, cache: ForwardCache, v: Tensor, params: Params) -> Tensor:
-        """r_t of step.py, ``[..., time]``: how fast the error at the pre-norm output grows with the pre-norm output, at
-        most."""
+        """r_t of step.py, ``[..., time]``, a bound on how fast the error at the pre-norm output grows with it."""
         bends = self.network.norm and self.bias.is_quadratic
         slope = self.bias.derivative(cache.prediction, v) if bends else None
         bound = self.network.curvature_bound(cache, self.bias.curvature(cache.prediction, v), slope, params.norm)
@@ -282,23 +267,22 @@ class Rule:
     def step_normalisers(
         self, weights: Sequence[Tensor], cache: ForwardCache, curvature_bound: Tensor, params: Params
     ) -> tuple[Tensor, ...]:
-        """lambda_l,t / share_l of step.py, which bounds the steps: for every matrix, ``[..., time]`` each."""
+        """lambda_l,t / share_l of step.py for every matrix, ``[..., time]`` each."""
         network, found = self.network, []
         jacobian_bounds = network.jacobian_bounds(weights, cache)
         for feature_mapped, u, gain, share in zip(
             network.feature_mapped, cache.inputs, jacobian_bounds, network.shares, strict=True
         ):
-            if self.retention.fixed_row_sums:
-                u, feature_mapped = (
-                    self.retention.tangent(self.features.expand(u, params.sqrt_a) if feature_mapped else u),
-                    False,
-                )
-            length = self.features.squared_norm(u, params.sqrt_a) if feature_mapped else u.square().sum(-1)
+            if feature_mapped and not self.retention.fixed_row_sums:
+                length = self.features.squared_norm(u, params.sqrt_a)
+            else:
+                f = self.features.expand(u, params.sqrt_a) if feature_mapped else u
+                length = self.retention.tangent(f).square().sum(-1)
             found.append((curvature_bound * (gain + FLOOR) + self.optimiser.erases) * (length + FLOOR) / share)
         return tuple(found)
 
     def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
-        """A fresh M_0, one ``[heads, rows, columns]`` a matrix; see initialisation.py."""
+        """A fresh M_0, one ``[heads, rows, columns]`` a matrix (initialisation.py)."""
         features, own = self.features, self.features.own(dim)
         others = 0.0
         if own.stop < features.size(dim):
@@ -312,9 +296,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Params:
-    """The outer parameters of the inner problem: ``initial``, the learned M_0, one ``[heads, rows, columns]`` a matrix;
-    ``sqrt_a``, the feature map's degree coefficients ``[degree + 1]`` or None for its default; ``norm``, gain and shift
-    ``[heads, dim]`` of the network's layer norm, or None for 1 and 0."""
+    """The outer parameters: ``initial``, the learned M_0, one ``[heads, rows, columns]`` a matrix; ``sqrt_a``, the
+    feature map's coefficients ``[degree + 1]``, None for its default; ``norm``, gain and shift ``[heads, dim]`` of the
+    network's layer norm, None for 1 and 0."""
 
     initial: tuple[Tensor, ...]
     sqrt_a: Tensor | None = None

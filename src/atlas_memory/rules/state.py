@@ -1,7 +1,4 @@
-"""The state of a memory between calls: everything the recurrence needs to go on.
-
-Its size does not depend on how many tokens were read, except with ``Exponential`` features without a horizon.
-"""
+"""The state of a memory between calls. Its size is fixed, except with ``Exponential`` features without a horizon."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ if TYPE_CHECKING:
     from .rule import Rule
 
 
-TOKENS = 2**53
-"""That a state has read, at most."""
+MAX_TOKENS = 2**53
+"""The most tokens that a state has read."""
 
 Tree = Any
 """A tensor, None, a state, or a tuple of trees."""
@@ -49,7 +46,7 @@ def _named(name: str, tree: Tree) -> Iterator[tuple[str, Tensor]]:
 
 
 def _flatten(state: State) -> tuple[list[Tree], str]:
-    """For PyTorch: what there is in a state, and the names of it, which files of ``torch.export`` can hold."""
+    """The fields of a state that are not None, and their names as one string, which ``torch.export`` can save."""
     names = [f.name for f in fields(state) if getattr(state, f.name) is not None]  # type: ignore[arg-type]
     return [getattr(state, name) for name in names], " ".join(names)
 
@@ -61,15 +58,14 @@ def _flatten_with_keys(state: State) -> tuple[list[tuple[KeyEntry, Tree]], str]:
 
 
 def _unflatten(cls: type[State], parts: Iterable[Tree], names: str) -> State:
-    there = dict(zip(names.split(), parts, strict=True))
-    return cls(*(there.get(f.name) for f in fields(cls)))  # type: ignore[arg-type]
+    values = dict(zip(names.split(), parts, strict=True))
+    return cls(*(values.get(f.name) for f in fields(cls)))  # type: ignore[arg-type]
 
 
 class State:
-    """What states share: they are dataclasses of tensors, other states, None and tuples of these. Every tensor has the
-    batch as its first dimension, so that sequences can be selected, repeated and reordered. Once their class
-    has been imported, ``torch.load`` takes what ``torch.save`` wrote of them with ``weights_only=True``. They are
-    pytrees of PyTorch, so that ``torch.export``, ``torch.func.vmap`` and sharded modules find the tensors in them."""
+    """The base class of states: frozen dataclasses of tensors, other states, None and tuples of these. Every tensor has
+    the batch first, so that sequences can be selected, repeated and reordered. States are pytrees, and
+    ``torch.load(..., weights_only=True)`` reads them once their class has been imported."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -91,7 +87,7 @@ class State:
         return self.map(lambda t: t.to(device))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor and where it stands, such as ``memory.matrices.0.weights``."""
+        """Every tensor and its path, such as ``memory.matrices.0.weights``."""
         for f in fields(self):  # type: ignore[arg-type]
             yield from _named(f.name, getattr(self, f.name))
 
@@ -100,31 +96,30 @@ class State:
         return (tensor for _, tensor in self.named_tensors())
 
     def detach(self) -> Self:
-        """The state without the graph by which it was made: what training on from it should begin with. What was made
-        under ``torch.inference_mode`` is copied, since PyTorch trains on no such tensor."""
+        """The state without its graph, to train on from. Inference tensors are copied, since PyTorch cannot train on
+        them."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # a copy would be another of that kind
             return self.map(Tensor.detach)
         return self.map(lambda t: t.detach().clone() if t.is_inference() else t.detach())
 
     def straight_through(self, fresh: Self) -> Self:
-        """The state, which has no graph, with the gradient of ``fresh``, a layer's ``initial_state``: as if it were
-        ``fresh`` plus what was written since, and nothing of ``fresh`` forgotten. For training on from carried states:
-        without it, M_0 would be trained by fresh sequences alone."""
+        """The state, which has no graph, with the gradient of ``fresh``, a layer's ``initial_state``, as if nothing of
+        that had been forgotten. Otherwise carried states would not train M_0."""
         starts = fresh.tensors()
 
-        def anchor(held: Tensor) -> Tensor:
+        def add(held: Tensor) -> Tensor:
             start = next(starts)
             if not start.requires_grad:
                 return held
-            # For F.pad, from the last dimension on: nothing in front, and behind by what the state has grown.
+            # For F.pad, from the last dimension on: behind, by as much as the state has grown.
             sizes = zip(held.shape[:0:-1], start.shape[:0:-1], strict=True)
             padding = [more for now, at_first in sizes for more in (0, now - at_first)]
             return held + F.pad(start - start.detach(), padding)
 
-        return self.map(anchor)
+        return self.map(add)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy that shares no memory with the state, with its graph: PyTorch copies no tensor that has one."""
+        """A copy with the graph; ``copy.deepcopy`` refuses tensors that have one."""
         return self.map(lambda t: memo.setdefault(id(t), t.clone()))
 
     @property
@@ -139,14 +134,14 @@ class State:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Matrix(State):
-    """One matrix of a memory, and what is kept beside it, ``[batch, heads, rows, columns]`` each. On phi*, the infinite
-    features of ``Exponential``, the columns are those of M_0 and then one for every key.
+    """One matrix of a memory, ``[batch, heads, rows, columns]`` each. On phi* the columns are those of M_0 and then one
+    for every key.
 
     Attributes:
         weights: W_t, the matrix now.
         frozen: W before the current chunk, at which gradients are taken.
-        sums: what the optimiser keeps of gradients, such as S_t; see its ``step``. Empty without momentum.
-        dual: the accumulator A_t of a retention with a mirror map; None for a linear one.
+        sums: what the optimiser keeps of gradients, such as S_t; empty without momentum.
+        dual: the accumulator A_t of a retention with a mirror map, else None.
     """
 
     weights: Tensor
@@ -157,15 +152,15 @@ class Matrix(State):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MemoryState(State):
-    """A memory between two calls: its matrices, and what the next token needs of the past.
+    """A memory between two calls.
 
     Attributes:
         matrices: those of the memory network, in the order in which they act.
-        k, v: the last c - 1 keys and values, ``[batch, heads, c - 1, dim]``, zero where the sequence is younger. Values
-            carry the gate delta as a last entry if the bias reads one.
-        keys: ``[batch, heads, n, dim]``, the key of each column of the feature-mapped matrices, the latest at the
-            right; n is 0 but for ``Exponential`` features.
-        seen: ``[batch]`` int64, tokens read so far; ``seen % chunk`` is the phase within the chunk.
+        k, v: the last c - 1 keys and values, ``[batch, heads, c - 1, dim]``, zero before the first token. If the bias
+            reads a gate delta, it is the last entry of v.
+        keys: ``[batch, heads, n, dim]``, the key of each column of the feature-mapped matrices, the latest last; n is 0
+            but for ``Exponential`` features.
+        seen: ``[batch]`` int64, tokens read so far; ``seen % chunk`` is the place within the chunk.
     """
 
     matrices: tuple[Matrix, ...]
@@ -190,54 +185,52 @@ class MemoryState(State):
         return tuple(rule.optimiser.readout_weights(m.sums, m.weights, stepped) for m in self.matrices)
 
     def answering_with(self, weights: tuple[Tensor, ...]) -> MemoryState:
-        """A state for ``retrieve`` alone, which then answers with these matrices."""
+        """A state with which ``retrieve`` answers with these matrices."""
         matrices = (
-            replace(m, weights=w, frozen=w, sums=tuple(map(torch.zeros_like, m.sums)))  # nothing waits for a step
+            replace(m, weights=w, frozen=w, sums=tuple(map(torch.zeros_like, m.sums)))  # nothing is pending
             for m, w in zip(self.matrices, weights, strict=True)
         )
         return replace(self, matrices=tuple(matrices))
 
     def map_key_columns(self, rule: Rule, fn: Callable[[Tensor], Tensor], keys: Tensor) -> MemoryState:
-        """For phi*: the state with ``fn`` applied to the keys' columns of all matrices that have such, and with
-        ``keys`` in place of its own."""
+        """For phi*: the state with these ``keys``, and ``fn`` applied to the columns of keys of all matrices."""
         of_keys = partial(map_columns, fn, keys.shape[-1])
         matrices = tuple(m.map(of_keys) if rule.kernelised(i) else m for i, m in enumerate(self.matrices))
         return replace(self, matrices=matrices, keys=keys)
 
 
 def check_count(seen: Tensor) -> None:
-    """Raise ValueError unless ``seen``, a state's count of tokens ``[batch]``, has been left the whole number it is."""
+    """Raise ValueError if ``seen``, a state's count of tokens, has been cast to floating point."""
     if seen.is_floating_point():
         raise ValueError(
-            f"the state's seen, which counts tokens, must be of int64, got {seen.dtype}: let State.map have one that "
-            "casts floating-point tensors alone, lambda t: t.bfloat16() if t.is_floating_point() else t"
+            f"the state's seen, which counts tokens, must be of int64, got {seen.dtype}: cast floating-point tensors "
+            "alone, state.map(lambda t: t.bfloat16() if t.is_floating_point() else t)"
         )
 
 
 def check_numbers(state: Iterable[tuple[str, Tensor]], where: str) -> None:
-    """Raise ValueError unless the tensors of a state that was kept at ``where``, with their names, hold what one can:
-    finite numbers, and counts of tokens from 0 to ``TOKENS``."""
+    """Raise ValueError unless the named tensors of a state from ``where`` are finite, and counts of tokens from 0 to
+    ``MAX_TOKENS``."""
     for name, t in state:
         if t.dtype == torch.bool or t.is_complex() or (t.is_floating_point() and t.itemsize == 1):
             raise ValueError(f"{where} has {name} of {t.dtype}, in which no state is kept")
         if t.is_floating_point():
             if not t.isfinite().all():
                 raise ValueError(f"{where} has numbers in {name} that are not finite: begin with another, or with None")
-        elif len(wrong := t[(t < 0) | (t > TOKENS)]):
-            raise ValueError(f"{where} has {name}={int(wrong[0])}, and it counts tokens: it must be 0 to {TOKENS:,}")
+        elif len(wrong := t[(t < 0) | (t > MAX_TOKENS)]):
+            raise ValueError(
+                f"{where} has {name}={int(wrong[0])}, and it counts tokens: it must be 0 to {MAX_TOKENS:,}"
+            )
 
 
 def map_columns(fn: Callable[[Tensor], Tensor], first: int, w: Tensor) -> Tensor:
-    """The matrix ``w`` with ``fn`` applied to all of its columns except the ``first`` few."""
+    """``w`` with ``fn`` applied to all but the ``first`` columns."""
     return torch.cat([w[..., :first], fn(w[..., first:])], -1)
 
 
 def initial_state(rule: Rule, initial: tuple[Tensor, ...], k: Tensor) -> MemoryState:
-    """The state before the first token: W and A as the retention makes them of M_0 (``initial``, each
-    ``[heads, rows, columns]``), S_0 = 0; on phi* zero columns for the c - 1 window tokens before.
-
-    ``k`` ``[batch, heads, time, dim]`` gives batch, dim, dtype and device.
-    """
+    """The state before the first token, from M_0 (``initial``, each ``[heads, rows, columns]``); ``k``
+    ``[batch, heads, time, dim]`` gives batch, dim, dtype and device."""
     batch, heads, _, dim = k.shape
     past = k.new_zeros(batch, heads, rule.window.size - 1, dim)
     keys = past if rule.features.infinite else past[..., :0, :]

@@ -5,20 +5,15 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-LARGEST = 2**20
-"""Of a size: a width, a vocabulary, the features of a key, the rows of a matrix."""
-LONGEST = 2**16
-"""Tokens in a window, a chunk, a segment or a shard, all of which a memory computes with at once."""
-DEEPEST = 2**10
-"""Layers of a model."""
-MOST = 2**6
-"""Of what is done or made one after the other: iterations, degrees, levels, memories of a hierarchy."""
-UNBOUNDED = sys.maxsize
-"""Of a number by which nothing is made: after how many steps or chunks something is done."""
+LARGEST = 2**20  # a width, a vocabulary, the features of a key, the rows of a matrix
+LONGEST = 2**16  # tokens in a window, a chunk, a segment or a shard
+DEEPEST = 2**10  # layers of a model
+MOST = 2**6  # iterations, degrees, levels, memories of a hierarchy
+UNBOUNDED = sys.maxsize  # a number of steps or chunks
 
 
 def check_size(name: str, value: Any, most: int = LARGEST) -> None:
-    """Raise ValueError unless ``value``, which the user calls ``name``, is an integer from 1 to ``most``."""
+    """Raise ValueError unless ``value`` is an integer from 1 to ``most``; ``name`` is what the user calls it."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
     if value > most:
@@ -34,14 +29,13 @@ def check_heads(dim: Any, heads: Any) -> None:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raise ValueError unless ``value``, which the user calls ``name``, is a finite number above 0."""
+    """Raise ValueError unless ``value`` is a finite number above 0."""
     if not _is_finite(value) or value <= 0:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
 
 
 def check_like(name: str, value: Any, present: Any) -> None:
-    """Raise ValueError where a switch, a number or a word (``present``) is to be replaced by what is none; sizes are
-    checked by the parts that have them."""
+    """Raise ValueError unless ``value`` is a bool, a number or a string as ``present``, the value now, is."""
     if isinstance(present, bool) and not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
     if isinstance(present, float) and not _is_finite(value):
@@ -51,7 +45,6 @@ def check_like(name: str, value: Any, present: Any) -> None:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether it is a number that a float can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from atlas_memory.layers.stateful import check_tensors
 from atlas_memory.models.cache import AtlasCache
-from atlas_memory.rules.state import TOKENS
+from atlas_memory.rules.state import MAX_TOKENS
 from atlas_memory.train.checkpoint import checking
 
 FILES = "memory-*.safetensors"  # one of every process
@@ -127,7 +127,7 @@ class TBPTTStates:
         batches, seen = _batches(about), json.loads(about["seen"])
         if any(rows.start < 0 or rows.stop > self._total or not rows for rows in batches):
             raise ValueError(f"it has other rows than the {self._total} of this run")
-        if len(seen) != len(batches) or not all(type(count) is int and 0 <= count <= TOKENS for count in seen):
+        if len(seen) != len(batches) or not all(type(count) is int and 0 <= count <= MAX_TOKENS for count in seen):
             raise ValueError("what its rows have read is no number of tokens")
         if not 0 <= int(about["group"]) < self._groups * max(int(about["times"]), 0):
             raise ValueError(f"its group is {about['group']}, and its segments {about['times']} times as long")
