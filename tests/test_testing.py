@@ -249,13 +249,13 @@ class Before(Stateful):
         super().__init__()
         self.dim, self.gain, self.kept = dim, torch.nn.Parameter(torch.zeros(dim)), None
 
-    def _read(self, x: Any, state: Any, length: Any) -> Any:
+    def _forward(self, x: Any, state: Any, length: Any) -> Any:
         before = torch.cat([x.new_zeros(len(x), 1, self.dim) if state is None else state.x, x], 1)
         at = torch.full((len(x),), x.shape[1]) if length is None else length
         return self.gain * before[:, :-1], Last(before[torch.arange(len(x)), at, None])
 
     def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
-        return self.read_real(x, state, mask)
+        return self.forward_masked(x, state, mask)
 
 
 def in_itself(self, x, state=None, mask=None):

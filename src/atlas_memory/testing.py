@@ -21,7 +21,7 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .layers.stateful import Stateful
-from .layers.varlen import read_documents
+from .layers.varlen import forward_packed
 from .ops.chunkwise import chunkwise
 from .ops.fused_recurrent import fused_recurrent
 from .ops.recurrent import recurrent
@@ -344,7 +344,7 @@ def _everything(form: Any, rule: Rule, params: Params, tokens: dict[str, Tensor]
 
 def _check_mixer(mixer: Any, name: str, x: Tensor) -> None:
     def read(x: Tensor, state: Any = None, mask: Tensor | None = None) -> tuple[Tensor, Any]:
-        return read_documents(mixer, x, state, mask, None)  # which checks what a mixer returns
+        return forward_packed(mixer, x, state, mask, None)  # which checks what a mixer returns
 
     (whole, end), time = read(x), x.shape[1]
     _require(_same(read(x)[0], whole), f"{name} answers otherwise when it is called again: draw and keep nothing")
@@ -368,7 +368,7 @@ def _check_mixer(mixer: Any, name: str, x: Tensor) -> None:
         one = slice(row, row + 1)
         first, after = read(x[one, real])
         same = _same([y[one, real], more[one]], [first, read(x[one], after)[0]]) and not y[row][~real].any()
-        how = "where mask [batch, time] is 0, y is zero and the state stays (see Stateful.read_real)"
+        how = "where mask [batch, time] is 0, y is zero and the state stays (see Stateful.forward_masked)"
         _require(same, f"{name} answers otherwise beside padding: {how}")
     gradient = read(x.clone().requires_grad_())[0].requires_grad
     _require(gradient, f"{name} lets no gradient through from y to x: detach nothing")

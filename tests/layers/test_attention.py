@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from atlas_memory.layers.attention import AttentionState, FullAttention, SlidingWindowAttention
-from atlas_memory.layers.padding import pack, unpack
+from atlas_memory.layers.padding import move_padding_right, restore_padding
 
 from . import dense
 
@@ -113,11 +113,11 @@ def test_bfloat16_is_kept_and_positions_stay_exact_far_out() -> None:
 def test_pack_and_unpack_are_inverse() -> None:
     x = torch.randn(3, 7, 2)
     mask = torch.rand(3, 7) < 0.5
-    packed, lengths, order = pack(x, mask)
+    packed, lengths, order = move_padding_right(x, mask)
     for row in range(3):
         assert torch.equal(packed[row, : lengths[row]], x[row][mask[row]])
         assert (packed[row, lengths[row] :] == 0).all()
-    assert torch.equal(unpack(packed, order, mask), x * mask[..., None])
+    assert torch.equal(restore_padding(packed, order, mask), x * mask[..., None])
 
 
 def test_bad_arguments() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 
-from atlas_memory.layers.varlen import Documents
+from atlas_memory.layers.varlen import PackedRows
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.models.cache import AtlasCache
 from tests.ops.problems import error
@@ -116,18 +116,18 @@ def test_padding_at_most_doubles_what_is_read():
     starts = torch.zeros(8, 1000)
     starts[:, 0] = 1
     starts[1:, :] = 1  # seven rows of documents of one token, beside one of a thousand
-    groups = Documents.of(starts, starts, torch.nn.Identity()).groups
+    groups = PackedRows.from_starts(starts, starts, torch.nn.Identity()).groups
     assert [list(g.index.shape) for g in groups] == [[1, 1000], [7000, 1]]
     for _ in range(20):
         starts = torch.rand(4, 200) < torch.rand(4, 1) ** 4
-        found = Documents.of(starts, starts, torch.nn.Identity())
+        found = PackedRows.from_starts(starts, starts, torch.nn.Identity())
         if found is not None:
             assert sum(g.index.numel() for g in found.groups) <= 2 * starts.numel()
             x = torch.arange(800.0).view(4, 200)
             assert torch.equal(found.join([g.split(x) for g in found.groups]), x)
     starts = torch.zeros(4, 200)
     starts[2, 90] = 1
-    assert len(Documents.of(starts, starts, torch.nn.Identity()).groups) == 1
+    assert len(PackedRows.from_starts(starts, starts, torch.nn.Identity()).groups) == 1
 
 
 def test_wrong_starts_are_refused():
@@ -247,11 +247,11 @@ def test_hidden_states_of_packed_rows():
 def test_cuts_go_where_a_layer_is():
     """accelerate's hooks bring what they can to the device of the layer that they are about to call."""
     starts, x = torch.tensor([[1, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]), torch.randn(2, 6, 4)
-    cuts = Documents.of(starts, x, torch.nn.Identity())
+    cuts = PackedRows.from_starts(starts, x, torch.nn.Identity())
     moved = send_to_device(cuts, "meta", non_blocking=True)
     tensors = [t for g in moved.groups for t in (g.index, g.real, g.row, g.continues) if t is not None]
     assert all(t.is_meta for t in (*tensors, moved.last)) and moved.shape == cuts.shape
     back = cuts.to("cpu")
     assert torch.equal(back.join([g.split(x) for g in back.groups]), x)
     with pytest.raises(ValueError, match=r"mask has shape \[1, 6\] but document_starts \[2, 6\]"):
-        Documents.of(starts, x, torch.nn.Identity(), torch.ones(1, 6))
+        PackedRows.from_starts(starts, x, torch.nn.Identity(), torch.ones(1, 6))

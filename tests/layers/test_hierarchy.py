@@ -45,17 +45,17 @@ def written_out(module: HierarchicalMemory, q, k, v):
     """One row at a time, TNT Eqs. 5-7 and 14-15: the outputs, and what is held after the last token."""
     h = module.hierarchy
     gates = module.gates(k.transpose(1, 2).flatten(2))
-    held = [initial_state(m.rule, m.params.initial, k) for m in module.members]
+    held = [initial_state(m.rule, m.params.initial, k) for m in module.memories]
     zero = torch.zeros(*k.shape[:2], DIM, DIM, dtype=k.dtype)
     keys = [zero] * len(h.local_chunks)
     outputs = []
     for t in range(q.shape[2]):
         q_t, k_t, v_t = (x[:, :, t : t + 1] for x in (q, k, v))
         y, held[0] = recurrent(
-            module.members[0].rule, module.members[0].params, q_t, k_t, v_t, of_member(gates, 0, t), held[0]
+            module.memories[0].rule, module.memories[0].params, q_t, k_t, v_t, of_member(gates, 0, t), held[0]
         )
         for i, chunk in enumerate(h.local_chunks):
-            m = module.members[i + 1]
+            m = module.memories[i + 1]
             if t % h.shard == 0:
                 held[i + 1] = initial_state(m.rule, m.params.initial, k)
             if t % (h.shard if h.project == "shard" else chunk) == 0:
@@ -84,7 +84,7 @@ def test_equals_the_token_loop(rule, hierarchy):
 
     y, state = module(*given)
     torch.testing.assert_close(y, wanted, **NEAR)
-    local = range(1, len(module.members))
+    local = range(1, len(module.memories))
     for i in [0, *local]:
         for got, expected in zip(state.memories[i].matrices, held[i].matrices, strict=True):
             torch.testing.assert_close(got.weights, expected.weights, **NEAR)
@@ -164,7 +164,7 @@ def test_retrieving_asks_every_memory_without_projection():
     module = memory("titans", Hierarchy(4, (2,), 8))
     q, k, v = inputs(2, 11)
     _, state = module(q, k, v)
-    answers = [m.retrieve(q, own) for m, own in zip(module.members, state.memories, strict=True)]
+    answers = [m.retrieve(q, own) for m, own in zip(module.memories, state.memories, strict=True)]
     torch.testing.assert_close(module.retrieve(q, state), answers[0] + answers[1])
     empty = module(q[:, :, :0], k[:, :, :0], v[:, :, :0])[1]
     torch.testing.assert_close(module.retrieve(q), module.retrieve(q, empty))

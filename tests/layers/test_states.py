@@ -361,5 +361,5 @@ def test_a_layer_whose_first_weights_are_packed():
     memory = layer("swa").float()
     memory.qkv.weight = torch.nn.Parameter(torch.zeros(12, dtype=torch.uint8), requires_grad=False)
     memory.qkv.forward = lambda x: x.repeat(1, 1, 3)
-    (x,) = memory.empty(2)
+    (x,) = memory.empty_inputs(2)
     assert x.dtype == torch.float32 and memory.initial_state(2).keys.dtype == torch.float32

@@ -188,8 +188,8 @@ def test_the_hierarchy_of_tnt(hierarchy):
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     q, k, v = torch.randn(3, 1, 1, time, dim, dtype=torch.float64, requires_grad=True)
-    eta = (0.05 * torch.rand(1, len(module.members), time, dtype=torch.float64)).requires_grad_()
-    params = [member.params for member in module.members]
+    eta = (0.05 * torch.rand(1, len(module.memories), time, dtype=torch.float64)).requires_grad_()
+    params = [member.params for member in module.memories]
     V, *W = [dict(zip(DEEP, (m[0] for m in p.initial), strict=True)) for p in params]
     norms = [[n[0] for n in p.norm] for p in params]
     y, V, W = tnt.tnt(V, W, norms, q[0, 0], k[0, 0], v[0, 0], eta[0], *hierarchy)

@@ -20,42 +20,34 @@ from .mlp import ContinuumMLP, SwiGLU
 from .neural_memory import NeuralMemory
 from .stateful import Stateful
 from .titans import MemoryAsContext, MemoryAsGate, MemoryAsLayer, PersistentTokens, WithPersistentTokens
-from .varlen import Documents, read_documents
+from .varlen import PackedRows, forward_packed
 
 
-def memory_alone(dim: int, heads: int, *, persistent_tokens: int = 0, **memory: Any) -> nn.Module:
-    """The mixer "lmm": the neural memory and no attention (Titans' LMM)."""
-    return _after_persistent(NeuralMemory(dim, heads, **memory), persistent_tokens, dim)
+def behind_persistent_tokens(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """`make`, a mixer's class, with an argument `persistent_tokens`: how many stand in front of the sequence."""
 
+    def build(dim: int, heads: int, *, persistent_tokens: int = 0, **options: Any) -> nn.Module:
+        mixer = make(dim, heads, **options)
+        if persistent_tokens == 0:
+            return mixer
+        return WithPersistentTokens(mixer, PersistentTokens(persistent_tokens, dim))
 
-def memory_as_layer(dim: int, heads: int, *, persistent_tokens: int = 0, **options: Any) -> nn.Module:
-    """The mixer "mal": `MemoryAsLayer`, persistent tokens in front of the sequence."""
-    return _after_persistent(MemoryAsLayer(dim, heads, **options), persistent_tokens, dim)
+    return build
 
 
 def self_modifying(
-    dim: int,
-    heads: int,
-    *,
-    persistent_tokens: int = 0,
-    gate_rank: None = None,
-    hierarchy: None = None,
-    **options: Any,
+    dim: int, heads: int, *, gate_rank: None = None, hierarchy: None = None, **options: Any
 ) -> nn.Module:
-    """The mixer "hope": `SelfModifyingMemory`. Its memories make its gates and keys, and stand in no hierarchy."""
+    """`SelfModifyingMemory`, whose memories make its gates and keys, and are in no hierarchy."""
     for name, value in (("gate_rank", gate_rank), ("hierarchy", hierarchy)):
         if value is not None:
             raise ValueError(f"{name}={value} has no use in block='hope', whose memories make one another; drop it")
-    return _after_persistent(SelfModifyingMemory(dim, heads, **options), persistent_tokens, dim)
+    return SelfModifyingMemory(dim, heads, **options)
 
 
 def sliding_window(dim: int, heads: int, *, attention_window: int = 64) -> nn.Module:
-    """The mixer "swa": `SlidingWindowAttention` alone."""
+    """`SlidingWindowAttention` alone."""
     return SlidingWindowAttention(dim, heads, attention_window)
-
-
-def _after_persistent(mixer: nn.Module, count: int, dim: int) -> nn.Module:
-    return WithPersistentTokens(mixer, PersistentTokens(count, dim)) if count != 0 else mixer
 
 
 @dataclass(frozen=True)
@@ -76,11 +68,11 @@ class Mixer:
 
 
 BLOCKS: dict[str, Mixer] = {
-    "lmm": Mixer(memory_alone, window=False),
+    "lmm": Mixer(behind_persistent_tokens(NeuralMemory), window=False),
     "mag": Mixer(MemoryAsGate),
-    "mal": Mixer(memory_as_layer),
+    "mal": Mixer(behind_persistent_tokens(MemoryAsLayer)),
     "mac": Mixer(MemoryAsContext),
-    "hope": Mixer(self_modifying, window=False),
+    "hope": Mixer(behind_persistent_tokens(self_modifying), window=False),
     "swa": Mixer(sliding_window, memory=False),
     "attention": Mixer(FullAttention, memory=False, window=False),
 }
@@ -96,7 +88,7 @@ def check_blocks() -> None:
             )
 
 
-def made(name: str, dim: int, heads: int, **options: Any) -> Stateful:
+def build_mixer(name: str, dim: int, heads: int, **options: Any) -> Stateful:
     """The mixer of that name for tokens of width `dim`, as `BLOCKS` makes it.
 
     Raises:
@@ -156,26 +148,26 @@ class MemoryBlock(nn.Module):
         x: Tensor,
         state: Any = None,
         mask: Tensor | None = None,
-        document_starts: Tensor | Documents | None = None,
-        anchor: bool = False,
+        document_starts: Tensor | PackedRows | None = None,
+        straight_through: bool = False,
     ) -> tuple[Tensor, Any]:
         """Read x.
 
         Args:
             x: `[batch, time, dim]`.
-            state: Where an earlier call stopped; None: nothing has been read.
+            state: What an earlier call returned, to continue from; None: nothing has been read.
             mask: `[batch, time]`, nonzero at real tokens; at others y is zero, whatever x is there.
-            document_starts: `[batch, time]`, nonzero where documents begin; or the cuts that `Documents.of` made of it.
-            anchor: Let gradients flow from `state` to M_0 (`State.straight_through`). It is done here and not by the
-                caller: a block whose weights are sharded has its M_0 only while it is called.
+            document_starts: `[batch, time]`, nonzero where documents begin; or the `PackedRows` made of it.
+            straight_through: Let gradients flow from `state` to M_0 (`State.straight_through`). It is done here and not
+                by the caller: a block whose weights are sharded has its M_0 only while it is called.
 
         Returns:
             y `[batch, time, dim]` and the state.
         """
-        if state is not None and anchor and torch.is_grad_enabled():
+        if state is not None and straight_through and torch.is_grad_enabled():
             state = state.straight_through(cast(Stateful, self.mixer).initial_state())
-        if mask is not None:  # what stands at padding would reach the gradients of norms and MLP
+        if mask is not None:  # padding would reach the gradients of norms and MLP
             x = x.where(mask.bool()[..., None], 0.0)
-        mixed, state = read_documents(self.mixer, self.mixer_norm(x), state, mask, document_starts)
+        mixed, state = forward_packed(self.mixer, self.mixer_norm(x), state, mask, document_starts)
         x = x + mixed
         return self.mlp(x) if self.mlp_norm is None else x + self.mlp(self.mlp_norm(x)), state

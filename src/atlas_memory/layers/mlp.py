@@ -4,10 +4,9 @@ at different rates.
     y = MLP_K(... MLP_2(MLP_1(x)))                                                                         (Eq. 70)
     theta_l <- theta_l - step(sum of the last C_l gradients)  at every C_l-th time, else unchanged         (Eq. 71)
 
-theta_l are the weights of MLP_l, and C_l is its period. The module here is the chain and the numbers C_l. Changing its
-weights is the outer optimiser's business, and ``atlas_memory.train.MultiPeriod`` puts Eq. 71 around any optimiser.
-**Our unit of time is the outer optimiser's step**; the paper's is the token. An outer optimiser moves once a batch, so
-C_l = 16 here means every 16th batch, and a trained model that only reads does not change its MLPs.
+theta_l are the weights of MLP_l, and C_l is its period. The module here is the chain and the numbers C_l;
+``atlas_memory.train.MultiPeriod`` puts Eq. 71 around any outer optimiser. Its step is our unit of time, the paper's is
+the token: C_l = 16 means every 16th batch, and a trained model that only reads does not change its MLPs.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class SwiGLU(nn.Module):
 class ContinuumLevel(nn.Module):
     """One MLP of the chain: ``x + SwiGLU(RMSNorm(x))``, ``[..., dim]`` to ``[..., dim]``.
 
-    It has the parts of a block's MLP, which can therefore become a level (the paper's ad-hoc stacking, Sec. 7.3):
-    ``level.mlp.load_state_dict(block.mlp.state_dict())``, and the norm likewise.
+    The MLP and norm of a trained block can be loaded into it (the paper's ad-hoc stacking, Sec. 7.3).
     """
 
     def __init__(self, dim: int, hidden: int, eps: float = 1e-6) -> None:
@@ -52,11 +50,7 @@ class ContinuumLevel(nn.Module):
 
 
 def check_periods(name: str, periods: Any) -> tuple[int, ...]:
-    """The periods of a continuum, which the user calls ``name``.
-
-    Raises:
-        ValueError: they are no list of whole numbers >= 1, there is none, or they do not go from the fastest on.
-    """
+    """``periods`` as a tuple; ValueError unless they are whole numbers >= 1 that do not decrease."""
     if not isinstance(periods, list | tuple) or not periods:
         raise ValueError(
             f"{name} must be a list with a number of steps for each level, such as [1, 4, 16]; got {periods!r}"
@@ -72,21 +66,15 @@ def check_periods(name: str, periods: Any) -> tuple[int, ...]:
 class ContinuumMLP(nn.Module):
     """A chain of residual MLPs, from the fastest to the slowest (Nested Learning, Eq. 70).
 
-    Residuals and norms are inside: it stands where a block has ``x + mlp(norm(x))``, not where it has ``mlp``. The form
-    of the MLPs (SwiGLU with RMSNorm before it) and the default periods are our choices.
-
-    >>> mlp = ContinuumMLP(dim=64, hidden=128, periods=(1, 4, 16))
-    >>> y = mlp(torch.randn(2, 100, 64))
+    Residuals and norms are inside: it takes the place of ``x + mlp(norm(x))``. The form of the MLPs (SwiGLU with
+    RMSNorm before it) and the default periods are our choices.
 
     Args:
         dim: width of x.
         hidden: channels of each level; K levels have K times the parameters of one MLP as wide.
         periods: C_l, optimiser steps between two changes of each level, never decreasing; its length is the number of
-            levels. Nothing here acts on them: see ``MultiPeriod``.
+            levels. ``MultiPeriod`` acts on them. ValueError for periods that decrease, or a bad size.
         eps: of the norms.
-
-    Raises:
-        ValueError: a size or a period that is no whole number >= 1, no period, or a level slower than the one after it.
     """
 
     def __init__(self, dim: int, hidden: int, periods: Sequence[int] = (1, 4, 16), eps: float = 1e-6) -> None:

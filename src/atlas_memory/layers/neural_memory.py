@@ -22,9 +22,8 @@ from ..rules.validation import check_heads, check_positive
 from .gate_projection import GateProjection, start_gate
 from .omega_memory import OmegaMemory
 from .short_conv import ShortConvolution, check_lag
-from .stateful import Stateful
 from .tnt import HierarchicalGates, HierarchicalMemory, Hierarchy
-from .varlen import read_documents
+from .varlen import SequenceMixer
 
 START_VALUE = 3.0**-0.5
 """About how far a coordinate of a value is from zero in a fresh layer, before SiLU, if those of x are about 1 from zero
@@ -47,7 +46,7 @@ class LayerState(State):
     past: Tensor
 
 
-class NeuralMemory(Stateful):
+class NeuralMemory(SequenceMixer):
     """A layer that learns while it reads: ``y, state = memory(x)``, in place of an attention layer.
 
     x is projected to q, k and v, and each goes through a depthwise convolution and SiLU. In each head q and k get unit
@@ -89,6 +88,8 @@ class NeuralMemory(Stateful):
             ``key_lag`` that the convolution does not reach, or a ``hierarchy`` that is wrong or given along with a
             ``chunk_size``.
     """
+
+    state_type, input_projection = LayerState, "qkv"
 
     def __init__(
         self,
@@ -155,8 +156,8 @@ class NeuralMemory(Stateful):
                 w.unflatten(0, (3, -1)) for w in (self.qkv.weight, self.convolution.weight)
             )
             for w in (w_q, w_v):
-                w.copy_(_as_turn(w))
-            w_k.copy_(w_q if self.key_lag else _by_45_degrees(w_q, self.heads))
+                w.copy_(_orthogonal(w))
+            w_k.copy_(w_q if self.key_lag else _rotate_by_45_degrees(w_q, self.heads))
             taps_k.copy_(taps_q.roll(-self.key_lag, 1))  # the last tap is the current token's
             self.out.weight.copy_(w_v.mT)
             if self.rule.network.residual:
@@ -167,37 +168,6 @@ class NeuralMemory(Stateful):
     def rule(self) -> Rule:
         """The memory's rule, with the layer's window and chunk."""
         return self.memory.rule
-
-    def forward(
-        self,
-        x: Tensor,
-        state: LayerState | None = None,
-        mask: Tensor | None = None,
-        document_starts: Tensor | None = None,
-    ) -> tuple[Tensor, LayerState]:
-        """Read x, learning from it.
-
-        Args:
-            x: ``[batch, time, dim]``. Whatever is finite gives finite outputs: entries are cut to +-1e10, in float16 to
-                +-1e3 (of attention: +-1e4). From a token with NaN or infinity on, outputs and state of its row are NaN.
-            state: where an earlier call stopped; None: fresh memories.
-            mask: ``[batch, time]``, nonzero at real tokens, in any pattern. Others are skipped as if absent; their
-                outputs are zero. None: all real.
-            document_starts: ``[batch, time]``, nonzero at the first token of every document, from which on the layer
-                reads as if nothing had been before. A row whose first token is not marked goes on from ``state``.
-                None: nothing begins in this call.
-
-        Returns:
-            y ``[batch, time, dim]`` and the state.
-
-        Raises:
-            ValueError: x, state or mask of a shape that does not fit.
-        """
-        self.check_x(x, self.qkv)
-        self.check_state(state, LayerState)
-        if document_starts is not None:
-            return read_documents(self, x, state, mask, document_starts)
-        return self.read_real(x, state, mask)
 
     def retrieve(self, x: Tensor, memory: Any) -> Tensor:
         """What the memory of a state answers to x, without writing: M*(q) (Titans, Eqs. 15 and 21).
@@ -220,19 +190,19 @@ class NeuralMemory(Stateful):
         plain = type(self.qkv) is nn.Linear  # or else an adapter or a quantised layer, whose weight is not all
         q = F.linear(x, self.qkv.weight[: self.dim]) if plain else self.qkv(x)[..., : self.dim]
         q = F.silu(q).to(kept_dtype(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return self._project(self.memory.retrieve(l2_normalise(q), memory), x)
+        return self._output(self.memory.retrieve(l2_normalise(q), memory), x)
 
     def write_inputs(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
         """What the memory would be taught by x ``[batch, time, dim]`` after ``state``: keys and values
         ``[batch, heads, time, dim / heads]``, and the gates, which a hierarchy has for each of its memories."""
-        _, k, v, _ = self._look(x, state.past, None)
+        _, k, v, _ = self._project(x, state.past, None)
         return k, v, self.gates(x)
 
-    def _read(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
+    def _forward(self, x: Tensor, state: LayerState | None, length: Tensor | None) -> tuple[Tensor, LayerState]:
         memory = self.memory
         if isinstance(memory, OmegaMemory) and self.writes and memory.reads_in_groups(x):
-            return self._read_in_groups(memory, x, state, length)
-        q, k, v, past = self._look(x, state.past if state else None, length)
+            return self._forward_in_groups(memory, x, state, length)
+        q, k, v, past = self._project(x, state.past if state else None, length)
         before = state.memory if state else None
         if self.writes:
             y, after = self.memory(q, k, v, replace(self.gates(x), length=length), before)
@@ -240,14 +210,16 @@ class NeuralMemory(Stateful):
             none = q.new_zeros(q.shape[0], self.gates.heads, 0)
             after = self.memory(q[:, :, :0], k[:, :, :0], v[:, :, :0], Gates(none), before)[1]
             y = self.memory.retrieve(q, after)
-        return self._project(y, x), LayerState(after, past)
+        return self._output(y, x), LayerState(after, past)
 
-    def _read_in_groups(
+    def _forward_in_groups(
         self, memory: OmegaMemory, x: Tensor, state: LayerState | None, length: Tensor | None
     ) -> tuple[Tensor, LayerState]:
-        """As ``_read``. For the backward pass it keeps one state for every group of chunks, and no tensor as long as x
-        except x itself."""
-        read = partial(checkpoint, self._read_group, use_reentrant=False)  # random numbers too: an adapter may drop out
+        """As ``_forward``. For the backward pass it keeps one state for every group of chunks, and no tensor as long as
+        x except x itself."""
+        read = partial(
+            checkpoint, self._forward_group, use_reentrant=False
+        )  # with random numbers: adapters have dropout
         like = x.new_zeros(len(x), self.heads, 0, x.shape[2] // self.heads, dtype=kept_dtype(x))
         params, reading = begin(memory.rule, memory.params, like, state.memory if state else None)
         past, outputs, start = state.past if state else None, [], 0
@@ -259,7 +231,7 @@ class NeuralMemory(Stateful):
         assert past is not None
         return torch.cat(outputs, 1), LayerState(end(reading, like), past)
 
-    def _read_group(
+    def _forward_group(
         self,
         memory: OmegaMemory,
         params: Params,
@@ -268,12 +240,12 @@ class NeuralMemory(Stateful):
         past: Tensor | None,
         length: Tensor | None,
     ) -> tuple[Tensor, Tensor, GroupState]:
-        q, k, v, past = self._look(x, past, length)
+        q, k, v, past = self._project(x, past, length)
         gates = replace(self.gates(x), length=length)
         y, reading = read_on(memory.rule, memory.compiled, params, reading, q, k, v, gates)
-        return self._project(y, x), past, reading
+        return self._output(y, x), past, reading
 
-    def _look(self, x: Tensor, past: Tensor | None, length: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, past: Tensor | None, length: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v ``[batch, heads, time, dim / heads]`` in at least float32, and the last inputs of the convolution."""
         qkv, past = self.convolution(self.qkv(x), past, length)
         q, k, v = (
@@ -281,7 +253,7 @@ class NeuralMemory(Stateful):
         )
         return l2_normalise(q), l2_normalise(k), v.clamp(-LARGEST, LARGEST), past
 
-    def _project(self, y: Tensor, x: Tensor) -> Tensor:
+    def _output(self, y: Tensor, x: Tensor) -> Tensor:
         """The layer's output ``[batch, time, dim]``: what the heads answer, ``[batch, heads, time, dim / heads]``,
         normed, gated by x and projected."""
         y = self.norm(narrowed(y, self.norm.weight.dtype)).transpose(1, 2).flatten(2)
@@ -289,12 +261,12 @@ class NeuralMemory(Stateful):
         return self.out((y * gate).to(gate.dtype))  # a norm may be kept in float32 where maps are narrower
 
 
-def _as_turn(w: Tensor) -> Tensor:
+def _orthogonal(w: Tensor) -> Tensor:
     """A square matrix made of ``w`` that keeps all angles, as long as w."""
     return orthonormal_columns(w.to(kept_dtype(w))) * (w.norm() / len(w) ** 0.5)
 
 
-def _by_45_degrees(w: Tensor, heads: int) -> Tensor:
+def _rotate_by_45_degrees(w: Tensor, heads: int) -> Tensor:
     """``w [heads * dim, ...]``, each head's rows turned by 45 degrees two by two (the last of an odd number stays)."""
     rows = w.unflatten(0, (heads, -1))
     half = rows.shape[1] // 2

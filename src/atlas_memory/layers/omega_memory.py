@@ -149,7 +149,7 @@ class OmegaMemory(Stateful):
         args = self.rule, self.params, q, k, v, gates, state
         graphs = self.graphs if q.is_cuda and not torch.compiler.is_compiling() else None
         y, after = form(*args) if graphs is None else graphs(form, *args)
-        return self.with_every_parameter(y, state), after
+        return self.link_unused_parameters(y, state), after
 
     def check_heads(self, name: str, z: Any) -> None:
         """Raise ValueError unless ``z``, which the user calls ``name``, is ``[batch, heads, time, dim]``."""
@@ -163,7 +163,7 @@ class OmegaMemory(Stateful):
                 + ("; heads come before time: transpose(1, 2)" if turned else "")
             )
 
-    def empty(self, batch: int) -> tuple[Any, ...]:
+    def empty_inputs(self, batch: int) -> tuple[Any, ...]:
         like = next(self.parameters())
         q = torch.zeros(batch, self.heads, 0, self.dim, dtype=like.dtype, device=like.device)
         return q, q, q, Gates(q[..., 0])

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..rules.state import State, check_numbers
-from .nonfinite_inputs import MAX_ABS, admit, spoilt, spoilt_rows
-from .padding import pack, unpack
+from .nonfinite_inputs import MAX_ABS, replace_nonfinite, restore_nan, restore_nan_in_state
+from .padding import move_padding_right, restore_padding
 
 FORMAT = "atlas-memory state, 1"
 
@@ -30,7 +30,7 @@ class Stateful(nn.Module):
     grows = False
     """Whether the state is longer the more has been read."""
 
-    def empty(self, batch: int) -> tuple[Any, ...]:
+    def empty_inputs(self, batch: int) -> tuple[Any, ...]:
         """Inputs of no tokens for ``batch`` sequences, in the dtype and on the device of the layer's parameters; in
         the default ones where it has none."""
         own = (p for p in self.parameters() if p.is_floating_point())  # a layer may have none, or packed ones
@@ -72,26 +72,26 @@ class Stateful(nn.Module):
                 "state.detach(), or of a cache call detach(), which copies it"
             )
 
-    def _read(self, x: Tensor, state: Any, length: Tensor | None) -> tuple[Tensor, Any]:
+    def _forward(self, x: Tensor, state: Any, length: Tensor | None) -> tuple[Tensor, Any]:
         """x ``[batch, time, dim]``, whose real tokens are the first ``length`` ``[batch]`` of each row; None: all."""
         raise NotImplementedError
 
-    def read_real(self, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """``_read`` of the tokens at which ``mask`` ``[batch, time]`` is not zero. Outputs at the others are zero, and
-        all else is as if those tokens did not exist. None: all tokens are real. From a token on that is no number, the
-        outputs and the state of its row are NaN (nonfinite_inputs.py)."""
+    def forward_masked(self, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
+        """``_forward`` of the tokens at which ``mask`` ``[batch, time]`` is not zero. Outputs at the others are zero,
+        and all else is as if those tokens did not exist. None: all tokens are real. From a token on that is no number,
+        the outputs and the state of its row are NaN (nonfinite_inputs.py)."""
         length, order = None, None
         if mask is not None:
-            x, length, order = pack(x, mask)
-        x, bad = admit(x, self.max_abs)
-        y, after = self._read(x, state, length)
+            x, length, order = move_padding_right(x, mask)
+        x, bad = replace_nonfinite(x, self.max_abs)
+        y, after = self._forward(x, state, length)
         if bad is not None:
-            y, after = spoilt(y, bad.cumsum(1) > 0), spoilt_rows(after, bad.any(1))
+            y, after = restore_nan(y, bad.cumsum(1) > 0), restore_nan_in_state(after, bad.any(1))
         if mask is not None and order is not None:
-            y = unpack(y, order, mask)
-        return self.with_every_parameter(y, state), after
+            y = restore_padding(y, order, mask)
+        return self.link_unused_parameters(y, state), after
 
-    def with_every_parameter(self, y: Tensor, state: Any) -> Tensor:
+    def link_unused_parameters(self, y: Tensor, state: Any) -> Tensor:
         """``y`` ``[..., time, dim]``, made to depend on every parameter. A call that goes on from a ``state`` uses
         neither M_0 nor persistent tokens, one without ``writes`` no gates, and one of no tokens hardly anything; a
         memory that is read as it was before a chunk may use no gates, and none uses parameters without entries. Their
@@ -108,7 +108,7 @@ class Stateful(nn.Module):
         read from it trains M_0. ValueError unless ``batch`` is a whole number of at least 0."""
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 0:
             raise ValueError(f"batch must be a whole number of sequences, at least 0, got {batch!r}")
-        return self(*self.empty(batch))[1]
+        return self(*self.empty_inputs(batch))[1]
 
     def save_state(self, state: State, path: str | Path) -> None:
         """Write a state to a safetensors file, whole or not at all, with the layer's kind and rules beside it.

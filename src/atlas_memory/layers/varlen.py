@@ -1,33 +1,32 @@
-"""Rows that hold several documents, each read as a sequence of its own.
+"""Packed rows: rows that hold several sequences, such as documents, each read as if it were alone.
 
-A document begins with everything empty: memory, window, momentum, convolution and attention. Rows are therefore cut
-where documents begin, the pieces read as batches of sequences of like length, and the results put back. Nothing
-below this file knows of documents, so a packed document is exactly the document alone.
+A sequence begins with everything empty: memory, window, momentum, convolution and attention. Packed rows are therefore
+cut where sequences begin, the sequences read in groups of similar length, and the results put back. No other file of
+the layers knows of packing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..rules.state import State
-from .padding import check_mask, check_tensor
+from .padding import check_mask
 from .stateful import Stateful
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Pieces of rows that are read as one batch, each padded to the longest. A row is one of the batch of a call.
+class SequenceGroup:
+    """Sequences, or the part of them in this call, that are read as one batch, right padded to the longest.
 
     Attributes:
-        index: `[pieces, longest]` int64, where a piece's tokens stand in the batch, its rows put one behind the other.
-        real: `[pieces, longest]` bool, False behind the end of a shorter piece; None: all are equally long.
-        row: `[pieces]`, the row from which a piece was cut; pieces are in the order of their tokens.
-        continues: `[pieces]` bool, whether a piece goes on with the document that its row was in before this call.
+        index: `[sequences, longest]` int64, where their tokens are in the flattened rows `[batch * time]`.
+        real: `[sequences, longest]` bool, False at padding; None: all are equally long.
+        row: `[sequences]`, the row in which each is; they are in the order of their tokens.
+        continues: `[sequences]` bool, whether a sequence began before this call.
     """
 
     index: Tensor
@@ -35,44 +34,35 @@ class Pieces:
     row: Tensor
     continues: Tensor
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Pieces:
-        """The same on a device."""
-        move = partial(torch.Tensor.to, device=device, non_blocking=non_blocking)
-        real = None if self.real is None else move(self.real)
-        return Pieces(move(self.index), real, move(self.row), move(self.continues))
-
-    def split(self, x: Tensor) -> Tensor:
-        """Tokens `[batch, time, ...]` as `[pieces, longest, ...]`; behind the end of a piece stand tokens of others."""
+    def unpack(self, x: Tensor) -> Tensor:
+        """Tokens `[batch, time, ...]` as `[sequences, longest, ...]`; at padding stand tokens of other sequences."""
         return x.flatten(0, 1)[self.index]
 
-    def mask(self, mask: Tensor | None) -> Tensor | None:
-        """Which tokens of the pieces are real: their own, where `mask` `[batch, time]` is not zero; None: all."""
-        if mask is None or self.real is None:
-            return self.real if mask is None else self.split(mask.bool())
-        return self.real & self.split(mask.bool())
+    def unpack_mask(self, mask: Tensor | None) -> Tensor | None:
+        """The mask of the sequences, bool `[sequences, longest]`, from that of the rows `[batch, time]`; None: all."""
+        if mask is None:
+            return self.real
+        mask = self.unpack(mask.bool())
+        return mask if self.real is None else self.real & mask
 
-    def own(self, y: Tensor) -> Tensor:
-        """The own tokens of the pieces, from `[pieces, longest, ...]`, one behind the other: `[tokens, ...]`."""
+    def flatten(self, y: Tensor) -> Tensor:
+        """`[sequences, longest, ...]` without its padding, `[tokens, ...]`."""
         return y.flatten(0, 1) if self.real is None else y[self.real]
 
-    def begin(self, layer: nn.Module, x: Tensor, state: State | None) -> State | None:
-        """The state with which each piece of the rows x begins: that of its row, or a fresh one.
-
-        Raises:
-            ValueError: the state grows with what was read, and is longer than a fresh one.
-        """
+    def initial_state(self, layer: nn.Module, x: Tensor, state: State | None) -> State | None:
+        """The state with which each sequence of the rows x begins: that of its row, or a fresh one. Raises ValueError
+        for one that grows with what was read."""
         if state is None or not self.continues.any():
             return None
         if (first := next(state.tensors(), None)) is None:
-            return state  # of nothing
+            return state  # it has no tensors
         if first.shape[0] != x.shape[0]:
             raise ValueError(f"x has batch size {x.shape[0]} but the state has {first.shape[0]}; give the same rows")
-        _, fresh = layer(x[:1, :0])
+        fresh = layer(x[:1, :0])[1].tensors()
         source = torch.where(self.continues, self.row, x.shape[0])
-        of_fresh = fresh.tensors()
 
         def choose(held: Tensor) -> Tensor:
-            new = next(of_fresh)
+            new = next(fresh)
             if held.shape[1:] != new.shape[1:]:
                 raise ValueError(
                     f"a {type(layer).__name__} has a state that grows with what it reads (up to a horizon, if it has "
@@ -84,54 +74,44 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Documents:
-    """How rows `[batch, time]` are cut into pieces, none of which reaches over the beginning of a document.
+class PackedRows:
+    """How rows `[batch, time]` are cut into sequences.
 
     Attributes:
-        groups: The pieces, in batches of similar length, so that padding at most doubles what is read (except where a
+        groups: The sequences, in groups of similar length, so that padding at most doubles what is read (except where a
             state grows with what is read).
-        place: `[batch * time]`, where each token of the rows is among the tokens of all groups, put one behind the
+        order: `[batch * time]`, where each token of the rows is among the tokens of all groups, one group behind the
             other; None: they are in order.
-        last: `[batch]`, which piece is the last of each row, counted over all groups.
+        last: `[batch]`, which sequence is the last of each row, counted over all groups.
         shape: (batch, time).
     """
 
-    groups: tuple[Pieces, ...]
-    place: Tensor | None
+    groups: tuple[SequenceGroup, ...]
+    order: Tensor | None
     last: Tensor
     shape: tuple[int, int]
 
     @classmethod
-    def of(
-        cls, starts: Tensor | Documents | None, x: Tensor, layer: nn.Module, mask: Tensor | None = None
-    ) -> Documents | None:
-        """The cuts for x `[batch, time, ...]`; None where nothing begins.
+    def from_starts(
+        cls, starts: Tensor | PackedRows | None, x: Tensor, layer: nn.Module, mask: Tensor | None = None
+    ) -> PackedRows | None:
+        """The sequences of x `[batch, time, ...]`; None where none begins.
 
         Args:
-            starts: `[batch, time]`, bool or numbers, nonzero at the first token of every document; or the cuts that
-                were made of them.
-            layer: The layer that is to read x. If its state grows with what it reads, all pieces are one group, whose
-                states are then of one length.
+            starts: `[batch, time]`, nonzero at the first token of every sequence; or what was made of them.
+            layer: The layer that is to read x. If its state grows with what it reads, all sequences are one group,
+                whose states are then of one length.
             mask: `[batch, time]`, nonzero at real tokens; a start that is marked at padding is that of the next real
-                token. Where no more follows in this call, the document has begun and is empty.
-
-        Raises:
-            ValueError: starts is no tensor `[batch, time]`, or the mask of another shape.
+                token. Where no more follows in this call, the sequence has begun and is empty.
         """
-        if starts is None or isinstance(starts, Documents):
+        if starts is None or isinstance(starts, PackedRows):
             return starts
-        check_tensor("document_starts", starts)
-        if starts.shape != x.shape[:2]:
-            raise ValueError(
-                f"document_starts has shape {list(starts.shape)} but the tokens are [batch, time] = "
-                f"{list(x.shape[:2])}; mark the first token of every document in this call"
-            )
-        check_mask("document_starts", starts)
+        check_mask("document_starts", starts, x)
         batch, time = starts.shape
         starts = starts.to(x.device).bool()
         if mask is not None:
-            _check_like(mask, starts)
-            starts = at_real_tokens(starts, mask.to(starts.device))
+            check_mask("mask", mask, x)
+            starts = starts_at_real_tokens(starts, mask.to(x.device))
         if not time or not starts.any():
             return None
         begins = starts.clone()
@@ -140,48 +120,50 @@ class Documents:
         first = row * time + column
         length = torch.diff(first, append=first.new_tensor([batch * time]))
         grows = any(getattr(module, "grows", False) for module in layer.modules())
-        chosen = [torch.arange(len(length), device=x.device)] if grows else _alike(length)
+        members = [torch.arange(len(length), device=x.device)] if grows else _group_by_length(length)
         groups = []
-        for pieces in chosen:
-            token = torch.arange(int(length[pieces].max()), device=x.device)
-            index, real = first[pieces, None] + token, token < length[pieces, None]
+        for chosen in members:
+            token = torch.arange(int(length[chosen].max()), device=x.device)
+            index, real = first[chosen, None] + token, token < length[chosen, None]
             groups.append(
-                Pieces(
+                SequenceGroup(
                     index=index.clamp(max=batch * time - 1),
                     real=None if bool(real.all()) else real,
-                    row=row[pieces],
-                    continues=~starts[row[pieces], column[pieces]],
+                    row=row[chosen],
+                    continues=~starts[row[chosen], column[chosen]],
                 )
             )
         return cls(
             groups=tuple(groups),
-            place=torch.cat([g.own(g.index) for g in groups]).argsort() if len(groups) > 1 else None,
-            last=torch.cat(chosen).argsort()[begins.sum(1).cumsum(0) - 1],
+            order=torch.cat([g.flatten(g.index) for g in groups]).argsort() if len(groups) > 1 else None,
+            last=torch.cat(members).argsort()[begins.sum(1).cumsum(0) - 1],
             shape=(batch, time),
         )
 
-    def to(self, device: torch.device | str, non_blocking: bool = False, **_: Any) -> Documents:
-        """The same on a device: accelerate calls this where the layers of a model lie on several."""
-        place = None if self.place is None else self.place.to(device, non_blocking=non_blocking)
-        groups = tuple(group.to(device, non_blocking) for group in self.groups)
-        return Documents(groups, place, self.last.to(device, non_blocking=non_blocking), self.shape)
+    def to(self, device: torch.device | str, non_blocking: bool = False, **_: Any) -> PackedRows:
+        """The same on a device: accelerate calls this where the layers of a model are on several."""
 
-    def join(self, ys: list[Tensor]) -> Tensor:
-        """Results of each group `[pieces, longest, ...]` as `[batch, time, ...]`."""
-        y = torch.cat([g.own(y) for g, y in zip(self.groups, ys, strict=True)])
-        return (y if self.place is None else y[self.place]).unflatten(0, self.shape)
+        def move(value: Any) -> Any:
+            return value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
 
-    def end(self, states: list[State]) -> State:
-        """The state after each row, from the states after the pieces of each group."""
+        groups = tuple(SequenceGroup(*map(move, vars(group).values())) for group in self.groups)
+        return PackedRows(groups, move(self.order), move(self.last), self.shape)
+
+    def pack(self, ys: list[Tensor]) -> Tensor:
+        """Outputs of each group `[sequences, longest, ...]` as `[batch, time, ...]`."""
+        y = torch.cat([g.flatten(y) for g, y in zip(self.groups, ys, strict=True)])
+        return (y if self.order is None else y[self.order]).unflatten(0, self.shape)
+
+    def final_state(self, states: list[State]) -> State:
+        """The state after each row, from the states after the sequences of each group."""
         others = [state.tensors() for state in states[1:]]
         return states[0].map(lambda t: torch.cat([t, *map(next, others)])[self.last.to(t.device)])
 
 
-def _alike(length: Tensor) -> list[Tensor]:
-    """Pieces of `length` `[pieces]` in groups of similar length. If padding all to the longest makes at most twice as
-    many tokens, they are one group; else those longer than half the longest are, and the rest is grouped so again.
-    Groups are read one after the other: padding, and the number of groups, then each cost at most as much again as the
-    tokens."""
+def _group_by_length(length: Tensor) -> list[Tensor]:
+    """Sequences of `length` `[sequences]` in groups of similar length. If padding all to the longest makes at most
+    twice as many tokens, they are one group; else those longer than half the longest are, and the rest is grouped so
+    again. Padding, and the number of groups, which are read in turn, then cost at most as much again as the tokens."""
     groups = []
     order = length.argsort(descending=True, stable=True)
     while len(order):
@@ -194,20 +176,44 @@ def _alike(length: Tensor) -> list[Tensor]:
     return groups
 
 
-def _read(layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, options: dict[str, Any]) -> tuple[Tensor, Any]:
-    """`layer(x, state, mask, **options)`.
+def previous_real_token(mask: Tensor) -> Tensor:
+    """The place of the real token before each token of `mask` `[batch, time]`, int64 `[batch, time]`; -1: none."""
+    places = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    nearest = torch.where(mask.bool(), places, -1)
+    return torch.nn.functional.pad(nearest, (1, 0), value=-1)[:, :-1].cummax(1).values
 
-    Raises:
-        ValueError: the layer returns something else than y, shaped as x, and a state; one that is not `Stateful` may
-            return anything as its state.
-    """
+
+def starts_at_real_tokens(starts: Tensor, mask: Tensor) -> Tensor:
+    """Where sequences begin, bool `[batch, time]`, with a start that is marked at padding moved to the real token
+    behind it, or to the last place where none is behind it."""
+    marks, before = starts.cumsum(1), previous_real_token(mask)
+    earlier = torch.where(before < 0, 0, marks.gather(1, before.clamp(min=0)))
+    place = mask.bool().clone()
+    place[:, -1:] = True
+    return place & (marks > earlier)
+
+
+def forward_packed(
+    layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, starts: Tensor | PackedRows | None, **options: Any
+) -> tuple[Tensor, Any]:
+    """`layer(x, state, mask, **options)`, each sequence by itself; `starts` as in `PackedRows.from_starts`."""
+    rows = PackedRows.from_starts(starts, x, layer, mask)
+    if rows is None:
+        return _call(layer, x, state, mask, options)
+    results = [
+        _call(layer, group.unpack(x), group.initial_state(layer, x, state), group.unpack_mask(mask), options)
+        for group in rows.groups
+    ]
+    return rows.pack([y for y, _ in results]), rows.final_state([after for _, after in results])
+
+
+def _call(layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, options: dict[str, Any]) -> tuple[Tensor, Any]:
+    """`layer(x, state, mask, **options)`; ValueError where it returns no y, shaped as x, and `State`."""
     found, name = layer(x, state, mask, **options), type(layer).__name__
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise ValueError(f"{name} must return (y, state) for each call, got a {type(found).__name__}")
-    y, after = found
+    y, after = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(y, Tensor) or y.shape != x.shape:
         got = list(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
-        raise ValueError(f"{name} must return y [batch, time, dim] as x is, {list(x.shape)}; got {got}")
+        raise ValueError(f"{name} must return (y, state), y [batch, time, dim] as x is, {list(x.shape)}; got {got}")
     if isinstance(layer, Stateful) and not isinstance(after, State):
         raise ValueError(
             f"{name} must return a State beside y, got a {type(after).__name__}: make it a frozen dataclass of "
@@ -215,42 +221,40 @@ def _read(layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, options:
         )
     for at, tensor in after.named_tensors() if isinstance(layer, Stateful) else ():
         if tensor.shape[:1] != x.shape[:1]:
-            raise ValueError(
-                f"{name} must have the batch of {len(x)} first in every tensor of its state, got {at} "
-                f"{list(tensor.shape)}"
-            )
+            raise ValueError(f"{name} must have the batch of {len(x)} first in {at} of its state, {list(tensor.shape)}")
     return y, after
 
 
-def _check_like(mask: Any, starts: Tensor) -> None:
-    check_tensor("mask", mask)
-    if mask.shape != starts.shape:
-        raise ValueError(f"mask has shape {list(mask.shape)} but document_starts {list(starts.shape)}; give the same")
+class SequenceMixer(Stateful):
+    """A `Stateful` layer whose `forward` checks what it is given, reads packed sequences one by one and skips padding.
+    A subclass has the two class variables and `_forward`."""
 
+    state_type: ClassVar[type[State]]
+    input_projection: ClassVar[str]
+    """The name of a linear map that reads x, whose dtype x must have."""
 
-def before_each(mask: Tensor) -> Tensor:
-    """The place of the real token before each token of `mask` `[batch, time]`, int64 `[batch, time]`; -1: none."""
-    places = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-    nearest = torch.where(mask.bool(), places, -1)
-    return torch.nn.functional.pad(nearest, (1, 0), value=-1)[:, :-1].cummax(1).values
+    def forward(
+        self, x: Tensor, state: Any = None, mask: Tensor | None = None, document_starts: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Read x, and write it to the memory.
 
+        Args:
+            x: `[batch, time, dim]`, time may be 0. Entries are clamped (nonfinite_inputs.py). From a token with NaN or
+                infinity on, outputs and state of its row are NaN.
+            state: What an earlier call returned, to continue from; None: nothing has been read.
+            mask: `[batch, time]`, nonzero at real tokens, in any pattern. Others are skipped as if absent; their
+                outputs are zero. None: all are real.
+            document_starts: `[batch, time]`, nonzero at the first token of every document, which is read as if nothing
+                had been before. A row whose first token is not marked continues from `state`. None: none begins.
 
-def at_real_tokens(starts: Tensor, mask: Tensor) -> Tensor:
-    """Where documents begin, bool `[batch, time]`, with what is marked at padding moved to the real token behind it, or
-    to the last place where none is behind it."""
-    marks, before = starts.cumsum(1), before_each(mask)
-    earlier = torch.where(before < 0, 0, marks.gather(1, before.clamp(min=0)))
-    place = mask.bool().clone()
-    place[:, -1:] = True
-    return place & (marks > earlier)
+        Returns:
+            y `[batch, time, dim]` in x's dtype, and the state, of the layer's `state_type`.
 
-
-def read_documents(
-    layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, starts: Tensor | Documents | None, **options: Any
-) -> tuple[Tensor, Any]:
-    """`layer(x, state, mask, **options)` with every document a sequence of its own; starts as in `Documents.of`."""
-    documents = Documents.of(starts, x, layer, mask)
-    if documents is None:
-        return _read(layer, x, state, mask, options)
-    results = [_read(layer, g.split(x), g.begin(layer, x, state), g.mask(mask), options) for g in documents.groups]
-    return documents.join([y for y, _ in results]), documents.end([after for _, after in results])
+        Raises:
+            ValueError: x, state or mask of a shape that does not fit.
+        """
+        self.check_x(x, self.get_submodule(self.input_projection))
+        self.check_state(state, self.state_type)
+        if document_starts is not None:
+            return forward_packed(self, x, state, mask, document_starts)
+        return self.forward_masked(x, state, mask)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from ..layers.blocks import BLOCKS, check_blocks, made
+from ..layers.blocks import BLOCKS, build_mixer, check_blocks
 from ..layers.mlp import check_periods
 from ..layers.stateful import Stateful
 from ..layers.tnt import Hierarchy
@@ -242,7 +242,7 @@ class AtlasConfig(PreTrainedConfig):
                 "gate_rank": self.gate_rank,
                 "hierarchy": self.hierarchy,
             }
-        return made(self.block, self.hidden_size, self.num_attention_heads, **options)
+        return build_mixer(self.block, self.hidden_size, self.num_attention_heads, **options)
 
     def memory_rule(self) -> Rule:
         """The rule of every memory: `rule` with `rule_options`, `window` and `chunk_size` applied; ValueError where one

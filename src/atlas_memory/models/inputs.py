@@ -13,7 +13,7 @@ from transformers.utils import logging
 from transformers.utils.generic import TransformersKwargs
 
 from ..layers.padding import check_mask, check_tensor
-from ..layers.varlen import at_real_tokens, before_each
+from ..layers.varlen import previous_real_token, starts_at_real_tokens
 from ..rules.autograd import can_read, is_cheap_to_read
 
 logger = logging.get_logger(__name__)
@@ -93,8 +93,9 @@ def mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, x: Tensor, has_
             f"of the {time} tokens of this call (entries for earlier tokens may stand before them, beside "
             "past_key_values)"
         )
-    check_mask("attention_mask", mask)
-    mask = mask[:, mask.shape[1] - time :].bool()
+    mask = mask[:, mask.shape[1] - time :]
+    check_mask("attention_mask", mask, x)
+    mask = mask.bool()
     # Most masks mask nothing; layers are faster without one. A compiled graph must not branch on data.
     return None if can_read(mask) and mask.all() else mask
 
@@ -160,7 +161,7 @@ def find_document_starts(
                 "document_starts, with the first token marked where a document begins"
             )
         starts = _sequence_starts(cu_seq_lens_q, x)
-        found.append(starts if mask is None else mask.bool() & at_real_tokens(starts, mask))
+        found.append(starts if mask is None else mask.bool() & starts_at_real_tokens(starts, mask))
     return torch.stack([starts.bool() for starts in found]).any(0) if found else None
 
 
@@ -177,7 +178,7 @@ def _per_token(name: str, value: Any, x: Tensor) -> Tensor:
 def _position_restarts(positions: Tensor, mask: Tensor | None, has_read: Tensor | bool) -> Tensor:
     """Where the position of a real token is not above that of the real token before it."""
     real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.bool()
-    nearest = before_each(real)
+    nearest = previous_real_token(real)
     before = positions.gather(1, nearest.clamp(min=0))
     goes_on = torch.as_tensor(has_read, device=positions.device).expand(len(positions))[:, None]
     return real & torch.where(nearest < 0, goes_on & (positions == 0), positions <= before)

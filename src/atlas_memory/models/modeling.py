@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple
 
 from ..layers.blocks import MemoryBlock
-from ..layers.varlen import Documents
+from ..layers.varlen import PackedRows
 from .cache import CACHE, AtlasCache, check_cache, one_cache
 from .configuration import AtlasConfig
 from .generation import AtlasGenerationMixin
@@ -193,7 +193,7 @@ class AtlasModel(AtlasPreTrainedModel):
         if position_ids is not None or cu_seq_lens_q is not None:
             has_read = _has_read(attention_mask, past_key_values, time)
             document_starts = find_document_starts(x, mask, has_read, document_starts, position_ids, cu_seq_lens_q)
-        documents = Documents.of(document_starts, x, self, mask)  # once for all layers
+        documents = PackedRows.from_starts(document_starts, x, self, mask)  # once for all layers
 
         hidden_states = [x] if output_hidden_states else None
         for i, layer in enumerate(self.layers):

@@ -14,7 +14,7 @@ from ..layers.blocks import MemoryBlock
 from ..layers.hope import MEMORIES, SelfModifyingMemory
 from ..layers.neural_memory import LayerState, NeuralMemory
 from ..layers.omega_memory import OmegaMemory
-from ..layers.tnt import HierarchicalMemory, split_heads
+from ..layers.tnt import HierarchicalMemory, split_gates
 from ..memory import Gates, MemoryState, Params, Rule, retrieve
 from ..ops.chunkwise import chunkwise
 
@@ -152,7 +152,7 @@ class WriteInputs:
 def memory_names(layer: LAYERS) -> tuple[str, ...]:
     """The names of a layer's memories; "" is the only one of its layer."""
     if isinstance(layer, NeuralMemory) and isinstance(layer.memory, HierarchicalMemory):
-        return ("global", *(f"local {i}" for i in range(len(layer.memory.members) - 1)))
+        return ("global", *(f"local {i}" for i in range(len(layer.memory.memories) - 1)))
     return MEMORIES if isinstance(layer, SelfModifyingMemory) else ("",)
 
 
@@ -183,8 +183,8 @@ def write_inputs(layer: LAYERS, x: Tensor, state: LayerState) -> Iterator[list[W
         k, v, gates = layer.write_inputs(part, state)
         memory = layer.memory
         if isinstance(memory, HierarchicalMemory):
-            members = cast(list[OmegaMemory], list(memory.members))
-            each = zip(members, split_heads(gates, len(members)), state.memory.memories, strict=True)
+            members = cast(list[OmegaMemory], list(memory.memories))
+            each = zip(members, split_gates(gates, len(members)), state.memory.memories, strict=True)
             yield [WriteInputs(member.rule, member.params, k, v, own, held) for member, own, held in each]
         else:
             yield [WriteInputs(layer.rule, cast(OmegaMemory, memory).params, k, v, gates, state.memory)]
