@@ -112,10 +112,10 @@ def test_when_the_model_is_made(register, kind, message):
 @pytest.mark.parametrize(
     "kind,message",
     [
-        (Alone, r"Alone must return \(y, state\) for each call, got a Tensor"),
-        (OneToken, r"OneToken must return y \[batch, time, dim\] as x is, \[2, 6, 8\]; got \[2, 1, 8\]"),
+        (Alone, r"Alone must return \(y, state\), .* got a Tensor"),
+        (OneToken, r"OneToken must return \(y, state\), .* as x is, \[2, 6, 8\]; got \[2, 1, 8\]"),
         (Stateless, "Stateless must return a State beside y, got a NoneType"),
-        (BatchLast, r"BatchLast must have the batch of 2 first in every tensor of its state, got x \[1, 2\]"),
+        (BatchLast, r"BatchLast must have the batch of 2 first in x of its state, got \[1, 2\]"),
     ],
 )
 def test_when_it_first_answers(register, kind, message, training):
@@ -124,130 +124,6 @@ def test_when_it_first_answers(register, kind, message, training):
         model().train(training)(input_ids=torch.randint(258, (2, 6)))
 
 
-<<<<<<< HEAD
-=======
-class Forgets(Before):
-    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
-        return super().forward(x)
-
-
-class InItself(Before):
-    kept: Any = None
-
-    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
-        y, self.kept = super().forward(x, None if state is None else self.kept)
-        return y, self.kept
-
-
-class Draws(Before):
-    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
-        return super().forward(x + torch.rand(()), state)
-
-
-class InPlace(Before):
-    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
-        y, after = super().forward(x, state)
-        y = y.clone()
-        if state is not None and x.shape[1]:
-            state.x.copy_(x[:, -1:])
-        return y, after
-
-
-class Future(Before):
-    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
-        y, after = super().forward(x, state)
-        return y.flip(1), after
-
-
-class RowsMeet(Before):
-    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
-        return super().forward(x - x.mean(0), state)
-
-
-class Zero(Before):
-    """Begins with zero, and forgets."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__(dim, heads)
-        self.gain = torch.nn.Parameter(torch.zeros(dim))
-
-    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
-        y, after = super().forward(x)
-        return self.gain * y, after
-
-
-class InDouble(Before):
-    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
-        y, after = super().forward(x, state)
-        return y.double(), after
-
-
-@pytest.mark.parametrize(
-    "kind,message",
-    [
-        (InDouble, "InDouble must answer in the dtype of x, here torch.float32, got torch.float64"),
-        (Forgets, "Forgets answers otherwise when it reads 6 tokens in 3 calls than in one"),
-        (InItself, "InItself answers otherwise when it reads 6 tokens in 3 calls.*keep nothing in itself"),
-        (Draws, "Draws answers otherwise when it is called again: it must draw nothing in eval mode"),
-        (InPlace, "InPlace changes in place the state that it is given"),
-        (Future, "Future sees the future"),
-        (RowsMeet, "RowsMeet answers a row otherwise when other rows are beside it"),
-        (Zero, "Zero answers otherwise when it reads 6 tokens in 3 calls than in one"),
-    ],
-)
-def test_what_it_computes_when_the_model_is_made(register, kind, message):
-    register(Mixer(kind, memory=False, window=False))
-    with pytest.raises(ValueError, match=message):
-        model()
-
-
-class KnowsNoPadding(Before):
-    pass
-
-
-def test_one_that_knows_no_padding_is_warned_of(register):
-    register(Mixer(KnowsNoPadding, memory=False, window=False))
-    with pytest.warns(UserWarning, match="KnowsNoPadding does not answer as if padding, .*Stateful.forward_masked"):
-        model()
-
-
-class SomeTokens(Before):
-    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
-        x[:, 0]
-        return super().forward(x, state)
-
-
-class Deaf(Before):
-    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
-        return super().forward(x.detach(), state)
-
-
-@pytest.mark.parametrize(
-    "kind,message",
-    [
-        (SomeTokens, r"SomeTokens fails for x \[batch, time, dim\] of no tokens, time 0.*index 0 is out of bounds"),
-        (Deaf, "Deaf lets no gradient through from y to x"),
-    ],
-)
-def test_what_it_cannot_do_is_warned_of(register, kind, message):
-    register(Mixer(kind, memory=False, window=False))
-    with pytest.warns(UserWarning, match=message):
-        model()
-
-
-class OnlyElsewhere(Before):
-    def forward(self, x: Any, state: Any = None, mask: Any = None) -> Any:
-        raise RuntimeError("no GPU here")
-
-
-def test_one_that_cannot_run_here_is_made(register):
-    register(Mixer(OnlyElsewhere, memory=False, window=False))
-    net = model()
-    with pytest.raises(RuntimeError, match="no GPU here"):
-        net(input_ids=torch.randint(258, (2, 6)))
-
-
->>>>>>> 87dd4d2 (Layers by the field's words: packed rows, right padding, segment layout, non-finite inputs; one forward for all mixers with a memory, one for both attentions)
 class Fixed(Stateful):
     """Weights tokens by fixed numbers that are not saved; a branch begins at zero."""
 

@@ -261,6 +261,37 @@ class MemoryAsGate(SequenceMixer):
     Persistent tokens are seen from every window of the attention, and read by the memory before x.
 
     The arguments are those of `MemoryAsContext`; `attention_window` tokens are seen, itself included and p not.
+    """
+
+    state_type, input_projection = HybridState, "attention.qkv"
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        attention_window: int = 64,
+        persistent_tokens: int = 0,
+        eps: float = 1e-6,
+        **memory: Any,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.memory: nn.Module = NeuralMemory(dim, heads, eps=eps, **memory)
+        if persistent_tokens != 0:
+            self.memory = WithPersistentTokens(self.memory, PersistentTokens(persistent_tokens, dim))
+        self.attention = SlidingWindowAttention(dim, heads, attention_window)
+        self.gate = MemoryGate(dim, eps)
+
+    def _forward(self, x: Tensor, state: HybridState | None, length: Tensor | None) -> tuple[Tensor, HybridState]:
+        mask = length_mask(x, length)
+        prefix = self.memory.tokens.weight if isinstance(self.memory, WithPersistentTokens) else None
+        memory, memory_state = self.memory(x, state.memory if state else None, mask)
+        attention, attention_state = self.attention(x, state.attention if state else None, mask, prefix=prefix)
+        return self.gate(attention, memory), HybridState(memory_state, attention_state)
+
+
+class MemoryAsLayer(SequenceMixer):
     """The mixer "mal": a memory, then sliding-window attention (Titans, Eqs. 29-31), with the residuals of Sec. 4.4 and
     a norm before the attention as before every other layer.
 

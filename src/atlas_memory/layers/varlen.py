@@ -210,9 +210,10 @@ def forward_packed(
 def _call(layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, options: dict[str, Any]) -> tuple[Tensor, Any]:
     """`layer(x, state, mask, **options)`; ValueError where it returns no y, shaped as x, and `State`."""
     found, name = layer(x, state, mask, **options), type(layer).__name__
-    y, after = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-    if not isinstance(y, Tensor) or y.shape != x.shape:
-        got = list(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
+    pair = isinstance(found, tuple) and len(found) == 2
+    y, after = found if pair else (found, None)
+    if not pair or not isinstance(y, Tensor) or y.shape != x.shape:
+        got = list(y.shape) if pair and isinstance(y, Tensor) else f"a {type(y).__name__}"
         raise ValueError(f"{name} must return (y, state), y [batch, time, dim] as x is, {list(x.shape)}; got {got}")
     if isinstance(layer, Stateful) and not isinstance(after, State):
         raise ValueError(
@@ -221,7 +222,9 @@ def _call(layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, options:
         )
     for at, tensor in after.named_tensors() if isinstance(layer, Stateful) else ():
         if tensor.shape[:1] != x.shape[:1]:
-            raise ValueError(f"{name} must have the batch of {len(x)} first in {at} of its state, {list(tensor.shape)}")
+            raise ValueError(
+                f"{name} must have the batch of {len(x)} first in {at} of its state, got {list(tensor.shape)}"
+            )
     return y, after
 
 
