@@ -10,7 +10,7 @@ from torch import Tensor
 from atlas_memory import RULES
 from atlas_memory.eval import memory_writes
 from atlas_memory.layers.gate_projection import START_GATE
-from atlas_memory.layers.hope import MEMORIES, START_M_0, SelfModifyingMemory
+from atlas_memory.layers.hope import MEMORIES, START_M_0, SelfModifyingMemory, compute_gates
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 
 from ..ops.by_hand import spectral
@@ -147,7 +147,7 @@ def test_memory_starts_as_other_layers_do_and_the_others_slow_and_forgetful():
     layer = SelfModifyingMemory(64, 4)
     assert layer.memory.heads == 20
     zero = torch.zeros(1, 4, 1, 16)
-    eta, alpha = layer.gates.read_with.gates(zero, zero)
+    eta, alpha = compute_gates((layer.gates.weight, layer.gates.bias), zero, zero)
     half_lives = (math.log(0.5) / alpha.log()).flatten()
     expected = torch.cat([torch.logspace(5, 13, 4, base=2.0), torch.full((16,), 32.0)])
     torch.testing.assert_close(half_lives, expected, rtol=2e-3, atol=0)
