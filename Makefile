@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0 'triton==3.6.0; sys_platform == "linux"'
 LEANING := tests/models tests/train tests/data tests/eval tests/viz tests/test_cli.py
 
-.PHONY: demo test test-newest test-oldest test-slow search bench clean
+.PHONY: demo test docs dist test-newest test-oldest test-slow search bench clean
 
 demo: $(STAMP) $(TOKENS)/tokenizer.json
 	$(BIN)/atlas train --config examples/demo.yaml output_dir=$(OUT) $(if $(wildcard $(OUT)/run.yaml),--resume)
@@ -42,6 +42,16 @@ test-oldest: | $(VENV)-oldest/bin/pip
 
 $(VENV)-%/bin/pip:
 	$(PYTHON) -m venv --clear $(VENV)-$*
+
+# The site, into build/site, without warnings; `.venv/bin/mkdocs serve` shows it while you write.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet
+
+# The wheel and the source distribution, checked.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 # Rules, shapes and settings that no run has drawn before: each call draws others.
 EXAMPLES ?= 2000
