@@ -10,7 +10,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -153,11 +153,11 @@ class MemoryRecord(Record):
     gamma: GateRecord | None = _measure("Σγ tokens in the window", "How many tokens of its window a write uses.")
     delta: GateRecord | None = _measure("δ threshold", "Error above which a robust loss limits the write.")
 
-    def by_head(self, lags: Sequence[int]) -> dict[str, Heads]:
-        """Each measure that the memory has, by head, null for what is not finite: of gates the mean, and the standard
-        deviation as NAME_spread; of `recall_error` NAME_LAG."""
+    def by_head(self, lags: Sequence[int], fields: Iterable[str] | None = None) -> dict[str, Heads]:
+        """Each measure that the memory has (in these fields), by head, null for what is not finite: of gates the mean,
+        and the standard deviation as NAME_spread; of `recall_error` NAME_LAG."""
         found: dict[str, Heads] = {}
-        for name in MEASURES:
+        for name in MEASURES if fields is None else fields:
             value = getattr(self, name)
             if isinstance(value, GateRecord):
                 found |= {name: value.mean, f"{name}_spread": value.std}
@@ -247,11 +247,17 @@ class Log(Generic[R]):
         self._at += len(whole)
         for line in filter(bytes.strip, whole.split(b"\n")):
             try:
-                record: Any = self.record.model_validate(json.loads(line))
+                record: Any = self._parse(line)
                 self._steps[record.step] = record
             except (ValueError, RecursionError):  # cut off when the process was killed, or edited
                 self.damaged += 1
         return [self._steps[step] for step in sorted(self._steps)]
+
+    def _parse(self, line: bytes) -> R:
+        try:
+            return self.record.model_validate_json(line)
+        except ValueError:  # pydantic's reader takes no lone surrogate
+            return self.record.model_validate(json.loads(line))
 
 
 def _check_regular(path: Path) -> None:

@@ -149,9 +149,15 @@ class Measure(NamedTuple):
     limits: tuple[float, float] | None
 
 
+def _field_of(name: str) -> tuple[str, str]:
+    """The field of ``MemoryRecord`` that has a measure, and the lag or "spread"."""
+    field, _, suffix = (name, "", "") if name in MEASURES else name.rpartition("_")
+    return field, suffix
+
+
 def described(name: str) -> Measure:
     """A measure by its name in ``MemoryRecord.by_head``."""
-    field, _, suffix = (name, "", "") if name in MEASURES else name.rpartition("_")
+    field, suffix = _field_of(name)
     about, extra = MEASURES[field], cast(dict[str, Any], MEASURES[field].json_schema_extra)
     found = Measure((about.title or "").format(lag=suffix), about.description or "", extra["limits"])
     if suffix == "spread":
@@ -172,11 +178,12 @@ def heat_map(probes: Sequence[ProbeRecord], name: str) -> Spec:
     measure = described(name)
     shown = probes[:: -(-len(probes) // PROBES)]
     shown = shown if shown[-1] is probes[-1] else [*shown, probes[-1]]
-    heads = sum(len(memory.by_head(probes[-1].lags).get(name, [])) for memory in probes[-1].memories)
+    field = [_field_of(name)[0]]
+    heads = sum(len(memory.by_head(probes[-1].lags, field).get(name, [])) for memory in probes[-1].memories)
     rows = []
     for probe in shown:
         for memory in probe.memories:
-            values, label = memory.by_head(probe.lags).get(name, []), memory_label(memory.name)
+            values, label = memory.by_head(probe.lags, field).get(name, []), memory_label(memory.name)
             values = [average(values)] if heads > ROWS and values else values
             for head, value in enumerate(values, 1):
                 line = f"{label}, head {head}" if len(values) > 1 else label

@@ -1,4 +1,4 @@
-"""Memories are looked at during training, and what is of no use is told."""
+"""Memories are probed during training, and alarms say what is of no use."""
 
 import json
 import socket
