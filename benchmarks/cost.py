@@ -1,7 +1,7 @@
 """The written model: floating-point operations and bytes of one forward call. Backward counts twice as much.
 
 Operations are those of matrix products, a multiplication and an addition counted apart; element-wise work counts as
-bytes only. Those inside a memory are ``atlas_memory.ops.cost.multiply_adds``. Bytes are the traffic that no fusion
+bytes only. Those inside a memory are ``atlas_memory.ops.flops.multiply_adds``. Bytes are the traffic that no fusion
 within an operator saves: every linear map and convolution reads its input and writes its output, the memory reads q,
 k, v and writes y, and at every chunk reads and writes its state; parameters are read once. All float32.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from atlas_memory.layers.tnt import Hierarchy
 from atlas_memory.memory import Rule
-from atlas_memory.ops.cost import multiply_adds, state_bytes
+from atlas_memory.ops.flops import multiply_adds, state_bytes
 from atlas_memory.ops.muon_space import MuonSpace
 from benchmarks.registry import Cost, Shape
 

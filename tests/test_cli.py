@@ -21,7 +21,7 @@ from atlas_memory.eval.sampling import TerminalStreamer
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
 from atlas_memory.models.presets import PRESETS
-from atlas_memory.ops.cost import state_bytes
+from atlas_memory.ops.flops import state_bytes
 from atlas_memory.train.trainer import train
 from tests.train.small import overrides, settings
 

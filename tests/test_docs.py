@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import KINDS, RULES
-from atlas_memory.ops.cost import multiply_adds, state_bytes
+from atlas_memory.ops.flops import multiply_adds, state_bytes
 
 from .train.small import overrides
 

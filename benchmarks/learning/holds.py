@@ -10,7 +10,7 @@ import torch
 from atlas_memory import OmegaMemory
 from atlas_memory.layers.gate_projection import GateProjection
 from atlas_memory.memory import RULES, Polynomial, Rule, l2_normalise
-from atlas_memory.ops.cost import state_bytes
+from atlas_memory.ops.flops import state_bytes
 
 from .study import Study
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES, Rule
-from atlas_memory.ops.cost import state_bytes
+from atlas_memory.ops.flops import state_bytes
 
 from .study import ASKED_SEED, VARIANTS, Study, laptop
 

@@ -12,7 +12,7 @@ from atlas_memory.memory import (
     chunkwise,
     resolve_rule,
 )
-from atlas_memory.ops.cost import multiply_adds, state_bytes
+from atlas_memory.ops.flops import multiply_adds, state_bytes
 from atlas_memory.ops.muon_space import TOGETHER, MuonSpace
 from tests.counting import flop_counter, triangular
 

@@ -40,7 +40,7 @@ def rules(
 ) -> None:
     """The rules and what they cost, the blocks, the presets of model sizes; or one rule."""
     from atlas_memory.memory import RULES
-    from atlas_memory.ops.cost import multiply_adds, state_bytes
+    from atlas_memory.ops.flops import multiply_adds, state_bytes
 
     if name is not None and name not in RULES:
         raise typer.BadParameter(

@@ -153,24 +153,25 @@ class GateProjection(nn.Module):
         """x ``[batch, time, dim]`` -> gates ``[batch, heads, time]``, in at least float32. Channel-wise ones have a
         last dimension dim / heads, and gamma c."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        found: dict[str, list[Tensor]] = {"eta": [], "alpha": [], "theta": [], "delta": [], "gamma": []}
+        found: dict[str, Tensor] = {}
+        gamma: list[Tensor] = []
         with no_autocast(x.device):
             weight, flat = self.weight.to(dtype), x.to(dtype).flatten(0, 1)
             logits = torch.addmm(self.bias.to(dtype), flat, weight.T, alpha=self.gain).unflatten(0, x.shape[:2])
-            for name, logit in zip(
-                self.per_head, logits.unflatten(-1, (-1, self.heads)).permute(2, 0, 3, 1), strict=True
-            ):
-                found[name].append(F.softplus(logit) if name == "delta" else logit.sigmoid())
+            by_name = logits.unflatten(-1, (-1, self.heads)).permute(2, 0, 3, 1).unbind()
+            for name, logit in zip(self.per_head, by_name, strict=True):
+                if name == "gamma":
+                    gamma.append(logit.sigmoid())
+                else:
+                    found[name] = F.softplus(logit) if name == "delta" else logit.sigmoid()
             if self.down is not None and self.up is not None and self.up_bias is not None:
                 narrow = F.linear(x.to(dtype), self.down.to(dtype))
                 wide = F.linear(narrow, self.up.to(dtype), self.up_bias.to(dtype)).sigmoid()
                 wide = wide.unflatten(-1, (len(self.per_channel), self.heads, -1)).permute(2, 0, 3, 1, 4)
-                for name, gate in zip(self.per_channel, wide, strict=True):
-                    found[name].append(gate)
-        eta, alpha, theta, delta = (found[name][0] if found[name] else None for name in list(found)[:4])
-        gamma = torch.stack(found["gamma"], -1) if found["gamma"] else None
-        assert eta is not None
-        return Gates(self.max_eta * eta, alpha, theta, gamma, delta)
+                found.update(zip(self.per_channel, wide, strict=True))
+        eta = self.max_eta * found["eta"]
+        stacked = torch.stack(gamma, -1) if gamma else None
+        return Gates(eta, found.get("alpha"), found.get("theta"), stacked, found.get("delta"))
 
 
 def _logit(p: float) -> float:

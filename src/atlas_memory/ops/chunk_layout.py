@@ -95,36 +95,40 @@ class ChunkLayout:
 
 
 def to_chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, layout: ChunkLayout, first: Tensor) -> Chunk:
-    """The tokens of a group laid out on its layout, as a ``Chunk`` of which every tensor has the chunks as its first
-    dimension. ``first`` ``[batch]`` is how many tokens each row has before the group's first chunk, some of which may
-    lie in an earlier call."""
+    """The tokens of a group on its layout, as a ``Chunk`` of which every tensor has the chunks as its first dimension.
+    ``first`` ``[batch]`` is how many tokens each row has before the group's first chunk, some of which may lie in an
+    earlier call."""
     q, k, v, alpha, theta, eta, gamma = tokens
-    size, chunk, count = rule.window.size, layout.chunk, layout.count
+    size, chunk, count, heads = rule.window.size, layout.chunk, layout.count, q.shape[1]
     reach = tokens_before(chunk, size)
     spare = reach - (size - 1)
-    past_k, past_v = (
-        torch.cat([past.new_zeros(*past.shape[:-2], spare, past.shape[-1]), past, new], -2)
-        for past, new in ((state.k, k), (state.v, v))
-    )
+    if reach:
+        k, v = (
+            torch.cat([past.new_zeros(*past.shape[:-2], spare, past.shape[-1]), past, new], -2)
+            for past, new in ((state.k, k), (state.v, v))
+        )
     inside = layout.inside(q.device)
 
-    def on_grid(values: Tensor, neutral: float) -> Tensor:
-        laid, channels = layout.place(values[..., None] if values.dim() == 3 else values), values.dim() == 4
+    def gate(values: Tensor, neutral: float) -> Tensor:
+        laid = layout.place(values[..., None] if values.dim() == 3 else values)
         laid = torch.where(inside[:, None, :, None], laid, neutral)
-        return (laid if channels else laid[..., 0]).unflatten(2, (count, chunk))
+        return (laid if values.dim() == 4 else laid[..., 0]).unflatten(2, (count, chunk))
 
-    alpha = on_grid(alpha if rule.retention.gated else torch.ones_like(theta), 1.0)
-    theta, eta, gamma = on_grid(theta, 1.0), on_grid(eta, 0.0), on_grid(gamma, 0.0)
-    windows = gamma[..., 0]
+    alpha = gate(alpha if rule.retention.gated else torch.ones_like(theta), 1.0)
+    theta, eta, gamma = gate(theta, 1.0), gate(eta, 0.0), gate(gamma, 0.0)
+    window = gamma[..., 0]
     if size > 1:  # tokens before the sequence's first are not in any window
         exists = layout.inside(q.device, reach)
         exists = exists & (first[:, None] + torch.arange(exists.shape[1], device=q.device) >= reach)
         # The spare places count as still older tokens, of weight 0.
-        windows = band(F.pad(gamma, (0, spare)), exists.unfold(-1, chunk + reach, chunk)[:, None])
-    k_windows, v_windows = (overlapping(layout.place(x, reach), chunk + reach, chunk) for x in (past_k, past_v))
-    inside = inside.unflatten(-1, (count, chunk))[:, None]
-    laid = Chunk(torch.cat([k_windows, layout.chunks(q)], -2), v_windows, windows, alpha, theta, eta, inside)
-    return Chunk(laid.kq.movedim(2, 0).contiguous(), *(x.movedim(2, 0) for x in laid[1:]))
+        window = band(F.pad(gamma, (0, spare)), exists.unfold(-1, chunk + reach, chunk)[:, None])
+    if reach:
+        k, v = (overlapping(layout.place(x, reach), chunk + reach, chunk) for x in (k, v))
+    else:
+        k, v = layout.chunks(k), layout.chunks(v)
+    inside = inside.unflatten(-1, (count, chunk))[:, None].expand(len(q), heads, -1, -1)
+    parts = (k, layout.chunks(q), v, window, alpha, theta, eta, inside)
+    return Chunk(*(x.movedim(2, 0).flatten(1, 2) for x in parts))
 
 
 def tokens_before(chunk: int, size: int) -> int:

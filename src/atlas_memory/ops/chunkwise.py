@@ -2,13 +2,14 @@
 
 Within a chunk all gradients are taken at the memory frozen at its start, except for what the errors see of the chunk's
 own writes to the last matrix. The input f_i and the error delta_i of every token and matrix therefore come from one
-batched pass and one triangular system (triangular.py). Each matrix then answers all queries of the chunk together,
+batched pass and one triangular system (triangular.py). Each matrix then answers all queries of the chunk aligned,
 though at every token it is another one (fast_weight.py). Chunks are read one after the other, except for the delta
 rule's, which can be read all at once (delta_scan.py). It is the same function as recurrent.py (ATLAS sections 3.3 and
 5.1) however a sequence is split into calls."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,14 +24,14 @@ from ..rules.state import Matrix, MemoryState, initial_state
 from ..rules.validation import UNBOUNDED, check_size
 from . import delta_scan
 from .banded import take
-from .chunk import read_chunk
-from .chunk_context import Chunk, MatrixState
+from .chunk import pairs_of, read_chunk
+from .chunk_context import Chunk, ChunkParams, MatrixState
 from .chunk_layout import ChunkLayout, groups, place_of_all, starts_chunk, to_chunks
 from .compiling import compiled_for_rule, with_own_strides
-from .decay_masks import GateDecay
 from .dispatch import has_chunks, has_scan
 from .fused_recurrent import read_tokens
 from .kernel_cache import KernelCache, KernelColumns
+from .matrix_inputs import ChunkConstants
 from .muon_space import DEFAULT, MuonSpace
 from .precision import NonFinite, cast, check_inputs, compute, kept_dtype, working_dtype
 from .triton import kernel_support
@@ -71,7 +72,7 @@ def chunkwise(
             wherever there is one; if that is not set, only one of the delta rule, on a GPU from Hopper on where it has
             passed its trial, and for more tokens than a chunk has.
         starts: whether all rows of ``state`` stand at the start of a chunk, as ``starts_chunk`` finds it, which is
-            asked if None. Chunks that all rows begin together take less work.
+            asked if None. Chunks that all rows begin aligned take less work.
 
     Raises:
         ValueError: as ``recurrent``; ``recompute`` below 1; ``kernels`` is True, and this call has no kernel.
@@ -167,13 +168,13 @@ class GroupState(NamedTuple):
         state: the memory's state, in the working precision.
         phase: ``[batch]``, how many tokens of its chunk each row had read when the call began; None: none. As groups
             are whole chunks, it is the same before each.
-        together: whether all rows stand at the start of a chunk, where the frozen memory is the present one.
+        aligned: whether all rows stand at the start of a chunk, where the frozen memory is the present one.
         before: how many tokens of their chunk all rows have read, if the group is what is left of it.
     """
 
     state: MemoryState
     phase: Tensor | None
-    together: bool
+    aligned: bool
     before: int = 0
 
 
@@ -238,29 +239,50 @@ def _read_group(
         y, state = read_tokens(rule, params, q, k, v, gate, length, group_state.state)
         return y, group_state._replace(state=state)
     state, phase = group_state.state, group_state.phase
-    layout = ChunkLayout.of(rule, q.shape[-2], phase, length, group_state.before)
+    layout, heads = ChunkLayout.of(rule, q.shape[-2], phase, length, group_state.before), q.shape[1]
     keys = KernelCache.of(rule, state, k, layout) if rule.features.infinite else None
-    memory = tuple(MatrixState.of(m, group_state.together) for m in state.matrices)
+    memory = tuple(MatrixState.of(m, group_state.aligned) for m in state.matrices)
     memory = memory if keys is None else keys.widen(memory)
-    first = state.seen if phase is None else state.seen - phase
-    chunks = to_chunks(rule, tokens, state, layout, first)
+    chunks = to_chunks(rule, tokens, state, layout, state.seen if phase is None else state.seen - phase)
+    shared = ChunkParams.of(rule, params, len(q))
     if _at_once(rule, compiled, layout, q, alpha, eta):
-        y, held = delta_scan.read_chunks(rule, params, memory[0], chunks, bool(layout.filled(layout.count - 1)))
-        return layout.from_chunks(y), _after(rule, group_state, layout, (held,), None, k, v)
-    outputs = []
-    # What the gates do does not depend on the memory. Where chunks are compiled, it is fused with what reads it.
-    gate_decays = [None] * layout.count if compiled else GateDecay.of_each(rule, chunks)
+        y, end = delta_scan.read_chunks(rule, shared, memory[0], chunks, bool(layout.filled(layout.count - 1)))
+        memory, out = (end,), y.transpose(0, 1).flatten(1, 2)
+    else:
+        outputs, memory = _each_chunk(rule, compiled, muon_space, shared, memory, chunks, layout, keys, heads)
+        out = torch.cat(outputs, 1)
+    return layout.from_chunks(out.unflatten(0, (-1, heads))), _after(rule, group_state, layout, memory, keys, k, v)
+
+
+def _each_chunk(
+    rule: Rule,
+    compiled: bool,
+    muon_space: MuonSpace,
+    params: ChunkParams,
+    memory: tuple[MatrixState, ...],
+    chunks: Chunk,
+    layout: ChunkLayout,
+    keys: KernelCache | None,
+    heads: int,
+) -> tuple[list[Tensor], tuple[MatrixState, ...]]:
+    """One chunk after the other: y ``[n, b, dim]`` of each, and the matrices after the last."""
+    outputs: list[Tensor] = []
+    constants: Sequence[ChunkConstants | None] = [None] * layout.count
+    if not compiled:
+        first = Chunk(*(x[0] for x in chunks))
+        constants = ChunkConstants.of_each(rule, params, chunks, pairs_of(rule, first))
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     for j, inputs in enumerate(map(Chunk._make, zip(*(x.unbind() for x in chunks), strict=True))):
         filled, columns = layout.filled(j), None if keys is None else keys.columns(j)
+        filled = filled if isinstance(filled, bool) else filled.repeat_interleave(heads)
         own = compiled and _compilable(layout, filled, columns)
-        form = compiled_for_rule(read_chunk, rule, q.device.type) if own else read_chunk
+        form = compiled_for_rule(read_chunk, rule, chunks.k.device.type) if own else read_chunk
         inputs = Chunk(*map(with_own_strides, inputs)) if own else inputs
-        y, memory = form(rule, params, memory, inputs, filled, columns, muon_space, gate_decays[j])
+        y, memory = form(rule, params, memory, inputs, filled, constants[j], columns, muon_space)
         if keys is not None and columns is not None:
             memory = keys.forget(memory, columns, filled)
         outputs.append(y)
-    return layout.from_chunks(torch.cat(outputs, -2)), _after(rule, group_state, layout, memory, keys, k, v)
+    return outputs, memory
 
 
 def _compilable(layout: ChunkLayout, filled: Tensor | bool, columns: KernelColumns | None) -> bool:
@@ -294,11 +316,11 @@ def _after(
     """What to go on from after a group of chunks, with keys k and values v, that has left ``memory``."""
     state, length = group_state.state, layout.length
     count = torch.full_like(state.seen, layout.time) if length is None else length
-    matrices = tuple(h.matrix for h in memory)
+    matrices = tuple(m.matrix(k.shape[1]) for m in memory)
     end = MemoryState(matrices, *_past(rule, state, k, v, length), state.keys, state.seen + count)
     # If all rows began at the start of a chunk, they are at one before every group, unless one of them has ended.
-    together = (layout.filled(0) is True if layout.before else group_state.together) and length is None
-    return GroupState(end if keys is None else keys.narrow(end, count), layout.phase, together)
+    aligned = (layout.filled(0) is True if layout.before else group_state.aligned) and length is None
+    return GroupState(end if keys is None else keys.narrow(end, count), layout.phase, aligned)
 
 
 def _past(rule: Rule, state: MemoryState, k: Tensor, v: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:

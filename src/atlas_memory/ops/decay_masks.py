@@ -1,219 +1,228 @@
-"""The numbers of a chunk (``DecayMasks``): how much of every token's update is in a matrix, and in its momentum, after
-each token. The letters are those of fast_weight.py: b tokens, N window tokens, b c pairs, J steps, C channels; cA, cT,
-D_alpha, D_theta, P and R."""
+"""How much of every update is in a matrix, and in its momentum, after each token of a chunk. The letters are those of
+fast_weight.py: b tokens, N window tokens, J steps, C channels; cA, cT, D_alpha, D_theta, P and R. There are U updates:
+one a token with windows of one token; b c pairs with longer windows and online errors; one a window token otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..rules.networks import ForwardCache
-from ..rules.rule import Params, Rule
+from ..rules.rule import Rule
 from .banded import decay_matrix, running_product
-from .chunk_context import Chunk
-from .fast_weight import DecayMasks, InterBlock, MomentumCoefficients
-from .triangular import WindowPairs
-
-Weights = tuple[Tensor, ...]
+from .chunk_context import Chunk, ChunkContext
+from .triangular import WindowPairs, late
 
 
 class GateDecay(NamedTuple):
-    """What alpha and theta do over a chunk, the same for all matrices; leading dimensions as those of ``DecayMasks``.
+    """What the gates alone say of a chunk, the same for all matrices and whatever the sizes of the steps. Masks are
+    ``[n, b, U]``, or ``[n, C, b, U]`` where alpha is channel-wise; where errors are frozen and windows longer than one
+    token, they have a column for each token, and Gamma comes later (``DecayMasks``).
 
     Attributes:
-        retained: cA ``[..., b]``, how much of W_0 is left after each token.
-        to_steps: D_alpha ``[..., b, J]``, only the columns of the J tokens after which a step is taken.
-        momentum: cT ``[..., b]`` and D_theta ``[..., b, b]``, under Muon only the rows of those J tokens, unless the
-            memory also answers with the pending update; None without momentum.
-        plain: D_alpha ``[..., b, b]``, where errors see what plain steps would have changed; else None.
+        retained: cA ``[n, b, C]``; ``retained_before`` the same just before the token of each update, ``[n, U, C]``.
+        start: cT ``[n, b]``, how much of S_0 is in the momentum.
+        started: how much of S_0 the steps have brought into the matrix, ``[n, b, C]``; ``started_before`` as above.
+            Under Muon and without momentum, None.
+        mix: R without the sizes of steps; under Muon with online errors the same of plain steps, else None.
+        sums: P without the sizes of steps: its last row; under Muon the rows of the J steps, or all rows where the
+            memory answers with the pending update; None without momentum.
+        steps: under Muon, D_alpha ``[n, b, J]``, only the columns of the J tokens after which a step is taken.
+        after: with more than one block of pairs (triangular.py), how much of W as it is after each of the E blocks is
+            in it at later tokens, ``[n, b, E]`` or ``[n, C, b, E]``; with momentum the same of S, and P at the blocks'
+            ends without the sizes of steps.
     """
 
     retained: Tensor
-    to_steps: Tensor
-    momentum: tuple[Tensor, Tensor] | None = None
-    plain: Tensor | None = None
+    retained_before: Tensor | None = None
+    start: Tensor | None = None
+    started: Tensor | None = None
+    started_before: Tensor | None = None
+    mix: Tensor | None = None
+    sums: Tensor | None = None
+    steps: Tensor | None = None
+    after: tuple[Tensor, ...] = ()
 
     @staticmethod
-    def of(rule: Rule, alpha: Tensor, theta: Tensor) -> GateDecay:
-        """What the gates of one chunk do: alpha ``[batch, heads, b]`` or channel-wise ``[batch, heads, b, dim]``, theta
-        ``[batch, heads, b]``."""
-        alpha, at = by_channel(alpha), tokens_of_steps(rule)
-        to_steps = decay_matrix(alpha, columns=at)
-        retained = _from_start(alpha, to_steps)
+    def of(rule: Rule, chunk: Chunk, pairs: WindowPairs | None) -> GateDecay:
+        """For one chunk, or for several as sequences of a batch."""
+        alpha = chunk.alpha if chunk.alpha.dim() == 2 else chunk.alpha.mT
+        decay, muon = decay_matrix(alpha), rule.optimiser.estimates_change
+        retained = _by_token(_from_start(alpha, decay))
+        before = _before_updates(retained, 1.0, pairs) if rule.online or rule.optimiser.erases else None
+        inside = chunk.inside[:, None] if decay.dim() == 3 else chunk.inside[:, None, None]
+        steps, ends = torch.where(inside, decay, 0.0), None
+        after: tuple[Tensor, ...] = ()
+        if pairs is not None and pairs.chunk > pairs.block:
+            ends = pairs.ends
+            after = (decay[..., ends],)
+        if muon:
+            return GateDecay._of_muon(rule, chunk, pairs, GateDecay(retained, before, after=after), decay, steps)
         if not rule.optimiser.has_momentum:
-            return GateDecay(retained, to_steps)
-        theta, estimates_change = by_channel(_from_step_to_step(rule, theta)), rule.optimiser.estimates_change
-        gate_decay = decay_matrix(theta, rows=at if estimates_change and not _reads_pending(rule) else None)
-        plain = None
-        if estimates_change and rule.online:
-            plain = to_steps if rule.every == 1 else decay_matrix(alpha)
-        return GateDecay(retained, to_steps, (_from_start(theta, gate_decay), gate_decay), plain)
+            return GateDecay(retained, before, mix=_of_updates(steps, chunk, pairs), after=after)
+        by_theta = decay_matrix(chunk.theta)
+        start = _from_start(chunk.theta, by_theta)
+        wide = by_theta if steps.dim() == 3 else by_theta[:, None]
+        started = _by_token((steps @ (start if steps.dim() == 3 else start[:, None])[..., None]).squeeze(-1))
+        if ends is not None:
+            after = (*after, steps @ wide.tril(-1)[..., ends], _of_updates(by_theta[..., ends, :], chunk, pairs))
+        return GateDecay(
+            retained,
+            before,
+            start,
+            started,
+            None if before is None else _before_updates(started, 0.0, pairs),
+            _of_updates(steps @ wide, chunk, pairs),
+            _of_updates(by_theta[..., -1:, :], chunk, pairs),
+            after=after,
+        )
 
     @staticmethod
-    def of_each(rule: Rule, chunks: Chunk) -> list[GateDecay]:
-        """``of`` for each of n chunks, which are the first dimension of every tensor, from a few large operations."""
-        n, batch = chunks.theta.shape[:2]
-        gate_decay = GateDecay.of(
-            rule, chunks.alpha.flatten(0, 1), chunks.theta.flatten(0, 1)
-        )  # as sequences of a batch
-        momentum = gate_decay.momentum or (None, None)
-
-        def each(x: Tensor | None) -> Sequence[Tensor | None]:
-            return [None] * n if x is None else x.unflatten(0, (n, batch)).unbind()
-
-        parts = zip(*map(each, (gate_decay.retained, gate_decay.to_steps, *momentum, gate_decay.plain)), strict=True)
-        return [GateDecay(c, d, None if t is None else (t, by), plain) for c, d, t, by, plain in parts]
-
-
-def tokens_of_steps(rule: Rule) -> slice:
-    """The tokens of a chunk after which a step is taken."""
-    return slice(rule.every - 1, None, rule.every)
+    def _of_muon(
+        rule: Rule, chunk: Chunk, pairs: WindowPairs | None, found: GateDecay, decay: Tensor, steps: Tensor
+    ) -> GateDecay:
+        at = slice(rule.every - 1, None, rule.every)
+        theta = chunk.theta
+        if rule.every > 1:  # theta acts at the tokens that follow a step
+            slot = torch.arange(theta.shape[-1], device=theta.device)
+            theta = torch.where(slot % rule.every == 0, theta, 1.0)
+        by_theta = decay_matrix(theta, rows=None if reads_pending(rule) else at)
+        return found._replace(
+            start=_from_start(theta, by_theta),
+            mix=_of_updates(decay, chunk, pairs) if rule.online else None,
+            sums=_of_updates(by_theta, chunk, pairs),
+            steps=steps[..., at],
+        )
 
 
-def _reads_pending(rule: Rule) -> bool:
-    """Whether queries are also answered with the pending update S for a step; the frozen memory has nothing that
-    waits."""
+class DecayMasks(NamedTuple):
+    """The masks of one matrix, with the sizes of its steps; shapes as in ``GateDecay``.
+
+    Attributes:
+        mix: R ``[n, b, U]`` or ``[n, C, b, U]``, how much of each update is in the matrix after each token; under Muon
+            with online errors, how much plain steps would have brought there (D of step.py).
+        last: P at the chunk's last token, ``[n, U]`` or ``[n, C, U]``; None without momentum.
+        steps: under Muon, D_alpha diag(e) ``[n, b, J]``.
+        sums: under Muon, P at the J steps, ``[n, J, U]``.
+        pending: where the memory answers with the pending update, how much of S_0 and of each update the query of each
+            token meets in S, ``[n, b, 1]`` and ``[n, b, U]``; 0 just after a step.
+        between: the inter-block coefficients. For W and, with momentum, for S: how much of the matrix as it is after
+            each of the E blocks is in W at later tokens, and how much of each update it then has, ``[n, E, U]``.
+    """
+
+    mix: Tensor | None = None
+    last: Tensor | None = None
+    steps: Tensor | None = None
+    sums: Tensor | None = None
+    pending: tuple[Tensor, Tensor] | None = None
+    between: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    @staticmethod
+    def of(context: ChunkContext, decay: GateDecay, size: Tensor | None) -> DecayMasks:
+        """For steps that are normalised by ``size`` ``[n, b]``; None: raw steps."""
+        rule, chunk, pairs = context.rule, context.chunk, context.pairs
+        rates = rule.optimiser.rates(chunk.theta, chunk.eta, size, rule.every, rule.window.chunk)
+        if decay.steps is not None:
+            return _of_muon(context, decay, rates.write, rates.apply, rates.plain)
+        momentum = decay.sums is not None
+        sizes = rates.write if momentum else rates.apply
+        sizes = sizes if pairs is None else pairs.each(sizes, 1)
+        assert decay.mix is not None
+        mix, last = _sized(decay.mix, sizes, context), None
+        between: tuple[tuple[Tensor, Tensor], ...] = ()
+        if decay.after and pairs is not None:
+            between = ((decay.after[0], mix[..., pairs.ends, :]),)
+            if momentum:
+                between = (*between, (decay.after[1], _sized(decay.after[2], sizes, context)))
+        if decay.sums is not None:
+            last = _sized(decay.sums, sizes, context).squeeze(-2)
+        return DecayMasks(mix, last, between=between)
+
+
+def _of_muon(context: ChunkContext, decay: GateDecay, write: Tensor, apply: Tensor, plain: Tensor | None) -> DecayMasks:
+    rule, pairs = context.rule, context.pairs
+    assert decay.steps is not None and decay.sums is not None
+    at = slice(rule.every - 1, None, rule.every)
+    # Normalised steps have e = 1, raw ones a = 1.
+    steps = decay.steps if rule.optimiser.normalised else decay.steps * apply[:, None, at]
+    sums = _sized(decay.sums, write if pairs is None else pairs.each(write, 1), context)
+    mix, pending = None, None
+    between: tuple[tuple[Tensor, Tensor], ...] = ()
+    if decay.mix is not None and plain is not None:
+        mix = _sized(decay.mix, plain if pairs is None else pairs.each(plain, 1), context)
+        if decay.after and pairs is not None:
+            between = ((decay.after[0], mix[..., pairs.ends, :]),)
+    last = sums[..., -1, :]
+    if reads_pending(rule):
+        assert decay.start is not None
+        pending = _pending(rule, decay.start, sums)
+        sums = sums[..., at, :]
+    return DecayMasks(mix, last, steps, sums, pending, between)
+
+
+def reads_pending(rule: Rule) -> bool:
+    """Whether queries are read with the pending update; the frozen memory has none."""
     return rule.optimiser.read_pending and rule.window.read != "frozen"
 
 
-def decay_masks(
-    rule: Rule,
-    params: Params,
-    frozen: Weights,
-    cache: ForwardCache,
-    curvature_bound: Tensor | None,
-    chunk: Chunk,
-    pairs: WindowPairs | None,
-    gate_decay: GateDecay | None = None,
-) -> list[DecayMasks]:
-    """The ``DecayMasks`` of every matrix over a chunk; where steps are raw, it is the same for all.
-
-    Args:
-        frozen: the matrices of M_f.
-        trace, response: the pass of the window tokens through M_f, and their r_t (step.py) ``[..., N]``, which bounded
-            steps need.
-        pairs: where updates are those of pairs; else None.
-        fading: what ``GateDecay.of`` gives for the chunk, if it has been computed.
-    """
-    if not rule.optimiser.normalised:
-        return [raw_masks(rule, chunk, pairs, gate_decay)] * len(frozen)
-    gate_decay = gate_decay or GateDecay.of(rule, chunk.alpha, chunk.theta)
-    assert curvature_bound is not None
-    sizes = rule.step_normalisers(frozen, cache, curvature_bound, params)
-    return [_masks(rule, chunk, gate_decay, _over_window(chunk, size), pairs) for size in sizes]
-
-
-def raw_masks(
-    rule: Rule, chunk: Chunk, pairs: WindowPairs | None = None, gate_decay: GateDecay | None = None
-) -> DecayMasks:
-    """The ``DecayMasks`` of all matrices where steps are raw; arguments as for ``decay_masks``."""
-    return _masks(rule, chunk, gate_decay or GateDecay.of(rule, chunk.alpha, chunk.theta), None, pairs)
-
-
-def _over_window(chunk: Chunk, size: Tensor) -> Tensor:
-    """For every token the size that bounds its step ``[..., b]``, from that of each window token alone ``[..., N]``:
+def over_window(chunk: Chunk, size: Tensor) -> Tensor:
+    """For every token the size that normalises its step ``[n, b]``, from that of each window token alone ``[n, N]``:
     its own, and those of the older tokens of its window, weighted by its gates gamma."""
-    if chunk.window.dim() == chunk.theta.dim():
+    if chunk.window.dim() == 2:
         return size
     b, n = chunk.window.shape[-2:]
     own = chunk.window.diagonal(n - b, -2, -1)
     return (chunk.window @ size[..., None]).squeeze(-1) + (1.0 - own) * size[..., n - b :]
 
 
-def _masks(
-    rule: Rule, chunk: Chunk, gate_decay: GateDecay, size: Tensor | None, pairs: WindowPairs | None
-) -> DecayMasks:
-    """The ``DecayMasks`` of one matrix, whose steps are normalised by ``size`` ``[..., b]``; None: not bounded."""
-    single = chunk.window.dim() == chunk.theta.dim()  # windows of one token: Gamma is its diagonal
-    rates = rule.optimiser.rates(chunk.theta, chunk.eta, size, rule.every, rule.window.chunk)
-    apply, write = by_channel(rates.apply), by_channel(rates.write)
-    at, before = tokens_of_steps(rule), rule.window.read == "before"
-    decay = gate_decay.to_steps * torch.where(chunk.inside[..., None, :], apply, 0.0)[..., None, at]
-    if rule.online and not rule.optimiser.estimates_change:
-        return _of_online(rule, gate_decay, decay, write, chunk, pairs)
-    written = write * chunk.window[..., None, :] if single else write[..., None] * chunk.window[..., None, :, :]
-    if gate_decay.momentum is None:  # then diag(a) Gamma is P
-        return DecayMasks(gate_decay.retained, decay, written, rule.every, before, None)
-    plain, pending, (carried, by_theta) = None, None, gate_decay.momentum
-    inter_block: InterBlock = ()
-    if gate_decay.plain is not None and rates.plain is not None:
-        in_sum = _of_pairs(by_theta * write[..., None, :], chunk, pairs)  # P, of pairs
-        plain = _of_pairs(gate_decay.plain * by_channel(rates.plain)[..., None, :], chunk, pairs)
-        if pairs is not None:
-            inter_block = ((gate_decay.plain[..., pairs.ends], plain[..., pairs.ends, :]),)
+def _of_updates(mask: Tensor, chunk: Chunk, pairs: WindowPairs | None) -> Tensor:
+    """A mask with a column for each update, times its gamma, from one with a column for each token. With frozen errors
+    and windows longer than one token ``_sized`` does that, after the sizes of steps."""
+    if chunk.window.dim() == 2:
+        gamma = chunk.window
+    elif pairs is not None:
+        mask, gamma = pairs.each(mask, -1), pairs.gates(chunk.window)
     else:
-        in_sum = by_theta * written[..., None, :] if single else by_theta @ written  # P
-    last = in_sum[..., -1, :]
-    if _reads_pending(rule):
-        pending = _pending(rule, carried, in_sum)
-    if in_sum.shape[-2] > decay.shape[-1]:  # P has all rows (``read_pending``); steps take only those of their tokens
-        in_sum = in_sum[..., at, :]
-    inertia = MomentumCoefficients(carried, carried[..., at], last, plain, pending)
-    return DecayMasks(gate_decay.retained, decay, in_sum, rule.every, before, inertia, inter_block=inter_block)
+        return mask
+    return mask * (gamma[:, None] if mask.dim() == 3 else gamma[:, None, None])
 
 
-def _of_pairs(x: Tensor, chunk: Chunk, pairs: WindowPairs | None) -> Tensor:
-    """Rows of numbers for pairs ``[..., n, b c]``, from rows of numbers for tokens ``[..., n, b]``: each pair has its
-    token's number times its gamma."""
-    gamma = (chunk.window if pairs is None else pairs.gates(chunk.window))[..., None, None, :]
-    return (x if pairs is None else pairs.each(x, -1)) * gamma
+def _sized(mask: Tensor, sizes: Tensor, context: ChunkContext) -> Tensor:
+    """A mask of ``GateDecay`` with the size of each update's step, ``[n, U]`` or ``[n, U, C]``."""
+    if sizes.dim() == 3:
+        mask = (mask if mask.dim() == 4 else mask[:, None]) * sizes.mT[:, :, None]
+    else:
+        mask = mask * (sizes[:, None] if mask.dim() == 3 else sizes[:, None, None])
+    window = context.chunk.window
+    if context.pairs is not None or window.dim() == 2:
+        return mask
+    return mask @ (window if mask.dim() == 3 else window[:, None])
 
 
-def _pending(rule: Rule, carried: Tensor, in_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """``MomentumCoefficients.pending`` from cT (``carried``) and P (``in_sum``): how much of S_0 and of each update
-    waits for a step when the query of each token is answered; nothing where a step has just been taken."""
+def _pending(rule: Rule, start: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """``DecayMasks.pending`` from cT and P: nothing where a step has just been taken."""
     after = rule.window.read == "after"
-    slot = torch.arange(int(after), carried.shape[-1] + after, device=carried.device)
+    slot = torch.arange(int(after), start.shape[-1] + after, device=start.device)
     if not after:
-        carried = F.pad(carried[..., :-1], (1, 0), value=1.0)
-        in_sum = F.pad(in_sum[..., :-1, :], (0, 0, 1, 0))
-    estimates_change = (slot % rule.every != 0).to(carried)
-    return estimates_change * carried, estimates_change[..., None] * in_sum
+        start, sums = F.pad(start[..., :-1], (1, 0), value=1.0), late(sums)
+    waits = (slot % rule.every != 0).to(start)[:, None]
+    return waits * start[..., None], waits * sums
 
 
-def _from_step_to_step(rule: Rule, theta: Tensor) -> Tensor:
-    """theta ``[..., b]`` at the tokens that follow a step, 1 at the others."""
-    if rule.every == 1 or not rule.optimiser.has_momentum:
-        return theta
-    slot = torch.arange(theta.shape[-1], device=theta.device)
-    return torch.where(slot % rule.every == 0, theta, 1.0)
+def _before_updates(factor: Tensor, at_start: float, pairs: WindowPairs | None) -> Tensor:
+    """Factors of tokens ``[n, b, C]`` just before the token of each update, ``[n, U, C]``."""
+    factor = late(factor, at_start)
+    return factor if pairs is None else pairs.each(factor, 1)
 
 
-def _of_online(
-    rule: Rule, gate_decay: GateDecay, decay: Tensor, write: Tensor, chunk: Chunk, pairs: WindowPairs | None
-) -> DecayMasks:
-    """The ``DecayMasks`` of online errors, whose updates are those of pairs. R is computed here once, since both the
-    triangular system of the errors and the queries need it."""
-    mix, inertia = decay, None
-    inter_block: InterBlock = ()
-    if gate_decay.momentum is not None:
-        carried, by_theta = gate_decay.momentum
-        in_sum = by_theta * write[..., None, :]  # D_theta diag(a), P without its gamma
-        mix = decay @ in_sum
-        inertia = MomentumCoefficients(carried, carried, _of_pairs(in_sum[..., -1:, :], chunk, pairs).squeeze(-2))
-        if pairs is not None:
-            later = decay @ by_theta.tril(-1)[..., pairs.ends]  # what the steps after n take of S_n
-            inter_block = ((later, _of_pairs(in_sum[..., pairs.ends, :], chunk, pairs)),)
-    gamma = (chunk.window if pairs is None else pairs.gates(chunk.window))[..., None, :]
-    mix = _of_pairs(mix, chunk, pairs)
-    if pairs is not None:
-        inter_block = ((gate_decay.to_steps[..., pairs.ends], mix[..., pairs.ends, :]), *inter_block)
-    return DecayMasks(
-        gate_decay.retained, decay, gamma, rule.every, rule.window.read == "before", inertia, mix, inter_block
-    )
+def _by_token(factor: Tensor) -> Tensor:
+    """``[n, b]`` or ``[n, C, b]`` as ``[n, b, C]``."""
+    return factor[..., None] if factor.dim() == 2 else factor.mT
 
 
-def _from_start(factor: Tensor, gate_decay: Tensor) -> Tensor:
-    """factor_1 * ... * factor_t for each t, ``[..., b]``: from the first column of its decay matrix, ``gate_decay``,
-    where that has all rows and columns."""
-    whole = gate_decay.shape[-2] == gate_decay.shape[-1]
-    return factor[..., :1] * gate_decay[..., 0] if whole else running_product(factor)
-
-
-def by_channel(gate: Tensor) -> Tensor:
-    """A gate ``[..., b]``, or ``[..., b, dim]`` where it is channel-wise, as ``[..., C, b]`` with C = 1 or dim."""
-    return gate.mT if gate.dim() == 4 else gate[..., None, :]
+def _from_start(factor: Tensor, decay: Tensor) -> Tensor:
+    """factor_1 * ... * factor_t for each t, ``[..., b]``: from the first column of its decay matrix, where that has all
+    rows."""
+    return factor[..., :1] * decay[..., 0] if decay.shape[-2] == decay.shape[-1] else running_product(factor)

@@ -16,46 +16,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..rules.rule import Params, Rule
-from .chunk_context import Chunk, MatrixState
-from .decay_masks import raw_masks
-from .fast_weight import add_product
-from .matrix_inputs import times
-from .online_gradient import kept
-from .triangular import before_each_token
+from ..rules.rule import Rule
+from .banded import decay_matrix
+from .chunk_context import Chunk, ChunkParams, MatrixState
+from .fast_weight import times
+from .triangular import late
 
 
 def read_chunks(
-    rule: Rule, params: Params, memory: MatrixState, chunks: Chunk, filled: bool
+    rule: Rule, params: ChunkParams, memory: MatrixState, chunks: Chunk, filled: bool
 ) -> tuple[Tensor, MatrixState]:
-    """What ``read_chunk`` makes of one chunk after the other: y ``[batch, heads, n b, dim]`` and the matrix, ``[batch,
-    heads, dim, dim]``, after the last.
+    """What ``read_chunk`` makes of one chunk after the other: y ``[chunks, n, b, dim]`` and the matrix ``[n, dim,
+    dim]`` after the last.
 
     Args:
-        memory: the matrix before the first chunk, at whose start all sequences stand.
-        chunks: n of them, the first dimension of every tensor; gates one a head.
+        memory: the matrix before the first chunk, at whose start all sequences are.
+        chunks: several, the first dimension of every tensor; gates one a head.
         filled: whether the last is read to its end.
     """
-    n, batch = chunks.v.shape[:2]
-    each = Chunk(*(x.expand(n, batch, *x.shape[2:]).flatten(0, 1) for x in chunks))  # as sequences of a batch
-    b, dim = each.v.shape[-2:]
-    k, q = each.kq.split([b, b], -2)
-    masks, decay_target = raw_masks(rule, each), rule.retention.decay_target(params.initial[0])[0]
-    retained, mixing = masks.retained.mT, masks.mixing().squeeze(-3)
-    rate = kept(rule, each).mT
-    base = rule.bias.derivative(each.v, each.v)  # of whatever prediction
-    base = base if decay_target is None else base + rate * times(k, decay_target)
-    system = rate * before_each_token(mixing, 0.0, None) * (k @ k.mT)
-    right = torch.cat([base, rate * before_each_token(retained, 1.0, None) * k], -1)
+    count, n = chunks.v.shape[:2]
+    k, q, v, window, alpha, _, eta, _ = (x.flatten(0, 1) for x in chunks)  # as sequences of a batch
+    decay, dim, target = decay_matrix(alpha), v.shape[-1], params.targets[0][0]
+    retained = (alpha[:, :1] * decay[..., 0])[..., None]
+    mix = decay * (eta * window)[:, None]
+    rate = alpha[..., None] if rule.optimiser.after_decay else torch.ones_like(retained)
+    base = rule.bias.derivative(v, v)  # of whatever prediction
+    base = base if target is None else base + rate * times(k, target)
+    system = rate * late(mix) * k.bmm(k.mT)
+    right = torch.cat([base, rate * late(retained, 1.0) * k], -1)
     updates, by_matrix = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).chunk(2, -1)
-    seen, last = -(mixing * (q @ k.mT)), mixing[..., -1, :, None] * k
-    reads = add_product(retained * q, seen, by_matrix)
-    y = seen @ updates if decay_target is None else add_product(times(q, decay_target), seen, updates)
-    moves = retained[..., -1:, :] * torch.eye(dim, dtype=k.dtype, device=k.device) - by_matrix.mT @ last
-    writes = updates.mT @ last
-    at = [memory.weights if decay_target is None else memory.weights - decay_target]
-    for move, write in zip(moves.split(batch), writes.split(batch), strict=True):
-        at.append(at[-1] @ move - write)
-    y = rule.network.end(q, add_product(y, reads, torch.cat(at[:-1]).mT), params.norm)
-    end, start = (x if decay_target is None else x + decay_target for x in (at[-1], at[-2]))
-    return y.unflatten(0, (n, batch)).movedim(0, 2).flatten(2, 3), MatrixState(end, None if filled else start)
+    seen, last = -(mix * q.bmm(k.mT)), mix[:, -1, :, None] * k
+    reads = torch.baddbmm(retained * q, seen, by_matrix)
+    y = seen.bmm(updates) if target is None else torch.baddbmm(times(q, target), seen, updates)
+    moves = retained[:, -1:] * torch.eye(dim, dtype=k.dtype, device=k.device) - by_matrix.mT.bmm(last)
+    writes = updates.mT.bmm(last)
+    w = memory.weights if target is None else (memory.weights.unflatten(0, (-1, len(target))) - target).flatten(0, 1)
+    at = [w]
+    for move, write in zip(moves.split(n), writes.split(n), strict=True):
+        at.append(torch.baddbmm(write, at[-1], move, beta=-1))
+    y = rule.network.end(q, torch.baddbmm(y, reads, torch.cat(at[:-1]).mT), params.params.norm)
+    end, start = at[-1], at[-2]
+    if target is not None:
+        end, start = ((x.unflatten(0, (-1, len(target))) + target).flatten(0, 1) for x in (end, start))
+    return y.unflatten(0, (count, n)), MatrixState(end, None if filled else start)

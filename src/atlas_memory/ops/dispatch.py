@@ -3,62 +3,26 @@ not in it, or whose retention has a ``keep`` of its own, is computed token by to
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
-from torch import Tensor
-
 from ..rules.bias import DotProduct
 from ..rules.features import Identity
 from ..rules.networks import Linear
 from ..rules.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon
 from ..rules.retention import LinearRetention, NonLinearRetention
 from ..rules.rule import Rule
-from .chunk_context import MatrixContext
-from .fast_weight import ChunkSteps, Updates, identity_steps, last_momentum
-from .muon_steps import muon_steps, muon_sums
-from .work import Count, Work, muon_work, plain_work
+from .muon_steps import MuonSteps
+from .plain_steps import PlainSteps
 
-Sums = tuple[Tensor, ...]
-
-
-class ChunkForm(NamedTuple):
-    """The fast form of one inner optimiser.
-
-    Attributes:
-        steps: the function that gives the steps of one matrix over a chunk.
-        sums: the function that gives the matrix's sums after the chunk.
-        work: the function that counts the multiply-adds of both.
-    """
-
-    steps: Callable[[MatrixContext, Updates], ChunkSteps]
-    sums: Callable[[MatrixContext, Updates], Sums]
-    work: Callable[[Work], Count]
-
-
-def plain_steps(part: MatrixContext, tokens: Updates) -> ChunkSteps:
-    """The steps of gradient descent, the delta step and momentum."""
-    sums = part.held.sums
-    return identity_steps(part.held.weights, sums[0] if sums else None, tokens, part.masks)
-
-
-def plain_sums(part: MatrixContext, tokens: Updates) -> Sums:
-    """The momentum S after the chunk, where there is one."""
-    return tuple(last_momentum(s, tokens, part.masks) for s in part.held.sums)
-
-
-PLAIN = ChunkForm(plain_steps, plain_sums, plain_work)
-
-CHUNK_FORMS: dict[type, ChunkForm] = {
-    GradientDescent: PLAIN,
-    DeltaGradientDescent: PLAIN,
-    Momentum: PLAIN,
-    Muon: ChunkForm(muon_steps, muon_sums, muon_work),
+CHUNK_FORMS: dict[type, type[PlainSteps] | type[MuonSteps]] = {
+    GradientDescent: PlainSteps,
+    DeltaGradientDescent: PlainSteps,
+    Momentum: PlainSteps,
+    Muon: MuonSteps,
 }
+"""The steps of each optimiser over a chunk."""
 
 
-def chunk_form(rule: Rule) -> ChunkForm:
-    """The fast form of a rule's optimiser, if the rule ``has_chunks``."""
+def chunk_form(rule: Rule) -> type[PlainSteps] | type[MuonSteps]:
+    """The steps of a rule's optimiser, if the rule ``has_chunks``."""
     return CHUNK_FORMS[type(rule.optimiser)]
 
 

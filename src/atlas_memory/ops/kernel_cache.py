@@ -24,9 +24,9 @@ class KernelColumns(NamedTuple):
     """Where a chunk finds its columns.
 
     Attributes:
-        keys: ``[batch, heads, n, dim]``, the keys of all columns.
+        keys: ``[n, columns, dim]``, the keys of all columns.
         filled: how many columns, from the first on, can be other than zero yet.
-        window: ``[batch or 1, N]``, which column each window token has.
+        window: ``[n, N]``, which column each window token has.
     """
 
     keys: Tensor
@@ -63,7 +63,10 @@ class KernelCache:
         filled, before = self.held + j * self.layout.chunk, tokens_before(self.rule.window.chunk, self.rule.window.size)
         window = torch.arange(self.layout.chunk + before, device=self.keys.device)[None] + (filled - before)
         # Below zero lie tokens before the sequence's first, which have no weight in any window.
-        return KernelColumns(self.keys, filled, (window - self.layout.start).clamp_min(0))
+        window = (window - self.layout.start).clamp_min(0)
+        batch, heads = self.keys.shape[:2]
+        window = window[:, None].expand(batch, heads, -1).flatten(0, 1)
+        return KernelColumns(self.keys.flatten(0, 1), filled, window)
 
     def forget(
         self, memory: tuple[MatrixState, ...], columns: KernelColumns, filled: Condition
@@ -73,7 +76,7 @@ class KernelCache:
             return memory
         newest = columns.window[:, -1:]
         old = torch.arange(self.keys.shape[-2], device=newest.device) <= newest - self.rule.features.horizon
-        return self._each(memory, lambda w: pick(filled, torch.where(old[:, None, None], 0.0, w), w))
+        return self._each(memory, lambda w: pick(filled, torch.where(old[:, None], 0.0, w), w))
 
     def narrow(self, state: MemoryState, read: Tensor) -> MemoryState:
         """The state after ``read`` ``[batch]`` tokens of the group, without the columns of empty slots and, where there

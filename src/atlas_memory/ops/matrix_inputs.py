@@ -1,171 +1,133 @@
-"""How the matrices of a memory see the tokens of a chunk (``Inputs``): feature-mapped ones as phi(k) and phi(q), the
-others as hidden units."""
+"""The inputs of a memory's matrices for the tokens of a chunk (``Inputs``), and all of a chunk that does not depend on
+the memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..rules.autograd import Function, call, without_autocast
-from ..rules.rule import Params, Rule
+from ..rules.rule import Rule
+from .chunk_context import Chunk, ChunkParams, Inputs
+from .decay_masks import GateDecay
 from .dispatch import has_chunks
-from .fast_weight import Inputs, add_product, large
+from .fast_weight import times
 from .kernel_cache import KernelColumns
+from .triangular import WindowPairs
 
-Write = Callable[[Tensor, Tensor], Tensor]
 
-
-@dataclass(frozen=True)
-class MappedInputs:
-    """How feature-mapped matrices see a chunk: all of them alike.
+class ChunkConstants(NamedTuple):
+    """What of a chunk does not depend on the memory. It is computed for many chunks in a few large operations; where
+    chunks are compiled, chunk by chunk, so that it is fused with what reads it.
 
     Attributes:
-        keys, queries: how they see the window tokens and the queries.
-        both: the function of a matrix W that gives W phi(k) and W phi(q), from one product.
-        write: see ``Updates``.
+        key_kernel, query_kernel: the kernels phi(k) . phi(k_i) and phi(q) . phi(k_i), ``[n, N, N]`` and ``[n, b, N]``;
+            None where nothing needs them.
+        lengths: |phi(k)|^2, ``[n, N]``, where normalised steps ask for it; else None.
+        keys, queries: the inputs of feature-mapped matrices, alike for all but ``at_target``; None: not computed yet.
+        targets: for every matrix what its decay target answers to keys and queries; None where nothing needs it.
     """
 
-    keys: Inputs
-    queries: Inputs
-    both: Callable[[Tensor], tuple[Tensor, Tensor]]
-    write: Write
+    decay: GateDecay
+    key_kernel: Tensor | None
+    query_kernel: Tensor | None
+    lengths: Tensor | None
+    keys: Inputs | None = None
+    queries: Inputs | None = None
+    targets: tuple[tuple[Tensor | None, Tensor | None], ...] = ()
 
     @staticmethod
-    def of(rule: Rule, params: Params, kq: Tensor, k: Tensor, q: Tensor, columns: KernelColumns | None) -> MappedInputs:
-        """For the window tokens' keys k ``[..., N, dim]`` and the queries q ``[..., b, dim]`` of a chunk, which lie one
-        after the other in kq; ``columns`` are those of the keys, for phi*."""
-        kernel = partial(rule.features.kernel, sqrt_a=params.sqrt_a)
-        to_keys, to_queries = cached(partial(kernel, k, k)), cached(partial(kernel, q, k))
-        sizes = [k.shape[-2], q.shape[-2]]
-        filled = k if columns is None else columns.keys[..., : columns.filled, :]
-        f = rule.features.columns(kq, filled, params.sqrt_a)
-        cut, write = (None, None) if columns is None else (f.shape[-1], _into(columns))
+    def of(rule: Rule, params: ChunkParams, chunk: Chunk, pairs: WindowPairs | None) -> ChunkConstants:
+        """All but the inputs, for one chunk, or for several as sequences of a batch."""
+        features, a, retention = rule.features, params.params.sqrt_a, rule.retention
+        kernels: list[Tensor | None] = [None, None]
+        if not retention.fixed_row_sums:  # else of what writes are made of
+            if needs_key_kernel(rule, rule.network.feature_mapped[-1]):
+                kernels[0] = features.kernel(chunk.k, chunk.k, a)
+            if rule.window.read != "frozen":
+                kernels[1] = features.kernel(chunk.q, chunk.k, a)
+        lengths = None
+        if rule.optimiser.normalised and not retention.fixed_row_sums:
+            lengths = features.squared_norm(chunk.k, a)
+        return ChunkConstants(GateDecay.of(rule, chunk, pairs), *kernels, lengths)
 
-        def apply(f: Tensor, w: Tensor) -> Tensor:
-            w = w if cut is None else w[..., :cut]
-            return times(f if cut is None else f[..., : w.shape[-1]], w)  # M_0 has the first columns only
-
-        def both(w: Tensor) -> tuple[Tensor, Tensor]:
-            of_keys, of_queries = apply(f, w).split(sizes, -2)
-            return of_keys, of_queries
-
-        f_k, f_q = f.split(sizes, -2)
+    def with_inputs(
+        self, rule: Rule, params: ChunkParams, chunk: Chunk, columns: KernelColumns | None = None
+    ) -> ChunkConstants:
+        """The inputs too; ``columns`` are those of the keys, for infinite-dimensional features."""
+        features, a, read = rule.features, params.params.sqrt_a, rule.window.read != "frozen"
+        known = chunk.k if columns is None else columns.keys[:, : columns.filled]
+        f_k, f_q = features.columns(chunk.k, known, a), features.columns(chunk.q, known, a)
         written = rule.retention.tangent(f_k)
+        key_kernel, query_kernel = self.key_kernel, self.query_kernel
         if rule.retention.fixed_row_sums:
-            to_keys, to_queries = cached(partial(times, f_k, written)), cached(partial(times, f_q, written))
-        keys, queries = (
-            Inputs(u, partial(apply, f_u), f_u if columns is None else None, written, to)
-            for u, f_u, to in ((k, f_k, to_keys), (q, f_q, to_queries))
-        )
-        return MappedInputs(keys, queries, both, partial(add, written) if write is None else write)
+            key_kernel, query_kernel = times(f_k, written), times(f_q, written)
+        keys = Inputs(f_k, written, key_kernel)
+        if columns is not None:
+            keys = keys._replace(written=None, columns=columns.window + columns.keys.shape[-1])
+        queries = Inputs(f_q, kernel=query_kernel)
+        targets, last = [], len(rule.network.feature_mapped) - 1
+        for i, (mapped, (target, _)) in enumerate(zip(rule.network.feature_mapped, params.targets, strict=True)):
+            seen = target if mapped else None
+            of_keys = seen if rule.optimiser.erases or (rule.online and i == last) else None
+            targets.append(
+                tuple(
+                    None if w is None else x.apply(w) for w, x in ((of_keys, keys), (seen if read else None, queries))
+                )
+            )
+        return self._replace(keys=keys, queries=queries, targets=tuple(targets))
 
-    def at(self, w: Tensor) -> tuple[Inputs, Inputs]:
-        """``keys`` and ``queries`` for the matrix that makes the chunk's steps from w on, with ``known`` filled in."""
-        of_keys, of_queries = self.both(w)
-        return replace(self.keys, known=of_keys), replace(self.queries, known=of_queries)
+    @staticmethod
+    def of_each(rule: Rule, params: ChunkParams, chunks: Chunk, pairs: WindowPairs | None) -> list[ChunkConstants]:
+        """``of`` for each of several chunks, which are the first dimension of every tensor; and the inputs, unless
+        phi(k) is much longer than k."""
+        count, n = chunks.k.shape[:2]
+        flat = Chunk(*(x.flatten(0, 1) for x in chunks))
+        found = ChunkConstants.of(rule, params, flat, pairs)
+        dim = chunks.k.shape[-1]
+        if not rule.features.infinite and rule.features.size(dim) <= 2 * dim:
+            found = found.with_inputs(rule, params, flat)
+        return _unbound(found, count, n)
+
+
+def needs_key_kernel(rule: Rule, last: bool) -> bool:
+    """Whether the kernel of the window tokens with one another is needed, for the ``last`` matrix or one before it."""
+    return rule.optimiser.estimates_change or rule.optimiser.erases or (rule.online and last)
+
+
+def hidden_keys(rule: Rule, i: int, u: Tensor) -> Inputs:
+    """The inputs of matrix i, which is not feature-mapped, for window tokens with hidden units u ``[n, N, width]``."""
+    f, written = centred(rule, i, u), rule.retention.tangent(u)
+    kernel = times(f, written) if needs_key_kernel(rule, i + 1 == len(rule.network.feature_mapped)) else None
+    return Inputs(f, written, kernel)
+
+
+def hidden_queries(rule: Rule, i: int, u: Tensor, keys: Inputs) -> Inputs:
+    """The same for queries with hidden units u ``[n, b, width]``."""
+    f = centred(rule, i, u)
+    assert keys.written is not None
+    return Inputs(f, kernel=None if rule.window.read == "frozen" else times(f, keys.written))
 
 
 def centred(rule: Rule, i: int, u: Tensor) -> Tensor:
     """What matrix i, which is not feature-mapped, multiplies of its input u ``[..., width]``: u itself; but u less its
     mean if it is the last matrix, its rows have the same sum at all times and a layer norm follows. All outputs of a
-    token then differ by one number, which the norm takes away, and with it most of the rounding (notes/diary.md). Rows
-    have the same sum at all times where W does not decay to zero and steps are made of gradients as they come, which is
-    not known of classes without a fast form."""
-    retention, last = rule.retention, i + 1 == len(rule.network.feature_mapped)
-    if not (retention.fixed_row_sums and last and rule.network.norm) or rule.optimiser.erases or not has_chunks(rule):
+    token then differ by one number, which the norm takes away, and with it most of the rounding. Rows have the same sum
+    at all times where W does not decay to zero and steps are made of gradients as they come, which is not known of
+    classes without a fast form."""
+    retention = rule.retention
+    if not retention.fixed_row_sums or not rule.network.norm or i + 1 != len(rule.network.feature_mapped):
+        return u
+    if rule.optimiser.erases or not has_chunks(rule):
         return u
     return u if retention.gated and not retention.to_initial else retention.tangent(u)
 
 
-def hidden_inputs(u: Tensor, written: Tensor) -> Inputs:
-    """How a matrix that is not feature-mapped sees tokens with hidden units u ``[..., n, width]``; ``written`` are
-    those of the window tokens, as writes use them."""
-    return Inputs(u, partial(times, u), u, written, cached(partial(times, u, written)))
-
-
-def cached(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """``compute``, called at most once."""
-    found: list[Tensor] = []
-
-    def kept() -> Tensor:
-        if not found:
-            found.append(compute())
-        return found[0]
-
-    return kept
-
-
-def times(f: Tensor, w: Tensor) -> Tensor:
-    """W f for each of n tokens, ``[..., n, F], [..., m, F] -> [..., n, m]``; with inputs f_i in place of W, f . f_i. W
-    may be one matrix for each head, ``[heads, m, F]``."""
-    if w.dim() == f.dim():
-        return call(_Times, f, w) if large(w) else f @ w.mT
-    # A product would copy W for each sequence.
-    return _by_sequence(call(_Times, _by_head(f), w), f) if large(f) else torch.einsum("bhnf,hmf->bhnm", f, w)
-
-
-class _Times(Function):
-    """``times`` with its gradients, both by rows, as f and W lie. PyTorch's own of W lies by columns, and that of W f^T
-    for f: what they are added to and multiplied by is then passed over twice."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(f: Tensor, w: Tensor) -> Tensor:
-        return f @ w.mT
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    @without_autocast
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        f, w = ctx.saved_tensors
-        return g @ w, g.mT @ f
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """``[batch, heads, n, m] -> [heads, batch * n, m]``."""
-    return x.transpose(0, 1).flatten(1, 2)
-
-
-def _by_sequence(x: Tensor, like: Tensor) -> Tensor:
-    """The inverse of ``_by_head``, for as many tokens as ``like`` has."""
-    return x.unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
-
-
-def add(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
-    """A write, W + sum_i a_i f_i^T: f ``[..., N, F]``, w ``[..., m, F]``, a ``[..., N, m]``."""
-    return call(_Add, f, w, a) if large(w) else add_product(w, a.mT, f)
-
-
-class _Add(Function):
-    """``add`` with its gradients by rows, as its arguments lie."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
-        return add_product(w, a.mT, f)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0], inputs[2])
-
-    @staticmethod
-    @without_autocast
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        f, a = ctx.saved_tensors
-        return a @ g, g, f @ g.mT
-
-
-def _into(columns: KernelColumns) -> Write:
-    """``write`` on phi*: a sum into the columns of the window tokens, which come after the columns of M_0."""
-    at = columns.window[:, None, None] + columns.keys.shape[-1]
-    return lambda w, a: w.scatter_add(-1, at.expand(*w.shape[:-1], -1), a.mT)
+def _unbound(tree: Any, count: int, n: int) -> list[Any]:
+    """A (named) tuple of tensors, None and such tuples, cut into ``count`` of them along the first dimension."""
+    if tree is None:
+        return [None] * count
+    if isinstance(tree, Tensor):
+        return list(tree.unflatten(0, (count, n)).unbind())
+    parts = list(zip(*(_unbound(part, count, n) for part in tree), strict=True)) or [()] * count
+    return parts if type(tree) is tuple else [type(tree)(*part) for part in parts]

@@ -1,5 +1,6 @@
-"""Retentions with a mirror map (``NonLinearRetention``), over a chunk. They are linear at all of its tokens but one,
-the boundary token, at which W is made of the accumulator A (rules/retention.py)."""
+"""Retentions with a mirror map (``NonLinearRetention``), over a chunk. They are linear at all of its tokens but one, at
+which W is made of the dual variable A (rules/retention.py): the chunk-boundary update, or the first token's
+(``lag``)."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ import torch
 from torch import Tensor
 
 from ..rules.gates import pick
-from ..rules.retention import NonLinearRetention, padded_to
+from ..rules.retention import NonLinearRetention
 from .banded import decay_matrix
-from .chunk_context import MatrixContext
-from .decay_masks import by_channel
-from .fast_weight import ChunkSteps, Inputs, scale, scale_rows
+from .chunk_context import Inputs, MatrixContext
+from .fast_weight import to_rows
+from .plain_steps import PlainSteps
 
 
 class BoundaryUpdate(NamedTuple):
-    """What the matrix puts out for the queries, ``[..., b, m]``; and after the chunk W, the frozen W of the next chunk,
+    """What the matrix puts out for the queries, ``[n, b, m]``; and after the chunk W, the frozen W of the next chunk,
     and A."""
 
     out: Tensor
@@ -26,50 +27,45 @@ class BoundaryUpdate(NamedTuple):
     dual: Tensor
 
 
-def linear(part: MatrixContext, steps: ChunkSteps, row: int) -> Tensor:
-    """W after a token of the chunk (0: the first, -1: the last), if all of its tokens were linear."""
-    w, decay_target = part.held.weights, part.decay_target
-    return steps.weights(row, w, None if decay_target is None else padded_to(decay_target, w))
+def jump(steps: PlainSteps) -> Tensor:
+    """By how much the mirror map's W after a lag token, the chunk's first, differs from the linear one; zero for
+    sequences that read this token in an earlier call."""
+    part = steps.part
+    assert part.state.dual is not None
+    retention = cast(NonLinearRetention, part.context.rule.retention)
+    linear = steps.matrix(0, part.state.weights, part.target)
+    exact = retention.mirror_map(steps.matrix(0, part.state.dual, part.dual_target), part.state.start, part.initial)
+    return torch.where(part.context.chunk.inside[:, 0, None, None], exact - linear, 0.0)
 
 
-def accumulated(part: MatrixContext, steps: ChunkSteps, row: int) -> Tensor:
-    """A after a token of the chunk (0: the first, -1: the last), which all of the chunk's steps have moved."""
-    assert part.held.dual is not None
-    return steps.weights(row, part.held.dual, part.dual_target)
+def left_of_jump(part: MatrixContext) -> Tensor:
+    """How much of a lag token's jump is left after each token ``[n, b, C]``: it decays like all else."""
+    alpha = part.context.chunk.alpha
+    left = decay_matrix(alpha if alpha.dim() == 2 else alpha.mT)[..., 0]
+    return left[..., None] if left.dim() == 2 else left.mT
 
 
-def jump(part: MatrixContext, steps: ChunkSteps) -> Tensor:
-    """By how much the exact W after a lag token, the chunk's first, differs from the linear one; zero for sequences
-    that read this token in an earlier call."""
-    retention = _retention(part)
-    exact = retention.mirror_map(accumulated(part, steps, 0), part.held.start, part.initial)
-    return torch.where(part.context.chunk.inside[..., 0, None, None], exact - linear(part, steps, 0), 0.0)
-
-
-def gate_decay(part: MatrixContext) -> Tensor:
-    """How much of a lag token's jump is left after each token ``[..., C, b]``: it decays like all else."""
-    return decay_matrix(by_channel(part.context.chunk.alpha))[..., 0]
-
-
-def boundary_update(part: MatrixContext, steps: ChunkSteps, queries: Inputs, out: Tensor) -> BoundaryUpdate:
-    """Put the answers ``out`` right that the token of the chunk-boundary update changes (its own, and after a lag token
-    all later ones), and settle the matrix where the chunk ends."""
-    retention, filled, frozen = _retention(part), part.context.filled, part.held.start
-    last, end = accumulated(part, steps, -1), linear(part, steps, -1)
-    if retention.lag:
-        moved, fade = jump(part, steps), gate_decay(part)
-        out = out + scale_rows(fade, queries.apply(moved))
-        end = end + scale(fade[..., -1], moved)
+def boundary_update(
+    part: MatrixContext, queries: Inputs, out: Tensor, linear: Tensor, dual: Tensor, moved: Tensor | None
+) -> BoundaryUpdate:
+    """Put the answers ``out`` right that the mirror map changes (the last token's, or after a lag token, with its
+    ``jump`` ``moved``, all), and map the matrix where the chunk ends; ``linear`` and ``dual`` are W and A after the
+    last token."""
+    retention, filled = cast(NonLinearRetention, part.context.rule.retention), part.context.filled
+    frozen, shown = part.state.start, part.context.rule.window.read != "frozen"
+    if moved is not None:
+        left = left_of_jump(part)
+        if shown:
+            out = out + to_rows(left, out.shape[-1]) * queries.apply(moved)
+        linear = linear + to_rows(left[:, -1:], moved.shape[-2]).mT * moved
     if filled is False:
-        return BoundaryUpdate(out, end, frozen, last)
-    mirrored = retention.mirror_map(last, frozen, part.initial)
-    if not retention.lag:
-        end = pick(filled, mirrored, end)
-        out = torch.cat([out[..., :-1, :], pick(filled, queries.apply(mirrored)[..., -1:, :], out[..., -1:, :])], -2)
+        return BoundaryUpdate(out, linear, frozen, dual)
+    mapped = retention.mirror_map(dual, frozen, part.initial)
+    if moved is None:
+        linear = pick(filled, mapped, linear)
+        if shown:
+            last = pick(filled, queries.apply(mapped)[:, -1:], out[:, -1:])
+            out = torch.cat([out[:, :-1], last], 1)
     return BoundaryUpdate(
-        out, end, pick(filled, mirrored, frozen), pick(filled, retention.restart(last, mirrored), last)
+        out, linear, pick(filled, mapped, frozen), pick(filled, retention.restart(dual, mapped), dual)
     )
-
-
-def _retention(part: MatrixContext) -> NonLinearRetention:
-    return cast(NonLinearRetention, part.context.rule.retention)

@@ -9,145 +9,157 @@ two spaces that give the same numbers. The other letters are those of fast_weigh
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..rules.gates import pick
 from ..rules.optimisers import Muon
-from .chunk_context import MatrixContext
-from .fast_weight import ChunkSteps, DecayMasks, Inputs, Updates, decayed, last_momentum, scale_rows
+from .chunk_context import Inputs, MatrixContext
+from .decay_masks import DecayMasks, GateDecay
+from .fast_weight import decayed
 from .muon_space import StepGroup, muon_of, step_groups
 from .newton_schulz import gram_polynomial, newton_schulz, saturated
-from .triangular import WindowPairs
+from .triangular import late
 
 
-def muon_steps(part: MatrixContext, tokens: Updates) -> ChunkSteps:
-    """The steps of one matrix over a chunk, in the cheapest of the two spaces or in the one that was asked for."""
-    s, rule, muon_space = part.held.sums[0], part.context.rule, part.context.muon_space
-    taken, window = part.masks.in_sum.shape[-2], tokens.inputs.inputs.shape[-2]
-    space = muon_space.of(rule, s.shape[-2], s.shape[-1], taken, window, eigenvalues=muon_space.eigenvalues_pay(s))
-    return (_output_space if space == "outputs" else _feature_space)(part, s, tokens)
+class MuonSteps:
+    """The steps that one matrix makes over a chunk, in the cheapest of the two spaces or in the one that was asked for.
+    Arguments and methods are those of ``PlainSteps``."""
 
+    def __init__(self, part: MatrixContext, decay: GateDecay, masks: DecayMasks, updates: Tensor) -> None:
+        self.part, self.decay, self.masks, self.updates = part, decay, masks, updates
+        s, rule, muon_space = part.state.sums[0], part.context.rule, part.context.muon_space
+        assert masks.sums is not None and decay.start is not None
+        taken, window = masks.sums.shape[-2], part.keys.f.shape[-2]
+        # One group where a compiler would unroll the loop.
+        together = taken if torch.compiler.is_compiling() else muon_space.at_once(s)
+        self.groups = step_groups(taken, window, decay.retained.shape[1], rule.every, together)
+        self.start = decay.start[:, rule.every - 1 :: rule.every, None, None]  # cT at the steps
+        space = muon_space.of(rule, s.shape[-2], s.shape[-1], taken, window, eigenvalues=muon_space.eigenvalues_pay(s))
+        self.in_features = space == "features"
+        self.taken: list[Tensor] = self._in_features(s) if self.in_features else []
+        self.polynomials: list[_Polynomials] = [] if self.in_features else self._in_outputs(s)
 
-def pending_answer(part: MatrixContext, tokens: Updates, queries: Inputs) -> Tensor:
-    """S f for every query, ``[..., b, m]``, with the S that waits for a step when the query is answered; 0 just after
-    a step. The memory answers with W - S where ``Muon.read_pending``."""
-    pending = part.masks.moving.pending
-    assert pending is not None
-    of_start, rows = pending
-    near, pairs = queries.kernel(), part.context.pairs
-    out = (rows.squeeze(-3) * (near if pairs is None else pairs.columns(near))) @ tokens.deltas
-    return out + of_start.mT * queries.apply(part.held.sums[0])
-
-
-def muon_sums(part: MatrixContext, tokens: Updates) -> tuple[Tensor, ...]:
-    """The sums of a matrix after the chunk: S, and with online errors D (step.py)."""
-    masks, filled, sums = part.masks, part.context.filled, part.held.sums
-    s = last_momentum(sums[0], tokens, masks)
-    if len(sums) == 1:
-        return (s,)
-    nothing = torch.zeros_like(s)
-    if filled is True or masks.moving.plain is None:
-        return s, nothing
-    added = tokens.summed(masks.moving.plain[..., -1, :])  # what plain steps would have changed
-    changed = tokens.write(decayed(masks.retained[..., -1], sums[1], None), added)
-    return s, pick(filled, nothing, changed)
-
-
-def _feature_space(part: MatrixContext, s: Tensor, tokens: Updates) -> ChunkSteps:
-    masks, muon, w, features = part.masks, muon_of(part.context.rule), part.held.weights, tokens.inputs.written
-    groups, carried = _groups(part, tokens), _matrix(masks.moving.at_steps)
-    taken = []  # O(S_n) of the J' steps of each group: [..., J', m, F]
-    for group in groups:
-        new = _weighted(masks, tokens, group, part.context.pairs).mT @ features[..., None, : group.seen, :]
-        sums = carried[..., group.steps, :, :] * s[..., None, :, :] + new
-        taken.append(muon.direction(sums, newton_schulz, saturated))
-
-    def read(queries: Inputs) -> Tensor:
-        f = queries.features
+    def _in_features(self, s: Tensor) -> list[Tensor]:
+        """O(S_n) of the J' steps of each group, ``[n, J', m, F]``."""
+        muon, f = muon_of(self.part.context.rule), self.part.keys.written
         assert f is not None
-        moved = [f[..., None, group.first :, :] @ step.mT for group, step in zip(groups, taken, strict=True)]
-        return _after_steps(queries.held(w), moved, groups, masks)
+        taken = []
+        for group in self.groups:
+            new = self._weighted(group).mT @ f[:, None, : group.seen]
+            sums = self.start[:, group.steps] * s[:, None] + new
+            taken.append(muon.direction(sums, newton_schulz, saturated))
+        return taken
 
-    def weights(row: int, start: Tensor, decay_target: Tensor | None) -> Tensor:
-        end, decay = decayed(masks.retained[..., row], start, decay_target), masks.decay[..., 0, row, :, None, None]
-        for group, step in zip(groups, taken, strict=True):
-            end = end - (decay[..., group.steps, :, :] * step).sum(-3)
-        return end
+    def _in_outputs(self, s: Tensor) -> list[_Polynomials]:
+        muon, keys, kernel = muon_of(self.part.context.rule), self.part.keys, self.part.keys.kernel
+        assert kernel is not None
+        by_eigenvalues = self.part.context.muon_space.eigenvalues
+        inverse, most = _power_of_two(_largest(s)), muon.most(s.shape[-2]) if muon.normalised else None
+        self.s = s = s * inverse
+        kernel, past, of_start = kernel[:, None], keys.apply(s)[:, None], (s @ s.mT)[:, None]  # K, X, S_0 S_0^T
+        found = []
+        for group in self.groups:
+            upto, start = slice(group.seen), self.start[:, group.steps] / inverse[:, None]
+            e = self._weighted(group)
+            scale = _scale(muon, torch.maximum(_largest(e), start))
+            start, e = start * scale, e * scale
+            # The two cross terms are one another's transpose: one is added twice, and all made symmetric.
+            gram = e.mT @ (kernel[..., upto, upto] @ e + (2.0 * start) * past[..., upto, :])
+            gram = 0.5 * (gram + gram.mT) + start.square() * of_start
+            q = gram_polynomial(gram, muon.steps, floor=_floor(most, scale), eigenvalues=by_eigenvalues)
+            found.append(_Polynomials(group, start, e, q if most is None else most * q))
+        return found
 
-    return ChunkSteps(read, weights)
-
-
-def _output_space(part: MatrixContext, s: Tensor, tokens: Updates) -> ChunkSteps:
-    masks, muon, w = part.masks, muon_of(part.context.rule), part.held.weights
-    by_eigenvalues = part.context.muon_space.eigenvalues
-    inverse, most = _power_of_two(_largest(s)), muon.most(s.shape[-2]) if muon.normalised else None
-    s = s * inverse
-    kernel, past = tokens.inputs.kernel()[..., None, :, :], tokens.inputs.apply(s)[..., None, :, :]  # K, X
-    groups, carried = _groups(part, tokens), _matrix(masks.moving.at_steps)
-    of_start = (s @ s.mT)[..., None, :, :]
-    parts = []  # of the J' steps of each group, which see N' tokens: cT_n, E_n [..., J', N', m], Q_n [..., J', m, m]
-    for group in groups:
-        upto, cut = slice(group.seen), carried[..., group.steps, :, :] / inverse[..., None, :, :]
-        weighted = _weighted(masks, tokens, group, part.context.pairs)
-        scale = _scale(muon, torch.maximum(_largest(weighted), cut))
-        cut, weighted = cut * scale, weighted * scale
-        # The two cross terms are one another's transpose: one is added twice, and all made symmetric.
-        cross = (2.0 * cut) * past[..., upto, :]
-        gram = weighted.mT @ (kernel[..., upto, upto] @ weighted + cross)
-        gram = 0.5 * (gram + gram.mT) + cut.square() * of_start
-        q = gram_polynomial(gram, muon.steps, floor=_floor(most, scale), eigenvalues=by_eigenvalues)
-        q = q if most is None else most * q
-        parts.append((group, cut, weighted, q))
-
-    def read(queries: Inputs) -> Tensor:
-        near, old = queries.kernel()[..., None, :, :], queries.apply(s)[..., None, :, :]
-        moved = []
-        for group, cut, weighted, q in parts:  # S_n phi(q), and then Q_n of it
-            of_sums = cut * old[..., group.first :, :] + near[..., group.first :, : group.seen] @ weighted
-            moved.append(of_sums @ q)
-        return _after_steps(queries.held(w), moved, groups, masks)
-
-    def weights(row: int, start: Tensor, decay_target: Tensor | None) -> Tensor:
-        end, decay = decayed(masks.retained[..., row], start, decay_target), masks.decay[..., 0, row, :, None, None]
-        count = tokens.inputs.inputs.shape[-2]
-        written = s.new_zeros(*s.shape[:-2], count, s.shape[-2])
-        of_old = torch.zeros_like(of_start.squeeze(-3))
-        for group, cut, weighted, q in parts:
-            final = decay[..., group.steps, :, :] * q
-            written = written - F.pad((weighted @ final).sum(-3), (0, 0, 0, count - group.seen))
-            of_old = of_old + (cut * final).sum(-3)
-        return tokens.write(end - of_old @ s, written)
-
-    return ChunkSteps(read, weights)
-
-
-def _weighted(masks: DecayMasks, tokens: Updates, group: StepGroup, pairs: WindowPairs | None) -> Tensor:
-    """E_n = diag(P[n]) Delta ``[..., J', N', m]`` for the J' steps of a group and the N' window tokens they see."""
-    if pairs is not None:
+    def _weighted(self, group: StepGroup) -> Tensor:
+        """E_n = diag(P[n]) Delta ``[n, J', N', m]`` for the J' steps of a group and the N' window tokens they see."""
+        pairs, sums = self.part.context.pairs, self.masks.sums
+        assert sums is not None
+        if pairs is None:
+            return sums[:, group.steps, : group.seen, None] * self.updates[:, None, : group.seen]
         seen = pairs.upto(group.seen)
-        numbers = masks.in_sum[..., 0, group.steps, : seen.number, None]
-        return seen.fold(numbers * tokens.deltas[..., None, : seen.number, :])
-    return masks.in_sum[..., 0, group.steps, : group.seen, None] * tokens.deltas[..., None, : group.seen, :]
+        return seen.fold(sums[:, group.steps, : seen.number, None] * self.updates[:, None, : seen.number])
+
+    def read(self, queries: Inputs) -> Tensor:
+        """W_t f for the input f of every query, ``[n, b, m]``, as if the retention were linear at all tokens."""
+        moved, late_by_one = [], self.part.context.rule.window.read == "before"
+        if self.in_features:
+            for group, step in zip(self.groups, self.taken, strict=True):
+                moved.append(queries.f[:, None, group.first :] @ step.mT)
+        else:
+            assert queries.kernel is not None
+            near, old = queries.kernel[:, None], queries.apply(self.s)[:, None]
+            for group, start, e, q in self.polynomials:  # S_n phi(q), and then Q_n of it
+                moved.append((start * old[:, :, group.first :] + near[..., group.first :, : group.seen] @ e) @ q)
+        part, retained, steps = self.part, self.decay.retained, self.masks.steps
+        assert steps is not None
+        if late_by_one:
+            retained, steps = late(retained, 1.0), late(steps)
+        known = queries.apply(part.state.weights)
+        if part.target is None:
+            out = retained * known
+        else:
+            at_target = queries.apply(part.target) if queries.at_target is None else queries.at_target
+            out = torch.lerp(at_target, known, retained)
+        by_step = steps.mT[..., None]
+        for group, change in zip(self.groups, moved, strict=True):
+            total = (by_step[:, group.steps, group.first :] * change).sum(1)
+            out = out - F.pad(total, (0, 0, group.first, 0))
+        return out
+
+    def matrix(self, token: int, start: Tensor, target: Tensor | None) -> Tensor:
+        """The matrix after a token (-1: the last) if it makes these steps from ``start`` on and decays to ``target``,
+        ``[n, m, F]``; None: to zero."""
+        assert self.masks.steps is not None
+        end, steps = decayed(self.decay.retained[:, token], start, target), self.masks.steps[:, token, :, None, None]
+        if self.in_features:
+            for group, step in zip(self.groups, self.taken, strict=True):
+                end = end - (steps[:, group.steps] * step).sum(1)
+            return end
+        count, m = self.part.keys.f.shape[-2], start.shape[-2]
+        written, of_old = start.new_zeros(len(start), count, m), start.new_zeros(len(start), m, m)
+        for group, of_start, e, q in self.polynomials:
+            final = steps[:, group.steps] * q
+            written = written - F.pad((e @ final).sum(1), (0, 0, 0, count - group.seen))
+            of_old = of_old + (of_start * final).sum(1)
+        return self.part.write(end - of_old @ self.s, written)
+
+    def sums(self) -> tuple[Tensor, ...]:
+        """The sums of a matrix after the chunk: S, and with online errors D (step.py)."""
+        part, masks, filled, sums = self.part, self.masks, self.part.context.filled, self.part.state.sums
+        assert masks.last is not None and self.decay.start is not None
+        left = self.decay.start[:, -1, None, None] * sums[0]
+        s = part.write(left, part.summed(masks.last, self.updates))
+        if len(sums) == 1:
+            return (s,)
+        nothing = torch.zeros_like(s)
+        if filled is True or masks.mix is None:
+            return s, nothing
+        added = part.summed(masks.mix[:, -1], self.updates)  # what plain steps would have changed
+        changed = part.write(decayed(self.decay.retained[:, -1], sums[1], None), added)
+        return s, pick(filled, nothing, changed)
 
 
-def _after_steps(held: Tensor, moved: list[Tensor], groups: list[StepGroup], masks: DecayMasks) -> Tensor:
-    """W_t f for the queries, ``[..., b, m]``, from W_0 f (``held``) and what the steps of each group change of it
-    (``moved``), O(S_n) f ``[..., J', b - first, m]``."""
-    out = scale_rows(masks.retained_for_queries(), held)
-    decay = masks.for_queries(masks.decay).squeeze(-3).mT[..., None]
-    for group, part in zip(groups, moved, strict=True):
-        total = (decay[..., group.steps, group.first :, :] * part).sum(-3)
-        out = out - F.pad(total, (0, 0, group.first, 0))
-    return out
+class _Polynomials(NamedTuple):
+    """Of the J' steps of a group, which see N' tokens: cT_n, E_n ``[n, J', N', m]`` and Q_n ``[n, J', m, m]``."""
+
+    group: StepGroup
+    start: Tensor
+    e: Tensor
+    q: Tensor
 
 
-def _groups(part: MatrixContext, tokens: Updates) -> list[StepGroup]:
-    """The groups in which the steps of a chunk are computed: one group where a compiler would unroll the loop."""
-    taken, window = part.masks.in_sum.shape[-2], tokens.inputs.inputs.shape[-2]
-    together = taken if torch.compiler.is_compiling() else part.context.muon_space.at_once(part.held.sums[0])
-    return step_groups(taken, window, part.masks.retained.shape[-1], part.masks.every, together)
+def pending_answer(part: MatrixContext, masks: DecayMasks, updates: Tensor, queries: Inputs) -> Tensor:
+    """S f for every query, ``[n, b, m]``, with the pending update S when the query is answered; 0 just after a step.
+    The memory answers with W - S where ``Muon.read_pending``."""
+    assert masks.pending is not None and queries.kernel is not None
+    of_start, rows = masks.pending
+    pairs, kernel = part.context.pairs, queries.kernel
+    out = (rows * (kernel if pairs is None else pairs.columns(kernel))) @ updates
+    return torch.addcmul(out, of_start, queries.apply(part.state.sums[0]))
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -172,8 +184,3 @@ def _floor(most: float | None, scale: Tensor) -> Tensor | None:
     """The floor of ``gram_polynomial`` for a normalised step, where S has been multiplied by ``scale``: L^2 so scaled.
     ``most`` is L; None: steps are raw."""
     return None if most is None else (most * scale).square()
-
-
-def _matrix(factor: Tensor) -> Tensor:
-    """One number a step, ``[..., 1, J]``, as factors of matrices, ``[..., J, 1, 1]``."""
-    return factor[..., 0, :, None, None]

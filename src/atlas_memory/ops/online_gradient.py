@@ -1,5 +1,6 @@
-"""The errors and updates of one matrix over a chunk, where they depend on what the chunk has written before: with live
-errors (step.py), and with the delta step. Both solve a triangular system (triangular.py, which has the letters)."""
+"""The errors and updates of one matrix over a chunk, where they depend on what the chunk has written before: with
+online errors (step.py), and with the delta step. Both solve a triangular system (triangular.py, which has the
+letters)."""
 
 from __future__ import annotations
 
@@ -7,96 +8,106 @@ import torch
 from torch import Tensor
 
 from ..rules.networks import ForwardCache
-from ..rules.rule import Rule
-from .chunk_context import Chunk, MatrixContext
-from .decay_masks import by_channel
-from .fast_weight import identity_steps, join_channels, scale_rows, split_channels
-from .mirror_map import gate_decay, jump
-from .triangular import before_each_token, carried_prediction, solve, solve_pairs
+from .chunk_context import ChunkContext, MatrixContext
+from .decay_masks import DecayMasks, GateDecay
+from .fast_weight import join_channels, split_channels, to_rows
+from .mirror_map import jump, left_of_jump
+from .plain_steps import PlainSteps
+from .triangular import late, solve, solve_blocks
 
 
 def online_errors(
-    part: MatrixContext, cache: ForwardCache, error: Tensor, curvature_bound: Tensor
+    part: MatrixContext, decay: GateDecay, masks: DecayMasks, cache: ForwardCache, error: Tensor, rate: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The errors at the pre-norm output, taken at what the last matrix answers just before each token, and that
-    matrix's updates; both ``[..., b c, dim]``, for every pair (for every token where windows have only one). The two
-    differ only where the step also erases.
+    matrix's updates; both ``[n, U, dim]``. The two differ only where the step also erases.
 
     Args:
         part: the last matrix.
-        trace: the pass of the window tokens through the frozen memory.
-        error: the errors at the pre-norm output that the frozen memory makes, ``[..., N, dim]``.
-        response: r_t of step.py, ``[..., N]``.
+        cache: the pass of the window tokens through the frozen memory.
+        error: the errors at the pre-norm output that the frozen memory makes, ``[n, N, dim]``.
+        rate: r_t of step.py, ``[n, N]``.
     """
-    context, masks = part.context, part.masks
-    base, rate = error - curvature_bound[..., None] * cache.pre_norm, curvature_bound
-    if context.pairs is not None:
-        pairs = context.pairs
+    rule, pairs = part.context.rule, part.context.pairs
+    base = torch.addcmul(error, rate[..., None], cache.pre_norm, value=-1)
+    if pairs is not None:
         base, rate = pairs.of(base), pairs.of(rate[..., None]).squeeze(-1)
-    if context.rule.optimiser.estimates_change:
-        errors = _solve(part, base, rate[..., None, :], _by_plain_steps(part, cache), _plain(part))
+    if rule.optimiser.estimates_change:
+        errors = _solve(part, masks, base, rate, _by_plain_steps(part, decay, cache))
         return errors, errors
-    s = part.held.sums[0] if part.held.sums else None
-    before = carried_prediction(part.keys, part.held.weights, s, part.decay_target, masks, context.pairs)
-    if context.rule.retention.lag:
-        before = before + _after_lag_token(part, base + rate[..., None] * before)
-    both = rate[..., None, :]
-    if context.rule.optimiser.erases:
-        both = both + kept(context.rule, context.chunk)
-    updates = _solve(part, base, both, before, masks.mixing())
-    if not context.rule.optimiser.erases:
+    carried = carried_prediction(part, decay)
+    if rule.retention.lag:
+        carried = carried + _after_lag_token(part, decay, masks, base + rate[..., None] * carried)
+    if not rule.optimiser.erases:
+        updates = _solve(part, masks, base, rate, carried)
         return updates, updates
-    channels = both.shape[-2]
+    erased = kept(part.context)
+    both = rate + erased if erased.dim() == 2 else rate[:, None] + erased
+    updates = _solve(part, masks, base, both, carried)
+    if both.dim() == 2:
+        return base + (rate / both)[..., None] * (updates - base), updates
+    channels = both.shape[1]
     answers = (split_channels(updates, channels) - split_channels(base, channels)) / both[..., None]
     return base + rate[..., None] * join_channels(answers), updates
 
 
-def erasing(part: MatrixContext, deltas: Tensor) -> Tensor:
-    """The updates of a delta step, ``[..., b, rows]``: ``deltas``, the errors at what the matrix puts out, and what
+def erasing(part: MatrixContext, decay: GateDecay, masks: DecayMasks, deltas: Tensor) -> Tensor:
+    """The updates of a delta step, ``[n, b, rows]``: ``deltas``, the errors at what the matrix puts out, and what
     W_{t-1} answers to each key, which is taken out."""
-    before = carried_prediction(part.keys, part.held.weights, None, part.decay_target, part.masks, None)
-    return _solve(part, deltas, kept(part.context.rule, part.context.chunk), before, part.masks.mixing())
+    return _solve(part, masks, deltas, kept(part.context), carried_prediction(part, decay))
 
 
-def _solve(part: MatrixContext, base: Tensor, rate: Tensor, before: Tensor, mixing: Tensor) -> Tensor:
-    """The updates that solve the triangular system; arguments as for ``solve``, but R (``mixing``) not a row late."""
-    pairs, kernel = part.context.pairs, part.keys.kernel()
+def carried_prediction(part: MatrixContext, decay: GateDecay) -> Tensor:
+    """What W_{t-1} would answer to every update's key without the chunk's writes, ``[n, U, m]``."""
+    keys, state, pairs, before = part.keys, part.state, part.context.pairs, decay.retained_before
+    assert before is not None
+    known = keys.apply(state.weights) if keys.known is None else keys.known
+    at_target = None
+    if part.target is not None:
+        at_target = keys.apply(part.target) if keys.at_target is None else keys.at_target
     if pairs is not None:
-        return solve_pairs(base, rate, before, kernel, mixing, part.masks.inter_block, pairs)
-    return solve(base, rate, before, kernel, before_each_token(mixing, 0.0, None))
+        known, at_target = pairs.of(known), None if at_target is None else pairs.of(at_target)
+    before = to_rows(before, known.shape[-1])
+    out = before * known if at_target is None else torch.lerp(at_target, known, before)
+    if decay.started_before is not None:
+        of_sums = keys.apply(state.sums[0])
+        of_sums = of_sums if pairs is None else pairs.of(of_sums)
+        out = torch.addcmul(out, to_rows(decay.started_before, out.shape[-1]), of_sums, value=-1)
+    return out
 
 
-def _plain(part: MatrixContext) -> Tensor:
-    mixing = part.masks.moving.plain
-    assert mixing is not None
-    return mixing
+def _solve(part: MatrixContext, masks: DecayMasks, base: Tensor, rate: Tensor, carried: Tensor) -> Tensor:
+    kernel, mix, pairs = part.keys.kernel, masks.mix, part.context.pairs
+    assert kernel is not None and mix is not None
+    if pairs is not None:
+        return solve_blocks(base, rate, carried, kernel, mix, masks.between, pairs)
+    return solve(base, rate, carried, kernel, late(mix))
 
 
-def _by_plain_steps(part: MatrixContext, cache: ForwardCache) -> Tensor:
-    """``carried_prediction`` of triangular.py under Muon, whose errors see plain steps: what the last matrix of the
-    frozen memory answers to each token, less what plain steps of this chunk changed in earlier calls (D,
-    ``sums[1]``)."""
-    context = part.context
-    held, changed = cache.pre_norm, part.keys.apply(part.held.sums[1])
-    if context.pairs is not None:
-        held, changed = context.pairs.of(held), context.pairs.of(changed)
-    left = before_each_token(part.masks.retained[..., None], 1.0, context.pairs).squeeze(-1)
-    return held - scale_rows(left, changed)
+def _by_plain_steps(part: MatrixContext, decay: GateDecay, cache: ForwardCache) -> Tensor:
+    """The carried prediction under Muon, whose errors see plain steps: what the last matrix of the frozen memory
+    answers to each token, less what plain steps of this chunk changed in earlier calls (D, ``sums[1]``)."""
+    pairs, held, changed = part.context.pairs, cache.pre_norm, part.keys.apply(part.state.sums[1])
+    if pairs is not None:
+        held, changed = pairs.of(held), pairs.of(changed)
+    assert decay.retained_before is not None
+    return torch.addcmul(held, decay.retained_before, changed, value=-1)
 
 
-def _after_lag_token(part: MatrixContext, provisional: Tensor) -> Tensor:
+def _after_lag_token(part: MatrixContext, decay: GateDecay, masks: DecayMasks, provisional: Tensor) -> Tensor:
     """For a retention with a lag token: by how much the answers to all later tokens differ since the chunk's first
-    token has the exact W and not the linear one. That W needs the first token's own updates only, which ``provisional``
-    has right: they depend on no other update."""
+    token has the mirror map's W and not the linear one. That W needs the first token's own updates only, which
+    ``provisional`` has right: they depend on no other update."""
     pairs = part.context.pairs
-    s = part.held.sums[0] if part.held.sums else None
-    steps = identity_steps(part.held.weights, s, part.tokens(provisional), part.masks)
-    moved = part.keys.apply(jump(part, steps))
-    fade = before_each_token(gate_decay(part)[..., None], 0.0, pairs).squeeze(-1)
-    return scale_rows(fade, moved if pairs is None else pairs.of(moved))
+    moved = part.keys.apply(jump(PlainSteps(part, decay, masks, provisional)))
+    left = late(left_of_jump(part))
+    if pairs is not None:
+        moved, left = pairs.of(moved), pairs.each(left, 1)
+    return to_rows(left, moved.shape[-1]) * moved
 
 
-def kept(rule: Rule, chunk: Chunk) -> Tensor:
-    """By what W_{t-1} has been multiplied when a delta step takes its part out of it: alpha or 1, ``[..., C, b]``."""
-    alpha = by_channel(chunk.alpha)
-    return alpha if rule.optimiser.after_decay else torch.ones_like(alpha)
+def kept(context: ChunkContext) -> Tensor:
+    """By what W_{t-1} has been multiplied when a delta step takes its part out of it: alpha or 1, ``[n, b]`` or
+    ``[n, C, b]``."""
+    alpha = context.chunk.alpha if context.chunk.alpha.dim() == 2 else context.chunk.alpha.mT
+    return alpha if context.rule.optimiser.after_decay else torch.ones_like(alpha)

@@ -1,34 +1,32 @@
-"""Errors that see the chunk's earlier writes (``online``, step.py), and the delta step: one triangular system each.
+"""Updates that depend on what the chunk has written before, as online errors (step.py) and the delta step do: one
+triangular system each.
 
 The update u_p of one matrix is the vector, as long as the matrix has rows, that is written under the input f_p of token
 p when token t is read (with windows of one token t is p). It is linear in what the matrix, with all earlier updates in
 it, answers to f_p just before that:
 
     u_p          = base_p + rate_p W_{t-1} f_p
-    W_{t-1} f_p  = stood_p - sum over p' of R[t-1, p'] (f_p . f_p') u_p'
+    W_{t-1} f_p  = carried_p - sum over p' of R[t-1, p'] (f_p . f_p') u_p'
 
-Here stood_p is what the matrix would answer had the chunk written nothing: what it answered at the chunk's start,
-decayed. R[t, p] says how much of update p is in W_t (``DecayMasks.mixing``). With K the kernel, K[p, p'] = f_p . f_p',
-the updates solve (I + diag(rate) (R * K)) u = base + rate carried_prediction, with R a row late: a unit lower
-triangular system, the WY form of DeltaNet. For DeltaNet rate = 1 and base = -v; a online error has the rate r_t of its
-bias.
+Here carried_p is the carried prediction, what the matrix would answer had the chunk written nothing: what it answered
+at the chunk's start, decayed. R[t, p] says how much of update p is in W_t (decay_masks.py). With K the kernel,
+K[p, p'] = f_p . f_p', the updates solve (I + diag(rate) (R * K)) u = base + rate carried, with R a row late: a unit
+lower triangular system, the WY form of DeltaNet. For DeltaNet rate = 1 and base = -v; an online error has the rate r_t
+of its bias.
 
 With a window of c > 1 tokens every token of the window has an error of its own at every t at which it is in the window.
 The updates p are then of *pairs* (t, i), c for each of the b tokens of the chunk, in the order of t and then from the
-oldest i. ``[..., b c]`` below counts pairs; with c = 1 they are the tokens. The system of pairs is solved in blocks
-(triangular.py).
+oldest i. U counts updates: b tokens, or b c pairs. The system of all pairs would have (b c)^2 entries, and is solved in
+*blocks* of a few tokens, one block after the other: what is written up to token n is in W_n and S_n, and is met at a
+later token t as what alpha, the steps and theta have made of these two. With x[t, n] and y[t, n] for how much of W_n
+and of S_n is then in W_t (the inter-block coefficients),
 
-The updates of a chunk's pairs (triangular.py), solved in *blocks* of a few tokens, one block after the other.
-
-The system of all pairs would have (b c)^2 entries. But what is written up to token n is in W_n and S_n, and is met at a
-later token t as what alpha, the steps and theta have made of these two. With ``inter_block`` and ``moved`` for how much
-of W_n and of S_n is then in W_t,
-
-    R[t, p]  =  onward[t, n] R[n, p] + moved[t, n] P[n, p]     for every p up to n.
+    R[t, p]  =  x[t, n] R[n, p] + y[t, n] P[n, p]     for every p up to n.
 
 With n the last token before a block, the sum over the pairs before the block is therefore that of two rows, R[n] and
 P[n], in which the updates of all pairs of one window token can be summed before they meet the kernel
-(``WindowPairs.fold``). What is left is a small system for the pairs of the block."""
+(``WindowPairs.fold``). What is left is a small system for the pairs of the block.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .banded import added, overlapping, stretches
-from .fast_weight import DecayMasks, Inputs, InterBlock, join_channels, scale_rows, split_channels
+from .fast_weight import join_channels, split_channels, to_rows, weighted
 
 BLOCK = 128
 """About how many pairs a block has."""
@@ -95,91 +93,64 @@ class WindowPairs(NamedTuple):
         return F.pad(added(x.unflatten(-2, (self.chunk, self.size)), 1), (0, 0, self.spare, 0))
 
 
-def before_each_token(rows: Tensor, at_start: float, pairs: WindowPairs | None) -> Tensor:
-    """For every pair the row of the memory just before its token, ``[..., b c, n]``, from ``rows`` ``[..., b, n]``, one
-    for the memory after each token; ``at_start`` fills the row before the first."""
-    rows = F.pad(rows[..., :-1, :], (0, 0, 1, 0), value=at_start)
-    return rows if pairs is None else pairs.each(rows, -2)
+def late(rows: Tensor, at_start: float = 0.0) -> Tensor:
+    """Rows ``[..., b, k]``, one for the memory after each token, as those of the memory before each token."""
+    return F.pad(rows[..., :-1, :], (0, 0, 1, 0), value=at_start)
 
 
-def carried_prediction(
-    inputs: Inputs,
-    w: Tensor,
-    s: Tensor | None,
-    decay_target: Tensor | None,
-    masks: DecayMasks,
-    pairs: WindowPairs | None,
-) -> Tensor:
-    """What W_{t-1} would answer to every pair without the chunk's writes, ``[..., b c, m]``.
+def solve(base: Tensor, rate: Tensor, carried: Tensor, kernel: Tensor, reach: Tensor) -> Tensor:
+    """The updates u ``[n, U, m]``, from the letters of the equations above.
 
     Args:
-        inputs: how the matrix sees the window tokens.
-        w, s: the matrix and its momentum before the chunk; None: there is no momentum.
-        home: the decay target of the matrix: it is home plus a matrix that decays to zero. None: zero.
+        base, carried: ``[n, U, m]``.
+        rate: ``[n, U]`` or ``[n, C, U]``.
+        kernel: f_p . f_p' ``[n, U, U]``.
+        reach: R a row late, how much of each update is in the matrix just before each, ``[n, U, U]`` or
+            ``[n, C, U, U]``.
     """
-
-    def to_pairs(x: Tensor) -> Tensor:
-        return x if pairs is None else pairs.of(x)
-
-    held = to_pairs(inputs.held(w))
-    to_home = None if decay_target is None else to_pairs(inputs.apply(decay_target))
-    held = held if to_home is None else held - to_home
-    out = scale_rows(before_each_token(masks.retained[..., None], 1.0, pairs).squeeze(-1), held)
-    if s is not None:
-        started = before_each_token(masks.started()[..., None], 0.0, pairs).squeeze(-1)
-        out = out - scale_rows(started, to_pairs(inputs.apply(s)))
-    return out if to_home is None else out + to_home
-
-
-def solve(base: Tensor, rate: Tensor, carried_prediction: Tensor, kernel: Tensor, reach: Tensor) -> Tensor:
-    """The updates u ``[..., n, m]`` of n tokens or pairs, from the letters of the equations above.
-
-    Args:
-        base, carried_prediction: ``[..., n, m]``.
-        rate: ``[..., C or 1, n]``, with C the number of channels where gates are channel-wise, else 1.
-        kernel: f_p . f_p' ``[..., n, n]``.
-        reach: R a row late, how much of each update is in the matrix just before each token, ``[..., C, n, n]``.
-    """
-    channels = max(reach.shape[-3], rate.shape[-2])
-    system = rate[..., None] * reach * kernel[..., None, :, :]
-    right = split_channels(base, channels) + rate[..., None] * split_channels(carried_prediction, channels)
-    # The diagonal of ones and what is above it are not read.
+    if rate.dim() == 2 and reach.dim() == 3:
+        rate = rate[..., None]
+        system, right = rate * reach * kernel, torch.addcmul(base, rate, carried)
+        # The diagonal of ones and what is above it are not read.
+        return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    rate, reach = (rate if rate.dim() == 3 else rate[:, None])[..., None], reach if reach.dim() == 4 else reach[:, None]
+    channels = max(rate.shape[1], reach.shape[1])
+    system = rate * reach * kernel[:, None]
+    right = split_channels(base, channels) + rate * split_channels(carried, channels)
     return join_channels(torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True))
 
 
-def solve_pairs(
+def solve_blocks(
     base: Tensor,
     rate: Tensor,
-    carried_prediction: Tensor,
+    carried: Tensor,
     kernel: Tensor,
-    mixing: Tensor,
-    inter_block: InterBlock,
+    mix: Tensor,
+    between: tuple[tuple[Tensor, Tensor], ...],
     pairs: WindowPairs,
 ) -> Tensor:
-    """The updates u ``[..., b c, m]`` of all pairs.
+    """The updates u ``[n, b c, m]`` of all pairs.
 
     Args:
-        base, carried_prediction: ``[..., b c, m]``.
-        rate: ``[..., C or 1, b c]``.
-        kernel: the kernel among the window tokens, ``[..., N, N]``.
-        mixing: R, how much of each update is in the matrix after each token, ``[..., C, b, b c]``.
-        onward: for W and S, what is in them after each block, and how much of that later tokens meet; see
-    ``InterBlock``.
+        base, rate, carried: as in ``solve``.
+        kernel: the kernel among the window tokens, ``[n, N, N]``.
+        mix: R, how much of each update is in the matrix after each token, ``[n, b, b c]`` or ``[n, C, b, b c]``.
+        between: the inter-block coefficients; see ``DecayMasks``.
     """
     size, tokens = pairs.size, pairs.block
-    by_block = [x.split(tokens * size, dim) for x, dim in ((base, -2), (rate, -1), (carried_prediction, -2))]
+    by_block = [x.split(tokens * size, dim) for x, dim in ((base, 1), (rate, -1), (carried, 1))]
     solved: list[Tensor] = []
-    for number, (u, r, answered, rows) in enumerate(zip(*by_block, mixing.split(tokens, -2), strict=True)):
+    for number, (u, r, answered, rows) in enumerate(zip(*by_block, mix.split(tokens, -2), strict=True)):
         start, block = number * tokens, WindowPairs(size, rows.shape[-2])
         among = slice(pairs.spare + start, pairs.spare + start + block.chunk + size - 1)
         if number:  # take away what earlier blocks wrote, by the rows R[n] and P[n]
-            before, written = WindowPairs(size, start), torch.cat(solved, -2)
+            before, written = WindowPairs(size, start), torch.cat(solved, 1)
             near = kernel[..., among, pairs.spare : pairs.spare + start + size - 1]
-            for factor, in_matrix in inter_block:
+            for later, in_matrix in between:
                 numbers = in_matrix[..., number - 1, : start * size]
-                inputs_of = block.of(near @ before.fold(scale_rows(numbers, written)))
-                kept = block.each(factor[..., start - 1 : start + block.chunk - 1, number - 1], -1)
-                answered = answered - scale_rows(kept, inputs_of)
-        reach = before_each_token(rows[..., start * size : (start + block.chunk) * size], 0.0, block)
+                met = block.of(near @ before.fold(weighted(numbers, written)))
+                left = block.each(later[..., start - 1 : start + block.chunk - 1, number - 1], -1)
+                answered = answered - to_rows(left[..., None] if left.dim() == 2 else left.mT, met.shape[-1]) * met
+        reach = block.each(late(rows[..., start * size : (start + block.chunk) * size]), -2)
         solved.append(solve(u, r, answered, block.columns(block.of(kernel[..., among, among])), reach))
-    return torch.cat(solved, -2)
+    return torch.cat(solved, 1) if len(solved) > 1 else solved[0]

@@ -34,17 +34,20 @@ def max_entry(x: Tensor) -> Tensor:
 
 
 def is_cheap_to_read(x: Tensor) -> bool:
-    """Whether the numbers of ``x`` can be read without waiting for a GPU."""
-    return x.device.type == "cpu" and can_read(x)
+    """Whether a look at the numbers of ``x`` costs nothing. On a GPU one would have to wait for them; a compiler, the
+    transforms of torch.func and fake tensors have none."""
+    if x.device.type != "cpu" or type(x) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def can_read(x: Tensor) -> bool:
-    """Whether the numbers of ``x`` can be read: not under a compiler, in torch.func, of a fake tensor, or while
-    a CUDA graph is recorded."""
+    """Whether the numbers of ``x`` can be looked at, though a GPU may have to be waited for: not under a compiler, in a
+    transform or of a fake tensor, nor while a CUDA graph is recorded."""
     if torch.compiler.is_compiling() or is_transformed(x):
         return False
-    real = type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
-    return real and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    there = type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
+    return there and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_transformed(x: Tensor) -> bool:
@@ -54,7 +57,9 @@ def is_transformed(x: Tensor) -> bool:
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A context without ``torch.autocast`` on this device; the device "meta" has none."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:

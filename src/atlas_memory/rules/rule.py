@@ -265,20 +265,24 @@ class Rule:
         return bound.clamp_min(1e-6)  # a layer norm may learn a gain of zero
 
     def step_normalisers(
-        self, weights: Sequence[Tensor], cache: ForwardCache, curvature_bound: Tensor, params: Params
+        self,
+        weights: Sequence[Tensor],
+        cache: ForwardCache,
+        curvature_bound: Tensor,
+        params: Params,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """lambda_l,t / share_l of step.py for every matrix, ``[..., time]`` each."""
+        """lambda_l,t / share_l of step.py, which normalises the steps: for every matrix, ``[..., time]`` each.
+        ``lengths``: |phi(x)|^2 ``[..., time]``, if it is known."""
         network, found = self.network, []
-        jacobian_bounds = network.jacobian_bounds(weights, cache)
-        for feature_mapped, u, gain, share in zip(
-            network.feature_mapped, cache.inputs, jacobian_bounds, network.shares, strict=True
-        ):
-            if feature_mapped and not self.retention.fixed_row_sums:
-                length = self.features.squared_norm(u, params.sqrt_a)
+        bounds = network.jacobian_bounds(weights, cache)
+        for mapped, u, bound, share in zip(network.feature_mapped, cache.inputs, bounds, network.shares, strict=True):
+            if mapped and not self.retention.fixed_row_sums:
+                length = self.features.squared_norm(u, params.sqrt_a) if lengths is None else lengths
             else:
-                f = self.features.expand(u, params.sqrt_a) if feature_mapped else u
+                f = self.features.expand(u, params.sqrt_a) if mapped else u
                 length = self.retention.tangent(f).square().sum(-1)
-            found.append((curvature_bound * (gain + FLOOR) + self.optimiser.erases) * (length + FLOOR) / share)
+            found.append((curvature_bound * (bound + FLOOR) + self.optimiser.erases) * (length + FLOOR) / share)
         return tuple(found)
 
     def initial_weights(self, heads: int, dim: int) -> tuple[Tensor, ...]:
