@@ -32,6 +32,7 @@ def read_chunk(
     chunk: Chunk,
     filled: Condition,
     constants: ChunkConstants | None = None,
+    pairs: WindowPairs | None = None,
     columns: KernelColumns | None = None,
     muon_space: MuonSpace = DEFAULT,
 ) -> tuple[Tensor, tuple[MatrixState, ...]]:
@@ -40,7 +41,7 @@ def read_chunk(
     Args:
         memory: the matrices before the chunk.
         filled: whether the chunk is read to its end, for all sequences or for each, ``[n]``.
-        constants: what ``ChunkConstants.of`` gives for the chunk, if it has been computed.
+        constants, pairs: what ``ChunkConstants.of`` and ``pairs_of`` give for the chunk, if they have been computed.
         columns: where the matrices have the keys' columns, for ``Exponential`` features.
         muon_space: how Muon orthogonalises.
 
@@ -48,19 +49,24 @@ def read_chunk(
         y ``[n, b, dim]`` and the matrices after the chunk; where it is filled, with the ``frozen`` and ``dual`` with
         which the next chunk begins.
     """
-    network, norm, pairs = rule.network, params.params.norm, pairs_of(rule, chunk)
-    constants = constants or ChunkConstants.of(rule, params, chunk, pairs)
-    constants = constants if constants.keys is not None else constants.with_inputs(rule, params, chunk, columns)
-    context = ChunkContext(rule, chunk, filled, pairs, muon_space)
-    mapped, outputs = network.feature_mapped, []
+    network, norm = rule.network, params.params.norm
+    if constants is None:
+        pairs = pairs_of(rule, chunk)
+        constants = ChunkConstants.of(rule, params, chunk, pairs)
+    if constants.keys is None:
+        constants = constants.with_inputs(rule, params, chunk, pairs, columns)
+    context = ChunkContext(rule, rule.online, chunk, filled, pairs, muon_space)
+    mapped, last = network.feature_mapped, len(memory) - 1
+    outputs: list[Tensor] = []
     inputs: list[MatrixInput] = []
     parts = []
     for i, state in enumerate(memory):
         inputs.append(network.matrix_input(i, chunk.k, outputs, slopes=True))
-        keys = (
-            _of_features(constants.keys, constants.targets[i][0]) if mapped[i] else hidden_keys(rule, i, inputs[i][0])
-        )
-        outputs.append(keys.apply(state.start))
+        if mapped[i]:
+            keys = _of_features(constants.keys, constants.targets[i][0])
+        else:
+            keys = hidden_keys(context, inputs[i][0], i == last)
+        outputs.append(keys.apply(state.weights if state.frozen is None else state.frozen))
         keys = keys._replace(known=outputs[i]) if state.frozen is None else keys
         parts.append(MatrixContext(context, state, params.params.initial[i], *params.targets[i], keys))
     cache = network.make_cache(chunk.k, inputs, outputs[-1], norm)
@@ -70,7 +76,8 @@ def read_chunk(
         if mapped[i]:
             queries = _of_features(constants.queries, constants.targets[i][1])
         else:
-            queries = hidden_queries(rule, i, network.matrix_input(i, chunk.q, outputs)[0], part.keys)
+            u = network.matrix_input(i, chunk.q, outputs)[0]
+            queries = hidden_queries(context, u, i == last, part.keys)
         out, state = _read_matrix(part, constants.decay, masks[i], updates[i], queries)
         outputs.append(out)
         after.append(state)
@@ -82,7 +89,7 @@ def pairs_of(rule: Rule, chunk: Chunk) -> WindowPairs | None:
     if rule.window.size == 1 or not rule.online:
         return None
     b = chunk.theta.shape[-1]
-    return WindowPairs(rule.window.size, b, chunk.v.shape[-2] - b - rule.window.size + 1)
+    return WindowPairs.make(rule.window.size, b, chunk.v.shape[-2] - b - rule.window.size + 1, chunk.v)
 
 
 def _of_features(inputs: Inputs | None, at_target: Tensor | None) -> Inputs:
@@ -102,14 +109,14 @@ def _updates(
     network, frozen = rule.network, [part.state.start for part in parts]
     derivative = rule.bias.derivative(cache.prediction, chunk.v)
     error = network.pre_norm_error(cache, derivative, params.params.norm)
-    rate = rule.curvature_bound(cache, chunk.v, params.params) if rule.online or rule.optimiser.normalised else None
+    rate = rule.curvature_bound(cache, chunk.v, params.params) if context.online or rule.optimiser.normalised else None
     if rule.optimiser.normalised and rate is not None:
         sizes = rule.step_normalisers(frozen, cache, rate, params.params, constants.lengths)
-        masks = [DecayMasks.of(context, decay, over_window(chunk, size)) for size in sizes]
+        masks = [DecayMasks.of(context, decay, over_window(constants.window, size)) for size in sizes]
     else:
         masks = [DecayMasks.of(context, decay, None)] * len(parts)
     last: list[Tensor] = []
-    if rule.online and rate is not None:
+    if context.online and rate is not None:
         error, updates = online_errors(parts[-1], decay, masks[-1], cache, error, rate)
         last = [updates]
     earlier = len(parts) - len(last)

@@ -131,12 +131,14 @@ class ChunkContext(NamedTuple):
     """What all matrices of a memory have in common over a chunk.
 
     Attributes:
+        online: whether the rule's errors are.
         filled: whether the chunk is read to its end.
         pairs: the pairs of triangular.py, where errors are online and windows longer than one token; else None.
         muon_space: how Muon orthogonalises.
     """
 
     rule: Rule
+    online: bool
     chunk: Chunk
     filled: Condition
     pairs: WindowPairs | None
@@ -179,5 +181,5 @@ class MatrixContext(NamedTuple):
         if pairs is None:
             return weighted(numbers, updates)
         if self.back is None or self.errors is None or numbers.dim() == 3:  # the errors have other channels
-            return pairs.fold(weighted(numbers, updates))
-        return self.back(pairs.fold(weighted(numbers, self.errors)))
+            return pairs.summed(numbers, updates)
+        return self.back(pairs.summed(numbers, self.errors))

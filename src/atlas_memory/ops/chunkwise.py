@@ -268,9 +268,10 @@ def _each_chunk(
     """One chunk after the other: y ``[n, b, dim]`` of each, and the matrices after the last."""
     outputs: list[Tensor] = []
     constants: Sequence[ChunkConstants | None] = [None] * layout.count
+    pairs = None
     if not compiled:
-        first = Chunk(*(x[0] for x in chunks))
-        constants = ChunkConstants.of_each(rule, params, chunks, pairs_of(rule, first))
+        pairs = pairs_of(rule, Chunk(*(x[0] for x in chunks)))
+        constants = ChunkConstants.of_each(rule, params, chunks, pairs)
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     for j, inputs in enumerate(map(Chunk._make, zip(*(x.unbind() for x in chunks), strict=True))):
         filled, columns = layout.filled(j), None if keys is None else keys.columns(j)
@@ -278,7 +279,7 @@ def _each_chunk(
         own = compiled and _compilable(layout, filled, columns)
         form = compiled_for_rule(read_chunk, rule, chunks.k.device.type) if own else read_chunk
         inputs = Chunk(*map(with_own_strides, inputs)) if own else inputs
-        y, memory = form(rule, params, memory, inputs, filled, constants[j], columns, muon_space)
+        y, memory = form(rule, params, memory, inputs, filled, constants[j], pairs, columns, muon_space)
         if keys is not None and columns is not None:
             memory = keys.forget(memory, columns, filled)
         outputs.append(y)

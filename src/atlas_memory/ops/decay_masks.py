@@ -167,14 +167,18 @@ def reads_pending(rule: Rule) -> bool:
     return rule.optimiser.read_pending and rule.window.read != "frozen"
 
 
-def over_window(chunk: Chunk, size: Tensor) -> Tensor:
+def over_window(window: Tensor | None, size: Tensor) -> Tensor:
     """For every token the size that normalises its step ``[n, b]``, from that of each window token alone ``[n, N]``:
-    its own, and those of the older tokens of its window, weighted by its gates gamma."""
-    if chunk.window.dim() == 2:
-        return size
-    b, n = chunk.window.shape[-2:]
-    own = chunk.window.diagonal(n - b, -2, -1)
-    return (chunk.window @ size[..., None]).squeeze(-1) + (1.0 - own) * size[..., n - b :]
+    its own, and those of the older tokens of its window, weighted by their gates (``own_gate_one``)."""
+    return size if window is None else window.bmm(size[..., None]).squeeze(-1)
+
+
+def own_gate_one(window: Tensor) -> Tensor | None:
+    """Gamma ``[n, b, N]`` with 1 as the gate of each token itself; None with windows of one token."""
+    if window.dim() == 2:
+        return None
+    b, n = window.shape[-2:]
+    return window.diagonal_scatter(window.new_ones(len(window), b), n - b, -2, -1)
 
 
 def _of_updates(mask: Tensor, chunk: Chunk, pairs: WindowPairs | None) -> Tensor:

@@ -39,17 +39,17 @@ own. Smaller ones take longer to call than they save; a compiler makes one pass 
 step of ``titans`` takes 4 % longer with them."""
 
 
-def _large(x: Tensor) -> bool:
-    return x.numel() >= LARGE and not x.is_cuda and not torch.compiler.is_compiling()
+def _own_gradient(x: Tensor) -> bool:
+    return not x.is_cuda and not torch.compiler.is_compiling()
 
 
 def times(f: Tensor, w: Tensor) -> Tensor:
     """W f for each token: ``[n, tokens, F], [n, m, F] -> [n, tokens, m]``. W may be one matrix a head, ``[heads, m,
     F]``: a product would copy it for each sequence."""
     if len(w) == len(f):
-        return call(_Times, f, w) if _large(w) else f.bmm(w.mT)
+        return call(_Times, f, w) if w.numel() >= LARGE and _own_gradient(w) else f.bmm(w.mT)
     by_head = f.unflatten(0, (-1, len(w))).transpose(0, 1).flatten(1, 2)
-    out = call(_Times, by_head, w) if _large(f) else by_head.bmm(w.mT)
+    out = call(_Times, by_head, w) if f.numel() >= LARGE and _own_gradient(f) else by_head.bmm(w.mT)
     return out.unflatten(1, (-1, f.shape[1])).transpose(0, 1).flatten(0, 1)
 
 
@@ -76,7 +76,7 @@ class _Times(Function):
 
 def add_product(f: Tensor, w: Tensor, a: Tensor) -> Tensor:
     """A write, W + sum_i a_i f_i^T: f ``[n, N, F]``, w ``[n, m, F]``, a ``[n, N, m]``."""
-    return call(_AddProduct, f, w, a) if _large(w) else torch.baddbmm(w, a.mT, f)
+    return call(_AddProduct, f, w, a) if w.numel() >= LARGE and _own_gradient(w) else torch.baddbmm(w, a.mT, f)
 
 
 class _AddProduct(Function):
@@ -107,12 +107,12 @@ def decayed(factor: Tensor, matrix: Tensor, target: Tensor | None) -> Tensor:
         return rows * matrix
     if (more := matrix.shape[-1] - target.shape[-1]) > 0:
         target = F.pad(target, (0, more))
-    if _large(matrix):
+    if matrix.numel() >= LARGE and _own_gradient(matrix):
         return call(_Decayed, factor, matrix, target)
     if len(target) == len(matrix):
         return torch.lerp(target, matrix, rows)
-    matrix, rows = (x.unflatten(0, (-1, len(target))) for x in (matrix, rows))
-    return torch.lerp(target, matrix, rows).flatten(0, 1)
+    sequences = (-1, len(target))
+    return torch.lerp(target, matrix.unflatten(0, sequences), rows.unflatten(0, sequences)).flatten(0, 1)
 
 
 class _Decayed(Function):

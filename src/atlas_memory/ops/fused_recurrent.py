@@ -257,7 +257,7 @@ def _apply(rule: Rule, params: Params, i: int, w: Tensor, u: Tensor, keys: Tenso
     """What matrix i puts out if its weights are w: W phi(u), or W u where it is not feature-mapped; ``[..., n,
     rows]``."""
     if not rule.network.feature_mapped[i]:
-        return centred(rule, i, u) @ w.mT
+        return centred(rule, u, i + 1 == len(rule.network.feature_mapped)) @ w.mT
     return rule.features.columns(u, keys, params.sqrt_a) @ w.mT
 
 

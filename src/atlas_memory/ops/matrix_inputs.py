@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..rules.rule import Rule
-from .chunk_context import Chunk, ChunkParams, Inputs
-from .decay_masks import GateDecay
+from .chunk_context import Chunk, ChunkContext, ChunkParams, Inputs
+from .decay_masks import GateDecay, own_gate_one
 from .dispatch import has_chunks
 from .fast_weight import times
 from .kernel_cache import KernelColumns
@@ -21,8 +21,9 @@ class ChunkConstants(NamedTuple):
     chunks are compiled, chunk by chunk, so that it is fused with what reads it.
 
     Attributes:
-        key_kernel, query_kernel: the kernels phi(k) . phi(k_i) and phi(q) . phi(k_i), ``[n, N, N]`` and ``[n, b, N]``;
-            None where nothing needs them.
+        key_kernel, query_kernel: the kernels phi(k) . phi(k_i) and phi(q) . phi(k_i), ``[n, N, N]`` and ``[n, b, N]``
+            (without Muon with a column for each update, ``[n, b, U]``); None where nothing needs them.
+        window: Gamma with 1 as the gate of each token itself, ``[n, b, N]``; None with windows of one token.
         lengths: |phi(k)|^2, ``[n, N]``, where normalised steps ask for it; else None.
         keys, queries: the inputs of feature-mapped matrices, alike for all but ``at_target``; None: not computed yet.
         targets: for every matrix what its decay target answers to keys and queries; None where nothing needs it.
@@ -31,6 +32,7 @@ class ChunkConstants(NamedTuple):
     decay: GateDecay
     key_kernel: Tensor | None
     query_kernel: Tensor | None
+    window: Tensor | None
     lengths: Tensor | None
     keys: Inputs | None = None
     queries: Inputs | None = None
@@ -49,10 +51,18 @@ class ChunkConstants(NamedTuple):
         lengths = None
         if rule.optimiser.normalised and not retention.fixed_row_sums:
             lengths = features.squared_norm(chunk.k, a)
-        return ChunkConstants(GateDecay.of(rule, chunk, pairs), *kernels, lengths)
+        if pairs is not None and kernels[1] is not None and not rule.optimiser.estimates_change:
+            kernels[1] = pairs.columns(kernels[1])
+        window = own_gate_one(chunk.window) if rule.optimiser.normalised else None
+        return ChunkConstants(GateDecay.of(rule, chunk, pairs), *kernels, window, lengths)
 
     def with_inputs(
-        self, rule: Rule, params: ChunkParams, chunk: Chunk, columns: KernelColumns | None = None
+        self,
+        rule: Rule,
+        params: ChunkParams,
+        chunk: Chunk,
+        pairs: WindowPairs | None,
+        columns: KernelColumns | None = None,
     ) -> ChunkConstants:
         """The inputs too; ``columns`` are those of the keys, for infinite-dimensional features."""
         features, a, read = rule.features, params.params.sqrt_a, rule.window.read != "frozen"
@@ -62,19 +72,20 @@ class ChunkConstants(NamedTuple):
         key_kernel, query_kernel = self.key_kernel, self.query_kernel
         if rule.retention.fixed_row_sums:
             key_kernel, query_kernel = times(f_k, written), times(f_q, written)
+            if pairs is not None and not rule.optimiser.estimates_change:
+                query_kernel = pairs.columns(query_kernel)
         keys = Inputs(f_k, written, key_kernel)
         if columns is not None:
             keys = keys._replace(written=None, columns=columns.window + columns.keys.shape[-1])
         queries = Inputs(f_q, kernel=query_kernel)
-        targets, last = [], len(rule.network.feature_mapped) - 1
-        for i, (mapped, (target, _)) in enumerate(zip(rule.network.feature_mapped, params.targets, strict=True)):
-            seen = target if mapped else None
-            of_keys = seen if rule.optimiser.erases or (rule.online and i == last) else None
-            targets.append(
-                tuple(
-                    None if w is None else x.apply(w) for w, x in ((of_keys, keys), (seen if read else None, queries))
-                )
-            )
+        targets: list[tuple[Tensor | None, Tensor | None]] = []
+        for mapped, (target, _) in zip(rule.network.feature_mapped, params.targets, strict=True):
+            if target is None or not mapped:
+                targets.append((None, None))
+            else:
+                last = len(targets) + 1 == len(params.targets)
+                of_keys = keys.apply(target) if rule.optimiser.erases or (last and rule.online) else None
+                targets.append((of_keys, queries.apply(target) if read else None))
         return self._replace(keys=keys, queries=queries, targets=tuple(targets))
 
     @staticmethod
@@ -86,37 +97,44 @@ class ChunkConstants(NamedTuple):
         found = ChunkConstants.of(rule, params, flat, pairs)
         dim = chunks.k.shape[-1]
         if not rule.features.infinite and rule.features.size(dim) <= 2 * dim:
-            found = found.with_inputs(rule, params, flat)
+            found = found.with_inputs(rule, params, flat, pairs)
         return _unbound(found, count, n)
 
 
 def needs_key_kernel(rule: Rule, last: bool) -> bool:
     """Whether the kernel of the window tokens with one another is needed, for the ``last`` matrix or one before it."""
-    return rule.optimiser.estimates_change or rule.optimiser.erases or (rule.online and last)
+    return rule.optimiser.estimates_change or rule.optimiser.erases or (last and rule.online)
 
 
-def hidden_keys(rule: Rule, i: int, u: Tensor) -> Inputs:
-    """The inputs of matrix i, which is not feature-mapped, for window tokens with hidden units u ``[n, N, width]``."""
-    f, written = centred(rule, i, u), rule.retention.tangent(u)
-    kernel = times(f, written) if needs_key_kernel(rule, i + 1 == len(rule.network.feature_mapped)) else None
-    return Inputs(f, written, kernel)
+def hidden_keys(context: ChunkContext, u: Tensor, last: bool) -> Inputs:
+    """The inputs of a matrix that is not feature-mapped, for window tokens with hidden units u ``[n, N, width]``."""
+    rule = context.rule
+    f, written = u, u
+    if rule.retention.fixed_row_sums:
+        f, written = centred(rule, u, last), rule.retention.tangent(u)
+    needed = rule.optimiser.estimates_change or rule.optimiser.erases or (last and context.online)
+    return Inputs(f, written, times(f, written) if needed else None)
 
 
-def hidden_queries(rule: Rule, i: int, u: Tensor, keys: Inputs) -> Inputs:
+def hidden_queries(context: ChunkContext, u: Tensor, last: bool, keys: Inputs) -> Inputs:
     """The same for queries with hidden units u ``[n, b, width]``."""
-    f = centred(rule, i, u)
+    rule, pairs = context.rule, context.pairs
+    f = centred(rule, u, last) if rule.retention.fixed_row_sums else u
+    if rule.window.read == "frozen":
+        return Inputs(f)
     assert keys.written is not None
-    return Inputs(f, kernel=None if rule.window.read == "frozen" else times(f, keys.written))
+    kernel = times(f, keys.written)
+    return Inputs(f, None, kernel if pairs is None or rule.optimiser.estimates_change else pairs.columns(kernel))
 
 
-def centred(rule: Rule, i: int, u: Tensor) -> Tensor:
-    """What matrix i, which is not feature-mapped, multiplies of its input u ``[..., width]``: u itself; but u less its
-    mean if it is the last matrix, its rows have the same sum at all times and a layer norm follows. All outputs of a
+def centred(rule: Rule, u: Tensor, last: bool) -> Tensor:
+    """What a matrix that is not feature-mapped multiplies of its input u ``[..., width]``: u itself; but u less its
+    mean if it is the ``last`` matrix, its rows have the same sum at all times and a layer norm follows. All outputs of a
     token then differ by one number, which the norm takes away, and with it most of the rounding. Rows have the same sum
     at all times where W does not decay to zero and steps are made of gradients as they come, which is not known of
     classes without a fast form."""
     retention = rule.retention
-    if not retention.fixed_row_sums or not rule.network.norm or i + 1 != len(rule.network.feature_mapped):
+    if not (retention.fixed_row_sums and rule.network.norm and last):
         return u
     if rule.optimiser.erases or not has_chunks(rule):
         return u

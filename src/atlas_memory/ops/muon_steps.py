@@ -81,7 +81,8 @@ class MuonSteps:
         if pairs is None:
             return sums[:, group.steps, : group.seen, None] * self.updates[:, None, : group.seen]
         seen = pairs.upto(group.seen)
-        return seen.fold(sums[:, group.steps, : seen.number, None] * self.updates[:, None, : seen.number])
+        numbers = sums[:, group.steps, : seen.chunk * seen.size]
+        return (numbers[:, :, None] * seen.of_token) @ self.updates[:, None, : seen.chunk * seen.size]
 
     def read(self, queries: Inputs) -> Tensor:
         """W_t f for the input f of every query, ``[n, b, m]``, as if the retention were linear at all tokens."""

@@ -37,7 +37,6 @@ class PlainSteps(NamedTuple):
             out = torch.lerp(at_target, known, retained)
         if started is not None:
             out = torch.addcmul(out, to_rows(started, out.shape[-1]), queries.apply(part.state.sums[0]), value=-1)
-        kernel = kernel if context.pairs is None else context.pairs.columns(kernel)
         return minus_masked(out, mix, kernel, self.updates)
 
     def matrix(self, token: int, start: Tensor, target: Tensor | None) -> Tensor:

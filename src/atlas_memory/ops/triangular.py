@@ -25,7 +25,7 @@ and of S_n is then in W_t (the inter-block coefficients),
 
 With n the last token before a block, the sum over the pairs before the block is therefore that of two rows, R[n] and
 P[n], in which the updates of all pairs of one window token can be summed before they meet the kernel
-(``WindowPairs.fold``). What is left is a small system for the pairs of the block.
+(``WindowPairs.summed``). What is left is a small system for the pairs of the block.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .banded import added, overlapping, stretches
-from .fast_weight import join_channels, split_channels, to_rows, weighted
+from .banded import overlapping, stretches
+from .fast_weight import join_channels, split_channels, to_rows
 
 BLOCK = 128
 """About how many pairs a block has."""
@@ -45,11 +45,19 @@ BLOCK = 128
 
 class WindowPairs(NamedTuple):
     """The pairs of a chunk of b = ``chunk`` tokens with windows of c = ``size``; ``spare`` empty places come before its
-    window tokens and are counted in N."""
+    window tokens and are counted in N. ``of_token`` ``[N, b c]`` is 1 where a pair is of a window token, else 0."""
 
     size: int
     chunk: int
-    spare: int = 0
+    spare: int
+    of_token: Tensor
+
+    @staticmethod
+    def make(size: int, chunk: int, spare: int, like: Tensor) -> WindowPairs:
+        """With ``of_token`` in the dtype and on the device of ``like``."""
+        token = torch.arange(spare + chunk + size - 1, device=like.device)
+        of_pair = spare + torch.arange(chunk, device=like.device)[:, None] + torch.arange(size, device=like.device)
+        return WindowPairs(size, chunk, spare, (token[:, None] == of_pair.flatten()).to(like.dtype))
 
     @property
     def block(self) -> int:
@@ -68,7 +76,8 @@ class WindowPairs(NamedTuple):
 
     def upto(self, seen: int) -> WindowPairs:
         """The pairs of the chunk's first tokens, up to window token ``seen`` of N."""
-        return self._replace(chunk=seen - self.spare - self.size + 1)
+        chunk = seen - self.spare - self.size + 1
+        return self._replace(chunk=chunk, of_token=self.of_token[:seen, : chunk * self.size])
 
     def of(self, x: Tensor) -> Tensor:
         """Rows of pairs ``[..., b c, d]`` from rows of window tokens ``[..., N, d]``."""
@@ -88,9 +97,12 @@ class WindowPairs(NamedTuple):
         """Each entry of ``x`` along ``dim``, one for each of the b tokens, repeated for all c pairs of that token."""
         return x.repeat_interleave(self.size, dim)
 
-    def fold(self, x: Tensor) -> Tensor:
-        """Rows of pairs summed into the rows of their window tokens: ``[..., b c, d] -> [..., N, d]``."""
-        return F.pad(added(x.unflatten(-2, (self.chunk, self.size)), 1), (0, 0, self.spare, 0))
+    def summed(self, numbers: Tensor, x: Tensor) -> Tensor:
+        """Rows of pairs ``[n, b c, m]`` times one number each, ``[n, b c]`` or ``[n, C, b c]``, summed into the rows of
+        their window tokens: ``[n, N, m]``."""
+        if numbers.dim() == 2:
+            return (numbers[:, None] * self.of_token).bmm(x)
+        return join_channels((numbers[:, :, None] * self.of_token) @ split_channels(x, numbers.shape[1]))
 
 
 def late(rows: Tensor, at_start: float = 0.0) -> Tensor:
@@ -141,14 +153,14 @@ def solve_blocks(
     by_block = [x.split(tokens * size, dim) for x, dim in ((base, 1), (rate, -1), (carried, 1))]
     solved: list[Tensor] = []
     for number, (u, r, answered, rows) in enumerate(zip(*by_block, mix.split(tokens, -2), strict=True)):
-        start, block = number * tokens, WindowPairs(size, rows.shape[-2])
+        start, block = number * tokens, pairs._replace(chunk=rows.shape[-2], spare=0)
         among = slice(pairs.spare + start, pairs.spare + start + block.chunk + size - 1)
         if number:  # take away what earlier blocks wrote, by the rows R[n] and P[n]
-            before, written = WindowPairs(size, start), torch.cat(solved, 1)
-            near = kernel[..., among, pairs.spare : pairs.spare + start + size - 1]
+            before, written = pairs.upto(pairs.spare + start + size - 1), torch.cat(solved, 1)
+            near = kernel[..., among, : pairs.spare + start + size - 1]
             for later, in_matrix in between:
                 numbers = in_matrix[..., number - 1, : start * size]
-                met = block.of(near @ before.fold(weighted(numbers, written)))
+                met = block.of(near @ before.summed(numbers, written))
                 left = block.each(later[..., start - 1 : start + block.chunk - 1, number - 1], -1)
                 answered = answered - to_rows(left[..., None] if left.dim() == 2 else left.mT, met.shape[-1]) * met
         reach = block.each(late(rows[..., start * size : (start + block.chunk) * size]), -2)
