@@ -7,6 +7,7 @@ stand at different places of their chunks and have different lengths. And Newton
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ..rules.autograd import is_cheap_to_read, no_autocast
 from ..rules.gates import CompleteGates, Gates, pick
-from ..rules.networks import Apply, ForwardCache
+from ..rules.networks import MatrixInput
 from ..rules.retention import OldMatrix
 from ..rules.rule import Params, Rule
 from ..rules.state import Matrix, MemoryState, initial_state
@@ -50,8 +51,7 @@ def read_out(rule: Rule, params: Params, q: Tensor, weights: tuple[Tensor, ...],
     work = torch.promote_types(q.dtype, torch.float32)
     params, keys = params.map(lambda t: t.to(work)), (q[..., :0, :] if keys is None else keys).to(work)
     with no_autocast(q.device):
-        apply = _applier(rule, params, tuple(w.to(work) for w in weights), keys)
-        return rule.network.forward(apply, q.to(work), params.norm).to(q.dtype)
+        return _answer(rule, params, q.to(work), [w.to(work) for w in weights], keys).to(q.dtype)
 
 
 def _by_token(
@@ -75,6 +75,8 @@ def read_tokens(
 ) -> tuple[Tensor, MemoryState]:
     """``fused_recurrent`` on inputs that have been checked and are in the working precision. Where the bias reads the
     gate delta, it is v's last entry; ``length`` ``[batch]`` says how many tokens of each row are real, None: all."""
+    if q.shape[-2] == 1:  # as in decoding
+        return _read_token(rule, params, q, k, v, gates.at(0), None if length is None else length > 0, state)
     outputs = [q[..., :0, :]]
     for t in range(q.shape[-2]):
         real = None if length is None else t < length
@@ -96,25 +98,29 @@ def _read_token(
 ) -> tuple[Tensor, MemoryState]:
     """Read one token ``[batch, heads, 1, dim]``. In rows where it is not ``real``, bool ``[batch]``, it is padding and
     nothing changes; None: it is real in all."""
-    when = _When.of(rule, state.seen, real)
-    if rule.features.infinite:
+    when, infinite, size = _When.of(rule, state.seen, real), rule.features.infinite, rule.window.size
+    if infinite:
         state = _with_column(rule, real, k, state)
-    write_inputs = _write_inputs(
-        rule, params, torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), gate, state, when
-    )
-    written = [_written(rule, params, i, m, write_inputs, gate, when, state.keys) for i, m in enumerate(state.matrices)]
-    matrices, after = zip(*written, strict=True)
-    answering = after if rule.window.read == "after" else state.frozen
-    answering = state.readout_weights(rule) if rule.window.read == "before" else answering
-    y = rule.network.forward(_applier(rule, params, answering, state.keys), q, params.norm)
-    past = (write_inputs.k[..., 1:, :], write_inputs.v[..., 1:, :])
-    past_k, past_v = (pick(when.exists, a, b) for a, b in zip(past, (state.k, state.v), strict=True))
-    end = MemoryState(matrices, past_k, past_v, state.keys, state.seen + (1 if real is None else real))
-    return y, _forget(rule, end, when.ends)
+    if size > 1:
+        k, v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
+    write = _write_inputs(rule, params, k, v, gate, state, when)
+    matrices, after = [], []
+    for i, old in enumerate(state.matrices):
+        new, answering = _write(rule, params, i, old, write, gate, when)
+        matrices.append(new)
+        after.append(answering)
+    read: Sequence[Tensor] = after if rule.window.read == "after" else state.frozen
+    read = state.readout_weights(rule) if rule.window.read == "before" else read
+    y = _answer(rule, params, q, read, state.keys)
+    past_k, past_v = state.k, state.v
+    if size > 1:
+        past_k, past_v = pick(when.exists, k[..., 1:, :], past_k), pick(when.exists, v[..., 1:, :], past_v)
+    end = MemoryState(tuple(matrices), past_k, past_v, state.keys, state.seen + (1 if real is None else real))
+    return y, _forget(rule, end, when.ends) if infinite else end
 
 
 class _When(NamedTuple):
-    """What is so at the token: bool ``[batch]``, or one bool for all rows.
+    """Where the token is in its chunk: bool ``[batch]``, or one bool for all rows.
 
     Attributes:
         first, last: it is the first or the last of its chunk.
@@ -136,148 +142,141 @@ class _When(NamedTuple):
     def of(rule: Rule, seen: Tensor, real: Tensor | None) -> _When:
         """Of a token after ``seen`` others, ``[batch]``. Where all rows agree, as they do unless there is padding,
         nothing of the memory need be computed twice or copied to choose between."""
-        places = seen.tolist() if is_cheap_to_read(seen) else []
+        places = set(seen.tolist()) if is_cheap_to_read(seen) else set()
         if real is not None and is_cheap_to_read(real) and bool(real.all()):
             real = None
-
-        def at(after: int, every: int) -> Tensor | bool:
-            found = {(place + after) % every == 0 for place in places}
-            return found.pop() if len(found) == 1 else (seen + after) % every == 0
-
-        last = at(1, rule.window.chunk)
-        return _When(
-            first=at(0, rule.window.chunk),
-            last=last,
-            follows=at(0, rule.every),
-            due=at(1, rule.every),
-            exists=True if real is None else real,
-            ends=last if real is None else real & last,
-            full=min(places, default=0) >= rule.window.size - 1,
-        )
+        chunk, every = rule.window.chunk, rule.every
+        found: list[Tensor | bool] = []
+        for after, period in ((0, chunk), (1, chunk), (0, every), (1, every)):
+            same = {(place + after) % period == 0 for place in places} if len(places) != 1 else places
+            if len(same) != 1:
+                found.append((seen + after) % period == 0)
+            elif same is places:
+                found.append((next(iter(places)) + after) % period == 0)
+            else:
+                found.append(same.pop())
+        exists: Tensor | bool = True if real is None else real
+        ends = found[1] if real is None else real & found[1]
+        return _When(*found, exists, ends, min(places, default=0) >= rule.window.size - 1)
 
 
 class _WriteInputs(NamedTuple):
-    """What a token teaches the memory. The c tokens of its window are in order, the oldest first.
+    """What a token writes to the memory. The c tokens of its window are in order, the oldest first.
 
     Attributes:
-        k, v: keys and values of the window, ``[batch, heads, c, dim]``.
-        at_frozen: the pass of these keys through M_f.
+        f: for every matrix its inputs for the window's keys, ``[batch, heads, c, columns]``.
         deltas: for every matrix the errors at what it puts out, times gamma, ``[batch, heads, c, rows]``.
-        sizes: for every matrix the number that bounds its step, ``[batch, heads]``; None: steps are raw.
+        sizes: for every matrix the number that normalises its step, ``[batch, heads]``; None: raw steps.
         gamma: ``[batch, heads, c]``, 0 for tokens before the sequence's first.
     """
 
-    k: Tensor
-    v: Tensor
-    at_frozen: ForwardCache
+    f: list[Tensor]
     deltas: tuple[Tensor, ...]
-    sizes: tuple[Tensor | None, ...]
+    sizes: list[Tensor | None]
     gamma: Tensor
 
 
 def _write_inputs(
     rule: Rule, params: Params, k: Tensor, v: Tensor, gate: CompleteGates, state: MemoryState, when: _When
 ) -> _WriteInputs:
-    network, frozen = rule.network, state.frozen
-    gamma = gate.gamma.flip(-1)
-    if not when.full:
-        age = torch.arange(rule.window.size - 1, -1, -1, device=k.device)  # of the window tokens, the oldest first
-        gamma = torch.where((age <= state.seen[:, None])[:, None], gamma, 0.0)
-    at_frozen = network.forward_cache(_applier(rule, params, frozen, state.keys), k, params.norm)
-    error = network.pre_norm_error(at_frozen, rule.bias.derivative(at_frozen.prediction, v), params.norm)
-    sizes: tuple[Tensor | None, ...] = (None,) * len(frozen)
-    if rule.online or rule.optimiser.normalised:
-        curvature_bound = rule.curvature_bound(at_frozen, v, params)
-        if rule.online:
-            error = error + curvature_bound[..., None] * _moved(rule, params, at_frozen, state)
-        if rule.optimiser.normalised:
-            counted = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
-            sizes = tuple(
-                (counted * x).sum(-1) for x in rule.step_normalisers(frozen, at_frozen, curvature_bound, params)
-            )
-    return _WriteInputs(k, v, at_frozen, network.back(frozen, at_frozen, gamma[..., None] * error), sizes, gamma)
+    network, optimiser, frozen = rule.network, rule.optimiser, state.frozen
+    gamma = gate.gamma
+    if rule.window.size > 1:
+        gamma = gamma.flip(-1)
+        if not when.full:
+            age = torch.arange(rule.window.size - 1, -1, -1, device=k.device)  # of the window tokens, the oldest first
+            gamma = torch.where((age <= state.seen[:, None])[:, None], gamma, 0.0)
+    f: list[Tensor] = []
+    outputs: list[Tensor] = []
+    inputs: list[MatrixInput] = []
+    for i, w in enumerate(frozen):
+        inputs.append(network.matrix_input(i, k, outputs, slopes=True))
+        f.append(_matrix_input(rule, params, i, inputs[i][0], state.keys))
+        outputs.append(f[i] @ w.mT)
+    cache = network.make_cache(k, inputs, outputs[-1], params.norm)
+    error = network.pre_norm_error(cache, rule.bias.derivative(cache.prediction, v), params.norm)
+    sizes: list[Tensor | None] = [None] * len(frozen)
+    online = rule.online
+    if online or optimiser.normalised:
+        rate = rule.curvature_bound(cache, v, params)
+        if online:
+            last = state.matrices[-1]
+            changed = optimiser.chunk_change(last.sums, last.weights, last.frozen)
+            error = torch.addcmul(error, rate[..., None], f[-1] @ changed.mT)
+        if optimiser.normalised:
+            counted = None
+            if rule.window.size > 1:
+                counted = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
+            for i, size in enumerate(rule.step_normalisers(frozen, cache, rate, params)):
+                sizes[i] = size[..., 0] if counted is None else (counted * size).sum(-1)
+    return _WriteInputs(f, network.back(frozen, cache, gamma[..., None] * error), sizes, gamma)
 
 
-def _written(
-    rule: Rule,
-    params: Params,
-    i: int,
-    old: Matrix,
-    write_inputs: _WriteInputs,
-    gate: CompleteGates,
-    when: _When,
-    keys: Tensor,
+def _write(
+    rule: Rule, params: Params, i: int, old: Matrix, write: _WriteInputs, gate: CompleteGates, when: _When
 ) -> tuple[Matrix, Tensor]:
     """Matrix i after the token, and the matrix with which it answers then (``InnerOptimiser.readout_weights``)."""
-    optimiser, u = rule.optimiser, write_inputs.at_frozen.inputs[i]
-    rates = optimiser.rates(gate.theta, gate.eta, write_inputs.sizes[i], rule.every, rule.window.chunk)
-    alpha = gate.alpha if rule.retention.gated else torch.ones_like(gate.theta)
+    optimiser, retention, f, every = rule.optimiser, rule.retention, write.f[i], rule.every
+    rates = optimiser.rates(gate.theta, gate.eta, write.sizes[i], every, rule.window.chunk)
+    alpha = gate.alpha if retention.gated else torch.ones_like(gate.theta)
+    by_column = rule.kernelised(i)
+
+    def outer(deltas: Tensor, f: Tensor) -> Tensor:
+        """A write: the sum of delta f^T; on phi* the tokens have the last columns."""
+        if by_column:
+            return F.pad(deltas.mT, (old.weights.shape[-1] - deltas.shape[-2], 0))
+        return deltas.mT @ (retention.tangent(f) if retention.fixed_row_sums else f)
 
     def along_key(w: Tensor) -> Tensor:
-        now = u[..., -1:, :]
-        return _outer(rule, params, i, _apply(rule, params, i, w, now, keys), now, w)
+        now = f[..., -1:, :]
+        return outer(now @ w.mT, now)
 
-    if rule.every > 1:
+    if every > 1:
         rates = rates._replace(theta=pick(when.follows, rates.theta, torch.ones_like(rates.theta)))
-    # The library's own optimisers read directions in their steps only; one from outside may do so at any token.
-    idle = when.due is False and has_chunks(rule)
-    directions = (_no_step, _no_step) if idle else (newton_schulz, saturated)
-    at = TokenGates(*rates, alpha, write_inputs.gamma[..., -1], along_key, *directions)
-    g = _outer(rule, params, i, write_inputs.deltas[i], u, old.frozen)
-    sums, step = optimiser.step(old.sums, old.weights, g, at)
-    step = step if rule.every == 1 else pick(when.due, step, torch.zeros_like(step))
-    initial = params.initial[i]
-    before = OldMatrix(old.weights, old.frozen, old.dual, initial, *rule.decay_target(initial, old.weights))
-    kept = rule.retention.keep(before, step, alpha, when.first, when.last)
-    readout_weights = optimiser.readout_weights(sums, kept.weights, when.due)
+    # The library's own optimisers read directions in their steps only; one of a user may do so at any token.
+    directions = (_no_step, _no_step) if when.due is False and has_chunks(rule) else (newton_schulz, saturated)
+    at = TokenGates(*rates, alpha, write.gamma[..., -1], along_key, *directions)
+    sums, step = optimiser.step(old.sums, old.weights, outer(write.deltas[i], f), at)
+    step = step if every == 1 else pick(when.due, step, torch.zeros_like(step))
+    targets = retention.decay_target(params.initial[i])
+    if by_column:
+        targets = rule.decay_target(params.initial[i], old.weights)
+    before = OldMatrix(old.weights, old.frozen, old.dual, params.initial[i], *targets)
+    new = retention.keep(before, step, alpha, when.first, when.last)
+    answering = optimiser.readout_weights(sums, new.weights, when.due)
     if optimiser.ends_chunk:
         sums = tuple(pick(when.last, a, b) for a, b in zip(optimiser.end_chunk(sums), sums, strict=True))
+    frozen = pick(when.ends, new.mirrored, old.frozen)
+    if when.exists is True:
+        return Matrix(new.weights, frozen, sums, new.dual), answering
     after = Matrix(
-        weights=pick(when.exists, kept.weights, old.weights),
-        frozen=pick(when.ends, kept.mirrored, old.frozen),
+        weights=pick(when.exists, new.weights, old.weights),
+        frozen=frozen,
         sums=tuple(pick(when.exists, a, b) for a, b in zip(sums, old.sums, strict=True)),
-        dual=None if old.dual is None or kept.dual is None else pick(when.exists, kept.dual, old.dual),
+        dual=None if old.dual is None or new.dual is None else pick(when.exists, new.dual, old.dual),
     )
-    return after, readout_weights
+    return after, answering
+
+
+def _matrix_input(rule: Rule, params: Params, i: int, u: Tensor, keys: Tensor) -> Tensor:
+    """What matrix i multiplies of its input u ``[..., n, width]``: phi(u) where it is feature-mapped."""
+    mapped = rule.network.feature_mapped
+    if mapped[i]:
+        return rule.features.columns(u, keys, params.sqrt_a)
+    return centred(rule, u, i + 1 == len(mapped)) if rule.retention.fixed_row_sums else u
+
+
+def _answer(rule: Rule, params: Params, q: Tensor, weights: Sequence[Tensor], keys: Tensor) -> Tensor:
+    """M(phi(q)) of a memory with these weights."""
+    outputs: list[Tensor] = []
+    for i, w in enumerate(weights):
+        outputs.append(_matrix_input(rule, params, i, rule.network.matrix_input(i, q, outputs)[0], keys) @ w.mT)
+    return rule.network.end(q, outputs[-1], params.norm)
 
 
 def _no_step(s: Tensor, steps: int) -> Tensor:
     """In place of Newton-Schulz where no step is due."""
     return torch.zeros_like(s)
-
-
-def _moved(rule: Rule, params: Params, at_frozen: ForwardCache, state: MemoryState) -> Tensor:
-    """What the chunk has changed so far of what the last matrix answers to the window's keys."""
-    i, m = len(state.matrices) - 1, state.matrices[-1]
-    changed = rule.optimiser.chunk_change(m.sums, m.weights, m.frozen)
-    return _apply(rule, params, i, changed, at_frozen.inputs[i], state.keys)
-
-
-def _apply(rule: Rule, params: Params, i: int, w: Tensor, u: Tensor, keys: Tensor) -> Tensor:
-    """What matrix i puts out if its weights are w: W phi(u), or W u where it is not feature-mapped; ``[..., n,
-    rows]``."""
-    if not rule.network.feature_mapped[i]:
-        return centred(rule, u, i + 1 == len(rule.network.feature_mapped)) @ w.mT
-    return rule.features.columns(u, keys, params.sqrt_a) @ w.mT
-
-
-def _applier(rule: Rule, params: Params, weights: tuple[Tensor, ...], keys: Tensor) -> Apply:
-    """``_apply`` of a memory's matrices, as a network asks for it."""
-    return lambda i, u: _apply(rule, params, i, weights[i], u, keys)
-
-
-def _outer(rule: Rule, params: Params, i: int, deltas: Tensor, u: Tensor, like: Tensor) -> Tensor:
-    """A write to matrix i: the sum over n tokens of delta f^T, shaped as the matrix, ``like``. ``deltas`` are
-    ``[..., n, rows]``; f is made of u ``[..., n, width]``. On phi* the n tokens must have the last n columns."""
-    if rule.kernelised(i):
-        return _as_columns(deltas, like)
-    f = rule.features.expand(u, params.sqrt_a) if rule.network.feature_mapped[i] else u
-    return deltas.mT @ rule.retention.tangent(f)
-
-
-def _as_columns(deltas: Tensor, like: Tensor) -> Tensor:
-    """``[..., n, rows]`` as the last n columns of a matrix of the shape of ``like``, the others zero."""
-    return F.pad(deltas.mT, (like.shape[-1] - deltas.shape[-2], 0))
 
 
 def _with_column(rule: Rule, real: Tensor | None, k: Tensor, state: MemoryState) -> MemoryState:
