@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from atlas_memory.layers.tnt import Hierarchy
 from atlas_memory.memory import Rule
-from atlas_memory.ops.flops import multiply_adds, state_bytes
+from atlas_memory.ops.flops import PRODUCTS, multiply_adds, state_bytes
 from atlas_memory.ops.muon_space import MuonSpace
 from benchmarks.registry import Cost, Shape
 
@@ -34,7 +34,7 @@ def attention(shape: Shape) -> Cost:
     return total(linear(tokens, width, 3 * width), inside, linear(tokens, width, width))
 
 
-def memory(rule: Rule, shape: Shape, muon_space: MuonSpace | None = None) -> Cost:
+def memory(rule: Rule, shape: Shape, muon_space: MuonSpace = PRODUCTS) -> Cost:
     """The bare memory, q, k, v to y."""
     work, state = multiply_adds(rule, shape.dim, shape.heads, muon_space), state_bytes(rule, shape.dim, shape.heads)
     if work is None or state is None:

@@ -9,10 +9,10 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from atlas_memory.memory import gram_polynomial, newton_schulz
+from atlas_memory.ops.flops import flop_counter
 from atlas_memory.ops.gram_eigenvalues import eigenvalues_pay
 from atlas_memory.ops.newton_schulz import gram_cost, saturated, schulz_cost
 from atlas_memory.rules.orthogonal import COEFFICIENTS, CONVERGENT, saturate
-from tests.counting import flop_counter
 
 from .problems import error
 

@@ -29,14 +29,13 @@ def test_every_space_is_taken_where_it_is_cheapest(dim, degree, expansion, expec
     rule = replace(RULES["atlas-linear"], features=Polynomial(degree)).vary(window={"size": 2, "chunk": 4})
     if expansion is not None:
         rule = rule.vary(network={"kind": "MLP", "expansion": expansion})
-    taken = set()
+    taken, make = set(), muon_steps.MuonSteps.__init__
 
-    def note(module, name, space):
-        function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args: (taken.add(space), function(*args))[1])
+    def noted(self, *args):
+        make(self, *args)
+        taken.add("features" if self.in_features else "outputs")
 
-    note(muon_steps, "_feature_space", "features")
-    note(muon_steps, "_output_space", "outputs")
+    monkeypatch.setattr(muon_steps.MuonSteps, "__init__", noted)
     problem = random_problem(rule, 1, time=11, dim=dim)
     found = everything(chunkwise, problem)
     assert taken == expected

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..memory import Gates, MemoryState, Params, Rule, initial_state, l2_normalise
 from ..ops.chunk import read_chunk
-from ..ops.chunk_context import Chunk, MatrixState
+from ..ops.chunk_context import Chunk, ChunkParams, MatrixState
 from ..ops.chunk_layout import ChunkLayout, starts_chunk
 from ..ops.compiling import compiled_for_rule, with_own_strides
 from ..ops.dispatch import has_chunks
@@ -182,7 +182,7 @@ class SelfModifyingMemory(SequenceMixer):
         for i, (q_i, u_i, real) in enumerate(parts):
             y, matrices = read(gates, q_i, u_i, real, layout.end - i * group * chunk, matrices)
             outputs.append(y)
-        state = replace(state, matrices=tuple(held.matrix for held in matrices))
+        state = replace(state, matrices=tuple(m.matrix(self.memory.heads) for m in matrices))
         y = layout.from_chunks(torch.cat(outputs, -2))
         return y, replace(state, seen=state.seen + (time if length is None else length))
 
@@ -299,18 +299,15 @@ def _read_chunk(
     matrices: tuple[MatrixState, ...],
 ) -> tuple[Tensor, tuple[MatrixState, ...]]:
     """One chunk of ``_read_chunks``; ``filled`` as in ``read_chunk``."""
-    k, target, eta, alpha = _write_inputs(rule, params, gates, u, tuple(held.start for held in matrices))
-    tokens = Chunk(
-        kq=torch.cat([k, repeat_for_memories(q)], -2),
-        v=target,
-        window=real.to(u.dtype),
-        alpha=torch.where(real, alpha, 1.0),
-        theta=torch.zeros_like(eta),
-        eta=torch.where(real, eta, 0.0),
-        inside=real,
-    )
-    y, matrices = read_chunk(rule, params, matrices, tokens, filled)
-    return y[:, : q.shape[1]], matrices
+    batch, heads = len(q), len(matrices[0].weights) // len(q)
+    frozen = tuple(m.start.unflatten(0, (batch, heads)) for m in matrices)
+    k, target, eta, alpha = _write_inputs(rule, params, gates, u, frozen)
+    token_gates = (torch.where(real, alpha, 1.0), torch.zeros_like(eta), torch.where(real, eta, 0.0))
+    parts = (k, repeat_for_memories(q), target, real.to(u.dtype).expand_as(eta), *token_gates, real.expand_as(eta))
+    chunk = Chunk(*(x.flatten(0, 1) for x in parts))
+    filled = filled if isinstance(filled, bool) else filled.repeat_interleave(heads)
+    y, matrices = read_chunk(rule, ChunkParams.of(rule, params, batch), matrices, chunk, filled)
+    return y.unflatten(0, (batch, heads))[:, : q.shape[1]], matrices
 
 
 def repeat_for_memories(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from .mirror_map import boundary_update, jump
 from .muon_space import DEFAULT, MuonSpace
 from .muon_steps import pending_answer
 from .online_gradient import erasing, online_errors
+from .plain_steps import PlainSteps
 from .triangular import WindowPairs
 
 
@@ -148,7 +149,7 @@ def _read_matrix(
     if rule.retention.has_mirror_map:
         assert state.dual is not None
         dual = steps.matrix(-1, state.dual, part.dual_target)
-        moved = jump(steps) if rule.retention.lag else None
+        moved = jump(steps) if isinstance(steps, PlainSteps) and rule.retention.lag else None
         out, weights, frozen, dual = boundary_update(part, queries, out, weights, dual, moved)
         after = MatrixState(weights, frozen, sums, dual)
     else:

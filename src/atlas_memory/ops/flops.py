@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -10,6 +12,10 @@ from ..rules.rule import Params, Rule
 from ..rules.state import initial_state
 from .chunkwise import chunkwise
 from .dispatch import has_chunks
+from .muon_space import MuonSpace
+
+PRODUCTS = MuonSpace(eigenvalues=False)
+"""Newton-Schulz by matrix products, which can be counted."""
 
 
 def state_bytes(rule: Rule, dim: int, heads: int) -> int | None:
@@ -29,10 +35,16 @@ def state_bytes(rule: Rule, dim: int, heads: int) -> int | None:
     return state.nbytes + 4 * heads * more * (matrices + dim)
 
 
-def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
+def flop_counter() -> FlopCounterMode:
+    """PyTorch's count of FLOPs, with two operators that it leaves out: products added in place and triangular
+    systems."""
+    more = {torch.ops.aten.baddbmm_: _added_in_place, torch.ops.aten.linalg_solve_triangular: _triangular}
+    return FlopCounterMode(display=False, custom_mapping=more)
+
+
+def multiply_adds(rule: Rule, dim: int, heads: int, muon_space: MuonSpace = PRODUCTS) -> int | None:
     """Multiply-adds a token of the matrix products by which ``chunkwise`` reads and writes the ``heads`` memories of a
-    layer, as PyTorch counts them (``FlopCounterMode``): those of one chunk more, divided by its tokens. Element-wise
-    work and triangular systems are left out.
+    layer (``flop_counter``): those of one chunk more, divided by its tokens. Element-wise work is left out.
 
     None where they grow with what is read, and where a rule has no fast form.
     """
@@ -42,11 +54,22 @@ def multiply_adds(rule: Rule, dim: int, heads: int) -> int | None:
     for chunks in (2, 3):
         q = torch.empty(1, heads, chunks * chunk, dim, device="meta")
         gates = Gates(q[..., 0], q[..., 0], q[..., 0])
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            chunkwise(rule, Params(_initial(rule, dim, heads)), q, q, q, gates, kernels=False)
+        with flop_counter() as counter, torch.no_grad():
+            chunkwise(rule, Params(_initial(rule, dim, heads)), q, q, q, gates, muon_space=muon_space, kernels=False)
         counts.append(counter.get_total_flops() // 2)
     return round((counts[1] - counts[0]) / chunk)
 
 
 def _initial(rule: Rule, dim: int, heads: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty(heads, *shape, device="meta") for shape in rule.shapes(dim))
+
+
+def _added_in_place(x: list[int], a: list[int], b: list[int], *others: Any, **options: Any) -> int:
+    """FLOPs of a product ``[n, rows, inner] x [n, inner, columns]``, from shapes."""
+    n, rows, inner = a
+    return 2 * n * rows * inner * b[-1]
+
+
+def _triangular(a: list[int], b: list[int], *others: Any, **options: Any) -> int:
+    """FLOPs of a triangular system ``[..., n, n]`` with right sides ``[..., n, m]``."""
+    return int(torch.Size(b).numel()) * a[-1]

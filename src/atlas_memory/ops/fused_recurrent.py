@@ -156,8 +156,9 @@ class _When(NamedTuple):
             else:
                 found.append(same.pop())
         exists: Tensor | bool = True if real is None else real
-        ends = found[1] if real is None else real & found[1]
-        return _When(*found, exists, ends, min(places, default=0) >= rule.window.size - 1)
+        first, last, follows, due = found
+        full = min(places, default=0) >= rule.window.size - 1
+        return _When(first, last, follows, due, exists, last if real is None else real & last, full)
 
 
 class _WriteInputs(NamedTuple):

@@ -42,19 +42,19 @@ class ChunkConstants(NamedTuple):
     def of(rule: Rule, params: ChunkParams, chunk: Chunk, pairs: WindowPairs | None) -> ChunkConstants:
         """All but the inputs, for one chunk, or for several as sequences of a batch."""
         features, a, retention = rule.features, params.params.sqrt_a, rule.retention
-        kernels: list[Tensor | None] = [None, None]
+        key_kernel = query_kernel = None
         if not retention.fixed_row_sums:  # else of what writes are made of
             if needs_key_kernel(rule, rule.network.feature_mapped[-1]):
-                kernels[0] = features.kernel(chunk.k, chunk.k, a)
+                key_kernel = features.kernel(chunk.k, chunk.k, a)
             if rule.window.read != "frozen":
-                kernels[1] = features.kernel(chunk.q, chunk.k, a)
+                query_kernel = features.kernel(chunk.q, chunk.k, a)
         lengths = None
         if rule.optimiser.normalised and not retention.fixed_row_sums:
             lengths = features.squared_norm(chunk.k, a)
-        if pairs is not None and kernels[1] is not None and not rule.optimiser.estimates_change:
-            kernels[1] = pairs.columns(kernels[1])
+        if pairs is not None and query_kernel is not None and not rule.optimiser.estimates_change:
+            query_kernel = pairs.columns(query_kernel)
         window = own_gate_one(chunk.window) if rule.optimiser.normalised else None
-        return ChunkConstants(GateDecay.of(rule, chunk, pairs), *kernels, window, lengths)
+        return ChunkConstants(GateDecay.of(rule, chunk, pairs), key_kernel, query_kernel, window, lengths)
 
     def with_inputs(
         self,
@@ -129,9 +129,9 @@ def hidden_queries(context: ChunkContext, u: Tensor, last: bool, keys: Inputs) -
 
 def centred(rule: Rule, u: Tensor, last: bool) -> Tensor:
     """What a matrix that is not feature-mapped multiplies of its input u ``[..., width]``: u itself; but u less its
-    mean if it is the ``last`` matrix, its rows have the same sum at all times and a layer norm follows. All outputs of a
-    token then differ by one number, which the norm takes away, and with it most of the rounding. Rows have the same sum
-    at all times where W does not decay to zero and steps are made of gradients as they come, which is not known of
+    mean if it is the ``last`` matrix, its rows have the same sum at all times and a layer norm follows. All outputs of
+    a token then differ by one number, which the norm takes away, and with it most of the rounding. Rows have the same
+    sum at all times where W does not decay to zero and steps are made of gradients as they come, which is not known of
     classes without a fast form."""
     retention = rule.retention
     if not (retention.fixed_row_sums and rule.network.norm and last):
