@@ -3,8 +3,8 @@
     check_rule(replace(RULES["titans"], bias=LogCosh()))
     check_mixer(CausalMean)
 
-Each raises a ValueError that names the class and the method, what is wrong, and the remedy. They work in float64, take
-a few seconds, and leave the random generator alone. Nothing of this is done when a rule or a model is made.
+Each takes a few seconds, in float64, and raises a ValueError that names the class, the method and the remedy. Nothing
+of this is done when a rule or a model is made.
 """
 
 from __future__ import annotations
@@ -38,15 +38,12 @@ FRONT, MATRIX = (BATCH, HEADS), (BATCH, HEADS, ROWS, COLUMNS)
 
 
 def check_rule(rule: str | Rule) -> None:
-    """Check the parts of a rule, then that all forms compute one function with it.
-
-    Of feature map, bias, retention and optimiser: shapes, finite numbers at padding, sequences and heads that do not
-    meet, gradients, and what each part declares of itself. Then ``chunkwise`` and ``fused_recurrent`` must equal
-    ``recurrent``, gradients included; later tokens must change nothing before them; and a call must continue from the
-    state of another, each row as if it were alone.
+    """Check the parts of a rule (shapes, numbers at padding, gradients, sequences and heads independent, what each
+    declares), then that ``chunkwise`` and ``fused_recurrent`` equal ``recurrent``, gradients included, that later
+    tokens change nothing, and that calls continue from states, each row as if it were alone.
 
     Raises:
-        ValueError: what does not hold, by the names of the part and its method.
+        ValueError: what does not hold.
     """
     rule = resolve_rule(rule)
     for axis in BUILT_IN:
@@ -97,13 +94,12 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |b|, or |a - b| where b is zero; infinite where it is no number or shapes differ."""
+    """|a - b| / |b|; infinite where it is no number or shapes differ."""
     if a.shape != b.shape:
         return math.inf
     a, b = a.detach().double(), b.detach().double()
-    distance, size = float((a - b).norm()), float(b.norm())
-    found = distance / size if size > 1e-12 else distance
-    return found if math.isfinite(found) else math.inf
+    gap = float((a - b).norm() / b.norm().clamp_min(1e-3))
+    return gap if math.isfinite(gap) else math.inf
 
 
 def _same(a: Any, b: Any, tolerance: float = 1e-9) -> bool:
@@ -201,9 +197,9 @@ def _check_retention(retention: Any) -> None:
     name, one = type(retention).__name__, (HEADS, ROWS, COLUMNS)
     initial = _call(retention, "start", one, _numbers(*one))
     begun, targets = (_call(retention, method, one, initial) for method in ("begin", "decay_target"))
-    pair = isinstance(targets, tuple) and len(targets) == 2
-    _require(pair, f"{name}.decay_target must return a pair, for W and for A, None for zero, got a {type(targets)}")
-    weights, dual = (None if x is None else torch.stack([x, 1.1 * x]) for x in begun)
+    _require(isinstance(targets, tuple), f"{name}.decay_target must return a pair, for W and for A, None for zero")
+    held: Any = [None if x is None else torch.stack([x, 1.1 * x]) for x in begun]
+    weights, dual = held
     old, step = OldMatrix(weights, weights, dual, initial, *targets), 0.1 * _numbers(*MATRIX, frequency=0.7)
     alpha, depends = 0.5 + 0.4 * _numbers(*FRONT), not retention.gated
     for place in ((False, True), (True, False), (False, False), torch.eye(2).bool().unbind()):
@@ -214,10 +210,10 @@ def _check_retention(retention: Any) -> None:
             depends |= not _same(retention.keep(old, step, 0.5 * gate, *place), kept, 0.0)
     _require(depends, f"{name}.keep does not depend on alpha: use it, or set gated = False")
 
-    def keep(step: Tensor, alpha: Tensor, w: Tensor = weights, dual: Tensor | None = dual) -> Any:
+    def keep(step: Tensor, alpha: Tensor, w: Any = weights, dual: Any = dual) -> Any:
         return retention.keep(old._replace(weights=w, dual=dual), step, alpha, False, True)
 
-    _check_gradients(retention, "keep", keep, step, alpha, *(x for x in (weights, dual) if x is not None))
+    _check_gradients(retention, "keep", keep, step, alpha, *_tensors(held))
     if not retention.has_mirror_map:
         all_kept, some_kept = (keep(0.0 * step, torch.full_like(alpha, a)).weights for a in (1.0, 0.1))
         down = ((keep(step, torch.ones_like(alpha)).weights - all_kept) * step).sum((-2, -1)) < 0.0
@@ -237,7 +233,7 @@ def _check_optimiser(optimiser: InnerOptimiser) -> None:
     for channels in ((DIM,), ())[optimiser.mixes_rows :]:
         eta, size = 0.5 + 0.4 * _numbers(*FRONT, *channels), 1.0 + theta if optimiser.normalised else None
         rates = _call(optimiser, "rates", None, theta, eta, size, chunk, chunk)
-        at = TokenGates(*rates, eta, theta, lambda w: w)
+        at = TokenGates(**rates._asdict(), alpha=eta, gamma=theta, along_key=lambda w: w)
         made = _call(optimiser, "step", MATRIX, sums, weights, g, at)
         pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], tuple) and len(made[0]) == count
         _require(pair, f"{name}.step must return a tuple of {count} sums, as many as it gets, and a step: ((s,), s)")
@@ -245,22 +241,20 @@ def _check_optimiser(optimiser: InnerOptimiser) -> None:
         _call(optimiser, "readout_weights", MATRIX, sums, weights, stepped)
     if optimiser.is_online:
         _call(optimiser, "chunk_change", MATRIX, sums, weights, g)
-    ended = _call(optimiser, "end_chunk", MATRIX, sums)
-    _require(len(ended) == count, f"{name}.end_chunk must return as many sums as it is given, {count}")
+    _require(len(_call(optimiser, "end_chunk", MATRIX, sums)) == count, f"{name}.end_chunk must return {count} sums")
     gates = {key: x for key, x in at._asdict().items() if isinstance(x, Tensor)}
 
     def step(g: Tensor, weights: Tensor, *others: Tensor) -> Any:
-        """A step as a function of all that it is given: sums, then gates."""
-        now = at._replace(**dict(zip(gates, others[count:], strict=True)))  # type: ignore[arg-type]
-        return optimiser.step(others[:count], weights, g, now)
+        now: Any = dict(zip(gates, others[count:], strict=True))
+        return optimiser.step(others[:count], weights, g, at._replace(**now))
 
     _check_gradients(optimiser, "step", step, g, weights, *sums, *gates.values())
     zeros = (0.0 * weights, *(0.0 * s for s in sums))
     down = ((step(g, *zeros, *gates.values())[1] * g).sum((-2, -1)) > 0.0).all()
     _require(down, f"{name}.step must be along the gradient: it is subtracted from the memory")
-    doubled = [2.0 * x if key in ("write", "apply", "plain") else x for key, x in gates.items()]
-    uses_eta = not _same(step(g, weights, *sums, *doubled), made, 0.0)
-    _require(uses_eta, f"{name}.step does not use eta: multiply the step by at.apply, or g by at.write")
+    doubled = (2.0 * x if key in ("write", "apply", "plain") else x for key, x in gates.items())
+    fixed = _same(step(g, weights, *sums, *doubled), made, 0.0)
+    _require(not fixed, f"{name}.step does not use eta: multiply the step by at.apply, or g by at.write")
     if optimiser.every != 1 and sums:
         one = (gates | {"theta": torch.ones_like(theta)}).values()
         lost = _same(step(g, weights, *sums, *one)[0], step(g.flip(-1), weights, *sums, *one)[0], 0.0)
@@ -283,7 +277,8 @@ def _check_forms(rule: Rule) -> None:
         rule = rule.vary(features={"horizon": 5})
     cut, params, tokens = rule.window.chunk + 1, *_problem(rule, 2 * rule.window.chunk + 3)
     truth = _everything(recurrent, rule, params, tokens)
-    for form in (chunkwise, fused_recurrent):
+    forms: list[Any] = [chunkwise, fused_recurrent, recurrent]
+    for form in forms[:2]:
         for what, found in _everything(form, rule, params, tokens).items():
             gap = _gap(found, truth[what])
             _require(gap < 1e-8, f"{form.__name__} differs from recurrent by {gap:.1e} in {what}{look}")
@@ -292,15 +287,15 @@ def _check_forms(rule: Rule) -> None:
         y = recurrent(rule, params, *_cut(changed))[0]
         _require(_same(y[:, :, :cut], truth["y"][:, :, :cut]), f"y of a token changes with later tokens{look}")
         rest, lengths = slice(cut, None), (cut - 2, cut)
-        for form in (chunkwise, fused_recurrent, recurrent):
+        for form in forms:
             y, state = form(rule, params, *_cut(tokens, slice(cut), length=torch.tensor(lengths)))
             before = state.map(torch.clone)
             more = form(rule, params, *_cut(tokens, rest), state)[0]
             _require(_same(before, state, 0.0), f"{form.__name__} changes the state that it is given{look}")
             for row, length in enumerate(lengths):
                 one = slice(row, row + 1)
-                first, state = fused_recurrent(rule, params, *_cut(tokens, slice(length), one))
-                after = chunkwise(rule, params, *_cut(tokens, rest, one), state)[0]
+                first, state = forms[1](rule, params, *_cut(tokens, slice(length), one))
+                after = forms[0](rule, params, *_cut(tokens, rest, one), state)[0]
                 same = _same([y[one, :, :length], more[one]], [first, after], 1e-8)
                 _require(same, f"{form.__name__} of a row changes with other rows, or with where calls are split{look}")
         _require(_same(torch.cat([y[1], more[1]], 1), truth["y"][1], 1e-8), f"two calls differ from one{look}")
@@ -308,16 +303,13 @@ def _check_forms(rule: Rule) -> None:
 
 def _problem(rule: Rule, time: int) -> tuple[Params, dict[str, Tensor]]:
     """Parameters, and what forms are given of each token, of 2 sequences and 2 heads."""
-    shape, norm = (2, 2, time), None
-    q, k = (l2_normalise(_numbers(*shape, DIM, frequency=f)) for f in (1.0, 1.3))
-    tokens = {"q": q, "k": k, "v": _numbers(*shape, DIM, frequency=1.9)}
-    for i, (name, size) in enumerate((("eta", ()), ("alpha", ()), ("theta", ()), ("gamma", (rule.window.size,)))):
-        tokens[name] = 0.5 + 0.4 * _numbers(*shape, *size, frequency=0.5 + 0.2 * i)
-    if rule.bias.has_delta:
-        tokens["delta"] = 1.0 + 0.4 * _numbers(*shape, frequency=1.7)
+    sizes: dict[str, Any] = {"eta": (), "alpha": (), "theta": (), "gamma": (rule.window.size,)}
+    q, k, v = (_numbers(2, 2, time, DIM, frequency=f) for f in (1.0, 1.3, 1.9))
+    tokens = {"q": l2_normalise(q), "k": l2_normalise(k), "v": v}
+    for i, (name, size) in enumerate((sizes | ({"delta": ()} if rule.bias.has_delta else {})).items()):
+        tokens[name] = 0.5 + 0.4 * _numbers(2, 2, time, *size, frequency=0.5 + 0.2 * i)
     initial = (_numbers(2, *s, frequency=0.8 + 0.1 * i) * s[1] ** -0.5 for i, s in enumerate(rule.shapes(DIM)))
-    if rule.network.norm:
-        norm = (1.0 + 0.3 * _numbers(2, DIM), 0.3 * _numbers(2, DIM, frequency=0.7))
+    norm = (1.0 + 0.3 * _numbers(2, DIM), 0.3 * _numbers(2, DIM, frequency=0.7)) if rule.network.norm else None
     return Params(tuple(initial), rule.features.initial_sqrt_a(), norm), tokens
 
 
