@@ -248,7 +248,7 @@ def joined(name: str, folder: Path) -> str:
     candidates = [c for c in dict.fromkeys(named) if not c.endswith(no_row)]
     cells = [[candidate, *[_joined(column, candidate, found) for column in columns]] for candidate in candidates]
     made = "".join(f"\n- {_short(result)}" for result in found.values())
-    return f"{_drawn([first, *[column.head for column in columns]], cells)}\n\nMade by:\n{made}\n"
+    return f"{_drawn([first, *[column.head for column in columns]], cells)}\n\nHow the figures were made:\n{made}\n"
 
 
 def _joined(column: Joined, candidate: str, found: dict[str, dict[str, Any]]) -> str:
