@@ -10,7 +10,7 @@ memory itself does. A head has five: M_memory answers the query, the other four 
 with v^_t the target that each M makes for itself. By chunks (Eq. 90), k, v, eta, alpha, every v^ and every gradient are
 made by the memories as they were before the chunk, so that the five are one call of the chunkwise form with five times
 as many heads. Errors see what the chunk has written to the last matrices, memories decay to M_0, and all but M_memory
-write slowly at first: these are ours (docs/hope.md).
+write slowly at first: these are ours (notes/hope.md).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SelfModifyingMemory(SequenceMixer):
     keys alone, and a target M(v) at a long v would be longer than all that M has learned: it would grow by itself.
     RMSNorm a head, output gate and output projection follow as in ``NeuralMemory``. Memories are computed in at least
     float32, whatever x's dtype. As printed, with ``Decay()``, M_0 decays away and with it what makes k differ from v,
-    but for a lag; then nothing is left to learn. The rule therefore decays to M_0 (docs/hope.md).
+    but for a lag; then nothing is left to learn. The rule therefore decays to M_0 (notes/hope.md).
 
     Args:
         dim: width of x, a multiple of ``heads``.
@@ -206,14 +206,13 @@ class SelfModifyingGates(nn.Module):
 
     A gate is the sigmoid of ``gain <w, M(x)> sqrt(dim) + b``, with a w and b a gate, memory and head. The root makes
     M(x) about as long as the x of ``GateProjection``; the gain, 64 / dim, but at least 1 and at most 4, lets gates of
-    narrow heads learn as fast as those of layers 64 wide (layers/gate_projection.py; docs/hope.md).
+    narrow heads learn as fast as those of layers 64 wide (layers/gate_projection.py; notes/hope.md).
 
     Eq. 88 has one eta and one alpha for the five memories of a head. If the memory that makes keys then learns as fast
     as M_memory, it soon answers a token with what came after that token, and not with the key under which M_memory has
-    stored it, while queries stay as they are: nothing can be recalled (docs/hope.md). So M_memory starts with an eta of
-    1/2 and half-lives spread over ``HALF_LIVES``, the others with an eta of 1/50 and ``HALF_LIVES[0]`` tokens, after
-    which they are back at M_0.
-    """
+    stored it, while queries stay as they are: nothing can be recalled (notes/hope.md). So M_memory starts with an eta
+    of 1/2 and half-lives spread over ``HALF_LIVES``, the others with an eta of 1/50 and ``HALF_LIVES[0]`` tokens, after
+    which they are back at M_0."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()

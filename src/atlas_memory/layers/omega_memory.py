@@ -222,7 +222,7 @@ def set_execution(
             computes projections and gates again, too.
         compiled: whether to compile the reading of a chunk; see ``chunkwise``.
         graphed: whether to record calls on a GPU as CUDA graphs, when they come for the third time with the same
-            shapes, and then to replay them (docs/gpu.md). A recording holds what the backward pass needs, and has
+            shapes, and then to replay them (notes/gpu.md). A recording holds what the backward pass needs, and has
             its own memory. Its backward pass runs once. On a CPU this changes nothing.
 
     Raises:

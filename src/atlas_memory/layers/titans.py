@@ -79,7 +79,7 @@ class MemoryGate(nn.Module):
     The norms have the learned weights of Sec. 4.4. The bias b is ours. It begins at 1, and the weight of the
     attention's norm at `START_ATTENTION`, so that a fresh gate passes on what the memory answers. Without b, the
     attention's output would multiply the memory's answer by another random sign for every token and channel: small
-    models learned nothing from their memory in 300 steps, where they do now (docs/blocks.md).
+    models learned nothing from their memory in 300 steps, where they do now (notes/blocks.md).
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:

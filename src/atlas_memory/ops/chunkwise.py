@@ -67,7 +67,7 @@ def chunkwise(
         compiled: let ``torch.compile`` fuse the operations of a chunk; it needs a C++ compiler (on a GPU, Triton) and
             half a minute at the first call. Inside a ``torch.compile`` of yours it changes nothing.
         spaces: how Muon orthogonalises; by default in the cheapest way.
-        kernels: whether a Triton kernel reads the whole sequence (docs/kernels.md; Muon's is chosen in
+        kernels: whether a Triton kernel reads the whole sequence (notes/kernels.md; Muon's is chosen in
             ``gram_polynomial``). True: it must; False: never. None: with ATLAS_MEMORY_KERNELS=1 in the environment
             wherever there is one; if that is not set, only one of the delta rule, on a GPU from Hopper on where it has
             passed its trial, and for more tokens than a chunk has.

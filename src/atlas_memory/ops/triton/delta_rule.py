@@ -72,7 +72,7 @@ four times as large as q."""
 
 def options(rule: Rule, dim: int) -> dict[str, Any]:
     """The compile-time values of the kernels for heads of ``dim``. Blocks of 32 with 4 warps were the fastest of the
-    few that were tried on an H200 (docs/kernels.md); of blocks of 16 and 8 warps Triton 3.6 makes code that reads
+    few that were tried on an H200 (notes/kernels.md); of blocks of 16 and 8 warps Triton 3.6 makes code that reads
     beyond its memory."""
     wide = max(16, triton.next_power_of_2(dim))
     return {

@@ -1,6 +1,6 @@
 """Whether a kernel computes here what PyTorch does, found out once, before it is first taken unasked.
 
-Of kernels that are right in the interpreter and on one GPU, a version of Triton has made wrong code (docs/kernels.md),
+Of kernels that are right in the interpreter and on one GPU, a version of Triton has made wrong code (notes/kernels.md),
 and a GPU with less shared memory than an H200 cannot start some of them. So a kernel that nobody asked for has a small
 trial first: what it gives and its gradients beside those of PyTorch. A trial does not help where a kernel reads memory
 that nobody has: CUDA then fails whatever the process does next.

@@ -92,7 +92,7 @@ def on_cuda(x: Tensor) -> bool:
 
 def fast_delta(x: Tensor) -> bool:
     """Whether its kernels are faster than PyTorch where x is, as they were on an H200. For GPUs before Hopper the
-    compiler puts up to 11 kB of each thread's numbers into memory (docs/kernels.md); none has been tried."""
+    compiler puts up to 11 kB of each thread's numbers into memory (notes/kernels.md); none has been tried."""
     return on_cuda(x) and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
