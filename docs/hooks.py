@@ -3,6 +3,7 @@ files and the command line. mkdocs calls ``on_files`` (see mkdocs.yml)."""
 
 from __future__ import annotations
 
+import json
 import re
 import typing
 from pathlib import Path
@@ -40,7 +41,7 @@ def table(model: Any, prefix: str = "", defaults: bool = True) -> str:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     rows = rows if defaults else ["| field | type | meaning |", "|---|---|---|"]
     for name, field in model.model_fields.items():
-        default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
+        default = "required" if field.is_required() else f"`{json.dumps(field.get_default(call_default_factory=True))}`"
         cells = [f"`{prefix}{name}`", type_name(field.annotation)] + [default] * defaults + [field.description or ""]
         rows.append(f"| {' | '.join(map(cell, cells))} |")
     return "\n".join(rows)
