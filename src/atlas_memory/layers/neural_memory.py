@@ -58,10 +58,11 @@ class NeuralMemory(SequenceMixer):
     linear maps anew (``model.apply(init)``, or ``post_init`` of a ``PreTrainedModel`` of your own), call
     ``reset_parameters`` of its memories after that; drawn like other maps they learn recall much later.
 
-    >>> memory = NeuralMemory(dim=64, heads=4, rule="omeganet", window=4, chunk_size=16)
-    >>> x = torch.randn(2, 100, 64)
-    >>> y, state = memory(x)
-    >>> y_next, state = memory(x[:, :1], state)  # goes on, from any point
+    Examples:
+        >>> memory = NeuralMemory(dim=64, heads=4, rule="omeganet", window=4, chunk_size=16)
+        >>> x = torch.randn(2, 100, 64)
+        >>> y, state = memory(x)
+        >>> y_next, state = memory(x[:, :1], state)  # goes on, from any point
 
     Args:
         dim: width of x, a multiple of ``heads``.

@@ -35,10 +35,11 @@ class OmegaMemory(Stateful):
     """A memory over q, k and v. Its parameters are M_0, the coefficients of the features, gain and shift of a layer
     norm, and, unless ``gates=False``, a projection that makes gates from the keys.
 
-    >>> omega = OmegaMemory(dim=16, heads=2, rule="omeganet", window=4)
-    >>> q, k, v = torch.randn(3, 1, 2, 50, 16)
-    >>> y, state = omega(q, k, v)
-    >>> y_next, state = omega(q, k, v, state=state)  # reads on where it stopped
+    Examples:
+        >>> omega = OmegaMemory(dim=16, heads=2, rule="omeganet", window=4)
+        >>> q, k, v = torch.randn(3, 1, 2, 50, 16)
+        >>> y, state = omega(q, k, v)
+        >>> y_next, state = omega(q, k, v, state=state)  # reads on where it stopped
 
     Queries and keys are used as they come; ``l2_normalise`` them unless you have a reason not to.
 
@@ -222,8 +223,8 @@ def set_execution(
             computes projections and gates again, too.
         compiled: whether to compile the reading of a chunk; see ``chunkwise``.
         graphed: whether to record calls on a GPU as CUDA graphs, when they come for the third time with the same
-            shapes, and then to replay them (notes/gpu.md). A recording holds what the backward pass needs, and has
-            its own memory. Its backward pass runs once. On a CPU this changes nothing.
+            shapes, and then to replay them (docs/how-to/speed.md). A recording holds what the backward pass needs, and
+            has its own memory. Its backward pass runs once. On a CPU this changes nothing.
 
     Raises:
         ValueError: ``recompute`` below 1, or a module without memories to set.

@@ -24,7 +24,8 @@ def compile_options(device: str | torch.device = "cpu") -> dict[str, Any]:
     wrong gradients, and let a memory's many small calls be made from C++ (4 to 10 % less time), compiled apart from the
     loops (in 0.6 to 0.8 of the time); for others none.
 
-    >>> compiled = torch.compile(torch.nn.Linear(2, 2), options=compile_options())
+    Examples:
+        >>> compiled = torch.compile(torch.nn.Linear(2, 2), options=compile_options())
 
     Raises:
         ValueError: a device that PyTorch does not know.

@@ -304,10 +304,11 @@ def _selection(dim: int, factor: int) -> Tensor:
 class PolynomialFeatures(nn.Module):
     """Polynomial features with learnable degree coefficients, for models of your own (ATLAS Eq. 5).
 
-    >>> phi = PolynomialFeatures(dim=4, degree=2)
-    >>> x, y = torch.randn(7, 4), torch.randn(5, 4)
-    >>> torch.allclose(phi(x) @ phi(y).mT, phi.kernel(x, y), atol=1e-5)
-    True
+    Examples:
+        >>> phi = PolynomialFeatures(dim=4, degree=2)
+        >>> x, y = torch.randn(7, 4), torch.randn(5, 4)
+        >>> torch.allclose(phi(x) @ phi(y).mT, phi.kernel(x, y), atol=1e-5)
+        True
 
     Args:
         dim: length of the inputs.

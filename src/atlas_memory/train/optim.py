@@ -58,7 +58,8 @@ class M3(Optimizer):
     relative to its mean. ``printed=True`` is Algorithm 1 to the letter: W_t = W_{t-1} - lr (O1 + alpha O2) /
     (sqrt(V_t) + eps). The default values, weight decay and ``scale`` are ours; the last two follow Muon's practice.
 
-    >>> optimizer = M3(m3_groups(model, weight_decay=0.1), lr=3e-3)
+    Examples:
+        >>> optimizer = M3(m3_groups(model, weight_decay=0.1), lr=3e-3)
 
     Args:
         params: parameters, or groups. Those of a group with ``m3=False`` take AdamW; all others must be matrices.
@@ -215,7 +216,8 @@ class MuonAndAdamW(Optimizer):
     A step of Muon is scaled to move entries as far as one of AdamW does (0.2 lr, root mean square), so that both kinds
     share one learning rate (Liu et al. 2025, arXiv 2502.16982).
 
-    >>> optimizer = MuonAndAdamW(muon_groups(model, weight_decay=0.1), lr=3e-3)
+    Examples:
+        >>> optimizer = MuonAndAdamW(muon_groups(model, weight_decay=0.1), lr=3e-3)
 
     Raises:
         ValueError: there is no group of one of the kinds; a group for Muon has a parameter that is no matrix; a group
@@ -273,8 +275,9 @@ class MultiPeriod(Optimizer):
     A group moves at the steps C, 2C, 3C, ..., each time by one step of the optimizer with the **sum** of the last C
     steps' gradients. In between the optimizer does not see it: no momentum, no weight decay, no change of its state.
 
-    >>> groups = split_by_period(model, [{"params": list(model.parameters())}])
-    >>> optimizer = MultiPeriod(torch.optim.AdamW(groups, lr=3e-3))
+    Examples:
+        >>> groups = split_by_period(model, [{"params": list(model.parameters())}])
+        >>> optimizer = MultiPeriod(torch.optim.AdamW(groups, lr=3e-3))
 
     ``param_groups`` and ``state`` are those of the optimizer inside, so that learning-rate schedules and transformers'
     Trainer work on it; use only the MultiPeriod from then on. Clipping before ``step`` clips each gradient of the sum.
