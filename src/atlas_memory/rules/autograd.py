@@ -34,20 +34,19 @@ def max_entry(x: Tensor) -> Tensor:
 
 
 def is_cheap_to_read(x: Tensor) -> bool:
-    """Whether a look at the numbers of ``x`` costs nothing. On a GPU one would have to wait for them; a compiler, the
-    transforms of torch.func and fake tensors have none."""
+    """Whether the numbers of ``x`` can be read without waiting for a GPU."""
     if x.device.type != "cpu" or type(x) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def can_read(x: Tensor) -> bool:
-    """Whether the numbers of ``x`` can be looked at, though a GPU may have to be waited for: not under a compiler, in a
-    transform or of a fake tensor, nor while a CUDA graph is recorded."""
+    """Whether the numbers of ``x`` can be read: not under a compiler, in torch.func, of a fake tensor, or while a CUDA
+    graph is recorded."""
     if torch.compiler.is_compiling() or is_transformed(x):
         return False
-    there = type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
-    return there and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    real = type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
+    return real and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_transformed(x: Tensor) -> bool:

@@ -49,8 +49,8 @@ def _is_finite(value: Any) -> bool:
 
 
 def suggest(name: object, known: Iterable[str], aliases: Mapping[str, Iterable[str]] | None = None) -> str:
-    """A remedy to append to "unknown name;": the known name with this alias, or the closest one, as a question; or all
-    of them. Of a dotted name the last part may be an alias, or the last part of another known name."""
+    """The end of a message about an unknown name: the known name with this alias, or the closest, as a question; else
+    all of them. Of a dotted name the last part may be an alias, or the last part of another name."""
     known, name = list(known), str(name)[:64].lower()
     section, _, last = name.rpartition(".")
     close = [key for key, others in (aliases or {}).items() if last in others]
