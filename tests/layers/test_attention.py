@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from atlas_memory.layers.attention import AttentionState, FullAttention, SlidingWindowAttention
 from atlas_memory.layers.padding import move_padding_right, restore_padding
 
-from . import dense
+from . import naive_attention
 
 
 def build(window: int, dtype: torch.dtype = torch.float64) -> SlidingWindowAttention:
@@ -23,7 +23,9 @@ def test_equals_dense(window: int, time: int) -> None:
     y, state = layer(x)
     assert y.shape == x.shape
     for row in range(2):
-        torch.testing.assert_close(y[row], dense.causal(layer, x[row], window), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            y[row], naive_attention.causal_attention(layer, x[row], window), rtol=1e-10, atol=1e-10
+        )
     assert state.seen.tolist() == [time, time]
     assert state.keys.shape == (2, 3, window - 1, 4)
 
@@ -40,7 +42,10 @@ def test_padding_anywhere_and_in_any_call_changes_nothing(window: int) -> None:
     assert (whole[~mask] == 0).all()
     for row in range(5):
         torch.testing.assert_close(
-            whole[row][mask[row]], dense.causal(layer, x[row][mask[row]], window), rtol=1e-9, atol=1e-9
+            whole[row][mask[row]],
+            naive_attention.causal_attention(layer, x[row][mask[row]], window),
+            rtol=1e-9,
+            atol=1e-9,
         )
     first, state = layer(noisy[:, :7], None, mask[:, :7])
     second, state = layer(noisy[:, 7:], state, mask[:, 7:])
@@ -55,7 +60,9 @@ def test_full_attention_equals_dense(time: int) -> None:
     x = torch.randn(2, time, 12, dtype=torch.float64)
     y, state = layer(x)
     for row in range(2):
-        torch.testing.assert_close(y[row], dense.causal(layer, x[row], time + 1), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            y[row], naive_attention.causal_attention(layer, x[row], time + 1), rtol=1e-10, atol=1e-10
+        )
     assert state.keys.shape == (2, 3, time, 4) and state.seen.tolist() == [time, time]
 
 
@@ -93,7 +100,7 @@ def test_gradients_equal_dense() -> None:
     weight = torch.randn(8, 12, dtype=torch.float64)
     inputs = [x, *layer.parameters()]
     ours = torch.autograd.grad((layer(x)[0][0] * weight).sum(), inputs)
-    theirs = torch.autograd.grad((dense.causal(layer, x[0], 3) * weight).sum(), inputs)
+    theirs = torch.autograd.grad((naive_attention.causal_attention(layer, x[0], 3) * weight).sum(), inputs)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 

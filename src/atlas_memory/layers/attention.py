@@ -54,7 +54,7 @@ class _Attention(Stateful):
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        check_heads(dim, heads)
+        check_rotary_heads(dim, heads)
         self.dim, self.heads, self.head_dim = dim, heads, dim // heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
@@ -84,9 +84,8 @@ class _Attention(Stateful):
         batch, time, dim = x.shape
         if prefix is not None and (prefix.dim() != 2 or prefix.shape[1] != dim or self.slots is None):
             raise ValueError(f"prefix must be [tokens, {dim}], beside a sliding window, got {list(prefix.shape)}")
-        if mask is None:
-            lengths = torch.full((batch,), time, device=x.device)
-        else:
+        lengths: Tensor | int = time
+        if mask is not None:
             x, lengths, order = move_padding_right(x, mask)
         q, k, v, nonfinite = self._project(x, state)
         keys, values, nonfinite = self._append(k, v, nonfinite, state)
@@ -100,9 +99,10 @@ class _Attention(Stateful):
         total = keys.shape[2]
         slots = total if self.slots is None else self.slots
         if mask is not None or slots < total:
-            # The last real tokens of each row end where its padding begins; slots before the first token stay empty.
-            last = torch.arange(total - slots, total, device=x.device) - (time - lengths)[:, None]
-            keys, values = (take(slot, last.clamp(min=0)) for slot in (keys, values))
+            last = torch.arange(total - slots, total, device=x.device).expand(batch, -1)
+            if mask is not None:  # the last real tokens end where padding begins; slots before the first stay empty
+                last = (last - (time - lengths)[:, None]).clamp(min=0)  # type: ignore[index]
+            keys, values = take(keys, last), take(values, last)
         return y, self.state_type(keys, values, state.seen + lengths)
 
     def _project(self, x: Tensor, state: AttentionState) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -204,15 +204,15 @@ class SlidingWindowAttention(_Attention):
     Args:
         dim: Width of the tokens.
         heads: Number of heads; ValueError unless `dim / heads` is a whole even number.
-        window: Tokens that a token sees, itself included.
+        attention_window: Tokens that a token sees, itself included.
     """
 
     state_type = AttentionState
 
-    def __init__(self, dim: int, heads: int, window: int) -> None:
+    def __init__(self, dim: int, heads: int, attention_window: int = 64) -> None:
         super().__init__(dim, heads)
-        check_size("window", window, LONGEST)
-        self.window, self.slots = window, window - 1
+        check_size("attention_window", attention_window, LONGEST)
+        self.window, self.slots = attention_window, attention_window - 1
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, prefix: Tensor | None) -> Tensor:
         batch, _, time, width = q.shape
@@ -263,7 +263,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
-def check_heads(dim: int, heads: int) -> None:
+def check_rotary_heads(dim: int, heads: int) -> None:
     """Raise ValueError unless `dim` divides into `heads` heads of an even width, whose channels form pairs."""
     check_size("heads", heads)
     check_size("dim", dim)

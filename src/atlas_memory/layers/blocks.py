@@ -45,11 +45,6 @@ def self_modifying(
     return SelfModifyingMemory(dim, heads, **options)
 
 
-def sliding_window(dim: int, heads: int, *, attention_window: int = 64) -> nn.Module:
-    """`SlidingWindowAttention` alone."""
-    return SlidingWindowAttention(dim, heads, attention_window)
-
-
 @dataclass(frozen=True)
 class Mixer:
     """How to make a mixer, `make(dim, heads, **options)`, and which options it takes.
@@ -73,7 +68,7 @@ BLOCKS: dict[str, Mixer] = {
     "mal": Mixer(behind_persistent_tokens(MemoryAsLayer)),
     "mac": Mixer(MemoryAsContext),
     "hope": Mixer(behind_persistent_tokens(self_modifying), window=False),
-    "swa": Mixer(sliding_window, memory=False),
+    "swa": Mixer(SlidingWindowAttention, memory=False),
     "attention": Mixer(FullAttention, memory=False, window=False),
 }
 
@@ -151,18 +146,12 @@ class MemoryBlock(nn.Module):
         document_starts: Tensor | PackedRows | None = None,
         straight_through: bool = False,
     ) -> tuple[Tensor, Any]:
-        """Read x.
+        """y `[batch, time, dim]` and the state; arguments as of `SequenceMixer.forward`, and:
 
         Args:
-            x: `[batch, time, dim]`.
-            state: What an earlier call returned, to continue from; None: nothing has been read.
-            mask: `[batch, time]`, nonzero at real tokens; at others y is zero, whatever x is there.
-            document_starts: `[batch, time]`, nonzero where documents begin; or the `PackedRows` made of it.
+            document_starts: Also the `PackedRows` made of them.
             straight_through: Let gradients flow from `state` to M_0 (`State.straight_through`). It is done here and not
                 by the caller: a block whose weights are sharded has its M_0 only while it is called.
-
-        Returns:
-            y `[batch, time, dim]` and the state.
         """
         if state is not None and straight_through and torch.is_grad_enabled():
             state = state.straight_through(cast(Stateful, self.mixer).initial_state())

@@ -124,7 +124,6 @@ class SelfModifyingMemory(SequenceMixer):
 
     @property
     def rule(self) -> Rule:
-        """The rule of all five memories, chunk included."""
         return self.memory.rule
 
     def write_inputs(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
@@ -221,7 +220,6 @@ class SelfModifyingGates(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Small random weights, and the starting values described above."""
         dim = self.weight.shape[-1]
         nn.init.normal_(self.weight, std=SPREAD * dim**-0.5 / gain_of(dim))
         first, last = map(math.log2, HALF_LIVES)

@@ -86,7 +86,6 @@ class ContinuumMLP(nn.Module):
         self.levels = nn.ModuleList(ContinuumLevel(dim, hidden, eps) for _ in self.periods)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., dim]`` to ``[..., dim]``, in x's dtype."""
         for level in self.levels:
             x = level(x)
         return x

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..ops.banded import shift_right
 from ..rules.state import State, check_count
 from ..rules.validation import LONGEST, check_size
-from .attention import AttentionState, SlidingWindowAttention, check_heads, rotary, rotate
+from .attention import AttentionState, SlidingWindowAttention, check_rotary_heads, rotary, rotate
 from .neural_memory import LayerState, NeuralMemory
 from .nonfinite_inputs import MAX_ABS_ATTENTION
 from .padding import SegmentLayout, length_mask
@@ -43,7 +43,6 @@ class PersistentTokens(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal, with a standard deviation of 1."""
         nn.init.normal_(self.weight)
 
 
@@ -63,7 +62,7 @@ class WithPersistentTokens(Stateful):
     def forward(
         self, x: Tensor, state: Any = None, mask: Tensor | None = None, document_starts: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """x `[batch, time, dim]`, mask and document_starts `[batch, time]`; y like x, and the mixer's state."""
+        """y `[batch, time, dim]` and the mixer's state; arguments as of `SequenceMixer.forward`."""
         if document_starts is not None:
             return forward_packed(self, x, state, mask, document_starts)
         before = state
@@ -90,7 +89,6 @@ class MemoryGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The starting values described above."""
         nn.init.constant_(self.attention_norm.weight, START_ATTENTION)
         nn.init.ones_(self.memory_norm.weight)
         nn.init.ones_(self.bias)
@@ -153,7 +151,7 @@ class MemoryAsContext(SequenceMixer):
         **memory: Any,
     ) -> None:
         super().__init__()
-        check_heads(dim, heads)
+        check_rotary_heads(dim, heads)
         check_size("attention_window, the length of a segment,", attention_window, LONGEST)
         self.dim, self.heads, self.segment = dim, heads, attention_window
         self.persistent = PersistentTokens(persistent_tokens, dim) if persistent_tokens != 0 else None
@@ -181,7 +179,7 @@ class MemoryAsContext(SequenceMixer):
             return torch.zeros_like(x), state
         persistent = None if self.persistent is None else self.kv(self.persistent.weight[None].to(x.dtype))
         outputs = []
-        if seen is None and length is None:  # segments are plain slices
+        if length is None and (seen is None or x.shape[1] == 1):  # segments are plain slices
             for segment in x.split(self.segment, 1):
                 y, state = self._forward_segment(segment, None, persistent, state)
                 outputs.append(y)

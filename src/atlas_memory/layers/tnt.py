@@ -73,8 +73,7 @@ class Hierarchy:
             check_size(f"hierarchy {name}", value, LONGEST)
         if wrong := [chunk for chunk in chunks if self.shard % chunk]:
             raise ValueError(
-                f"hierarchy shard={self.shard} must be a multiple of every local chunk, and {wrong[0]} does not divide "
-                "it"
+                f"hierarchy shard={self.shard} must be a multiple of every local chunk, and {wrong[0]} does not fit"
             )
         if self.project not in ("shard", "chunk", None):
             raise ValueError(f"hierarchy project must be 'shard', 'chunk' or None, got {self.project!r}")

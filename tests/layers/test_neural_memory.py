@@ -56,23 +56,14 @@ def test_the_memory_learns_in_every_mode(rule):
             assert any(not torch.equal(w[0], m) for w, m in learned)
 
 
-@pytest.mark.parametrize("rule", [*RULES, "atlas in float32"])
-@pytest.mark.parametrize("case", ["zero", "constant", "huge", "tiny"])
-def test_finite_on_extreme_inputs_with_gradients(rule, case):
-    memory = (
-        layer(rule) if rule in RULES else NeuralMemory(DIM, HEADS, RULES["atlas"].vary(optimiser={"precise": False}))
-    )
-    x = {
-        "zero": torch.zeros(1, 36, DIM),
-        "constant": torch.ones(1, 36, DIM),
-        "huge": 1e8 * torch.randn(1, 36, DIM),
-        "tiny": 1e-20 * torch.randn(1, 36, DIM),
-    }[case].requires_grad_()
-    y, state = memory(x)
-    y.square().mean().backward()
-    assert y.isfinite().all() and x.grad.isfinite().all()
-    assert all(t.isfinite().all() for t in state.memory.tensors())
-    assert all(p.grad is None or p.grad.isfinite().all() for p in memory.parameters())
+def test_atlas_in_float32_on_extreme_inputs():
+    memory = NeuralMemory(DIM, HEADS, RULES["atlas"].vary(optimiser={"precise": False}))
+    for x in (torch.ones(1, 36, DIM), *(size * torch.randn(1, 36, DIM) for size in (0.0, 1e8, 1e-20))):
+        y, state = memory(x.requires_grad_())
+        y.square().mean().backward()
+        assert y.isfinite().all() and x.grad.isfinite().all()
+        assert all(t.isfinite().all() for t in state.memory.tensors())
+        assert all(p.grad is None or p.grad.isfinite().all() for p in memory.parameters())
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not growing(rule)])
@@ -312,9 +303,9 @@ def test_how_long_values_begin(std):
 @pytest.mark.parametrize("heads", [1, 2, 10, 30])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_projections_begin_as_turns(heads, lag, dtype):
-    """As long as they were drawn; keys as queries, turned by 45 degrees where they have no lag (but for the last
-    coordinate of an odd number), and the output takes the turn of values back."""
+def test_projections_begin_orthogonal(heads, lag, dtype):
+    """As long as they were drawn; keys as queries, rotated by 45 degrees where they have no lag (but for the last
+    coordinate of an odd number), and the output projection inverts that of values."""
     memory = NeuralMemory(30, heads, "gated-deltanet", key_lag=lag).to(dtype)
     torch.nn.init.normal_(memory.qkv.weight, std=0.02)
     drawn = memory.qkv.weight.unflatten(0, (3, -1)).double().norm(dim=(1, 2))

@@ -36,7 +36,7 @@ def inputs(batch: int, time: int, seed: int = 1) -> list[torch.Tensor]:
     return [q, 1.3 * k, v]
 
 
-def of_member(gates: Gates, i: int, t: int) -> Gates:
+def gates_of(gates: Gates, i: int, t: int) -> Gates:
     """The gates of token t for memory i."""
     return gates.map(lambda gate: gate[:, i * HEADS : (i + 1) * HEADS, t : t + 1])
 
@@ -52,7 +52,7 @@ def written_out(module: HierarchicalMemory, q, k, v):
     for t in range(q.shape[2]):
         q_t, k_t, v_t = (x[:, :, t : t + 1] for x in (q, k, v))
         y, held[0] = recurrent(
-            module.memories[0].rule, module.memories[0].params, q_t, k_t, v_t, of_member(gates, 0, t), held[0]
+            module.memories[0].rule, module.memories[0].params, q_t, k_t, v_t, gates_of(gates, 0, t), held[0]
         )
         for i, chunk in enumerate(h.local_chunks):
             m = module.memories[i + 1]
@@ -62,7 +62,7 @@ def written_out(module: HierarchicalMemory, q, k, v):
                 keys[i] = zero
             keys[i] = keys[i] + k_t.mT @ k_t / (k_t.square().sum(-1, keepdim=True))
             asked = q_t if h.project is None else (keys[i] @ q_t.mT).mT
-            own = of_member(gates, i + 1, t)
+            own = gates_of(gates, i + 1, t)
             read, held[i + 1] = recurrent(m.rule, m.params, asked, k_t, v_t, own, held[i + 1])
             y = y + read
         outputs.append(y)
@@ -190,17 +190,6 @@ def test_half_precision_and_channel_wise_gates():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, _ = layer.float()(torch.randn(2, 3, 8), state.map(torch.clone))
     assert y.isfinite().all()
-
-
-@pytest.mark.parametrize("case", [0.0, 1.0, 1e8, 1e-20])
-def test_finite_on_extreme_inputs_with_gradients(case):
-    torch.manual_seed(0)
-    layer = NeuralMemory(8, 2, "omeganet", hierarchy=Hierarchy(16, (4,), 32))
-    x = (case * torch.randn(1, 70, 8)).requires_grad_()
-    y, state = layer(x)
-    y.square().mean().backward()
-    assert y.isfinite().all() and x.grad.isfinite().all()
-    assert all(t.isfinite().all() for t in state.memory.tensors())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What once broke memories: inputs of any size, tokens that are no numbers, empty batches, float32 at any split; and
+"""What once broke memories: inputs of any size, tokens that are not finite, empty batches, float32 at any split; and
 the transforms of torch.func, under which nobody may look at a number."""
 
 from dataclasses import replace
@@ -19,22 +19,12 @@ def layer(name: str, dim: int = 16, **options) -> NeuralMemory:
     return NeuralMemory(dim, 2, name, window=min(2, RULES[name].window.size), **options)
 
 
-@pytest.mark.parametrize("size", [500.0, 1e8])
-@pytest.mark.parametrize("name", RULES)
-def test_gradients_are_finite_at_any_size_of_input(name, size):
-    memory = layer(name, chunk_size=4)
-    x = (size * torch.randn(1, 12, 16)).requires_grad_()
-    y, _ = memory(x)
-    grads = torch.autograd.grad(y.sum(), [x, *memory.parameters()], allow_unused=True)
-    assert y.isfinite().all() and all(g.isfinite().all() for g in grads if g is not None)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [name for name in MIXERS if name not in OWN])
 def test_whatever_is_finite_gives_finite_outputs(name, dtype):
     """And gradients; in float16, where they overflow first, those of inputs to 10."""
     mixer, largest = build(name, dtype), torch.finfo(dtype).max
-    for size in (10.0, 1e4, 1e15, largest):
+    for size in (10.0, 1e4, 1e15, largest) if dtype == torch.float32 else (10.0, largest):
         x = (min(size, largest) * torch.randn(2, 13, DIM).double().clamp(-1, 1)).to(dtype).requires_grad_()
         y, state = mixer(x)
         assert y.isfinite().all() and all(t.isfinite().all() for t in state.tensors()), size
@@ -44,8 +34,8 @@ def test_whatever_is_finite_gives_finite_outputs(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["lmm-titans", "mag-persistent", "mac-titans", "hope", "swa", "attention"])
-def test_no_number_of_float16_reaches_back(name):
-    """Also where the projection of numbers is none."""
+def test_nonfinite_tokens_in_float16_do_not_reach_back(name):
+    """Also where the projection of finite numbers overflows."""
     mixer, x = build(name, torch.float16), torch.randn(3, 13, DIM).half()
     broken = x.clone()
     broken[0, 7], broken[1, 7], broken[1, 9] = torch.nan, 6e4, -torch.inf
@@ -67,44 +57,11 @@ def test_a_bare_hierarchy_keeps_what_was_before():
     assert torch.equal(moved[0, :, :5], y[0, :, :5]) and torch.equal(moved[1], y[1]) and moved[0, :, 5:].isnan().all()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e38])
 @pytest.mark.parametrize("name", RULES)
-def test_a_token_that_is_no_number_does_not_reach_back(name, bad):
-    """In a product over the tokens of a chunk 0 x NaN is NaN. The memory is lost from that token on, not before."""
-    memory = layer(name, chunk_size=8)
-    x = torch.randn(2, 16, 16)
-    broken = x.clone()
-    broken[0, 5] = bad
-    with torch.no_grad():
-        y, state = memory(x)
-        moved, broken_state = memory(broken)
-    assert torch.equal(moved[0, :5], y[0, :5]) and torch.equal(moved[1], y[1])
-    if bad != 1e38:
-        assert moved[0, 5:].isnan().all()
-        assert broken_state.memory.weights[0][0].isnan().all()
-        again, _ = memory(x[:, :3], broken_state)  # and it stays lost
-        assert again[0].isnan().all() and torch.equal(again[1], memory(x[:, :3], state)[0][1])
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_padding_that_is_no_number_reaches_nothing(name):
-    """The convolution carries what the last tokens are into padding, and nobody says what stands there at first."""
-    memory = layer(name, chunk_size=8).double()
-    x = torch.randn(2, 16, 16, dtype=torch.float64)
-    mask = torch.ones(2, 16)
-    mask[1, 10:] = 0
-    broken = x.clone()
-    broken[1, 9:] = float("nan")
-    with torch.no_grad():
-        y, _ = memory(x, None, mask)
-        moved, state = memory(broken, None, mask)
-    torch.testing.assert_close(moved[1, :9], y[1, :9], rtol=0, atol=1e-10)
-    assert torch.equal(moved[0], y[0]) and moved[1, 9].isnan().all() and not moved[1, 10:].any()
-    assert state.memory.weights[0][1].isnan().all()
-
+def test_what_is_behind_the_end_of_a_bare_memory_reaches_nothing(name):
     q = k = v = torch.randn(1, 2, 12, 8, dtype=torch.float64)
-    alone = OmegaMemory(8, 2, memory.memory.rule).double()
-    gates = replace(alone.gates(x[:1, :12]), length=torch.tensor([7]))
+    alone = OmegaMemory(8, 2, name, window=min(2, RULES[name].window.size), chunk_size=8).double()
+    gates = replace(alone.gates(torch.randn(1, 12, 16, dtype=torch.float64)), length=torch.tensor([7]))
     wanted, kept = alone(q, k, v, gates)
     v = v.clone()
     v[:, :, 7:] = float("nan")
@@ -144,7 +101,7 @@ def test_a_long_raw_key_does_not_reach_back(name, size):
     with torch.no_grad():
         y, moved = memory(q, k, v)[0], memory(q, long, v)[0]
     assert torch.equal(moved[0, :, :12], y[0, :, :12]) and torch.equal(moved[1], y[1])
-    if memory.rule.features.far is None:
+    if memory.rule.features.max_abs is None:
         assert moved[0, :, 12:].isnan().all()
     else:
         assert moved.isfinite().all()
@@ -163,15 +120,16 @@ def test_float32_at_any_split(name, dim):
     assert (torch.cat(parts, 1) - whole).norm() < 1e-5 * whole.norm()
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("size", [1e-38, 1e-42])
-def test_values_that_hardly_are(name, size):
-    memory = layer(name, chunk_size=4)
-    x = (size * torch.randn(1, 12, 16)).requires_grad_()
-    y, state = memory(x)
-    grads = torch.autograd.grad(y.sum(), [x, *memory.parameters()], allow_unused=True)
-    assert y.isfinite().all() and all(t.isfinite().all() for t in state.tensors())
-    assert all(g.isfinite().all() for g in grads if g is not None)
+@pytest.mark.parametrize("name", [name for name in MIXERS if name not in OWN])
+def test_tokens_that_are_zero_tiny_or_all_alike(name):
+    """Finite outputs, states and gradients."""
+    mixer = build(name)
+    for x in (torch.ones(1, 36, DIM), *(size * torch.randn(1, 36, DIM) for size in (0.0, 1e-20, 1e-38, 1e-42))):
+        x.requires_grad_()
+        y, state = mixer(x)
+        grads = torch.autograd.grad(y.square().mean() + y.sum(), [x, *mixer.parameters()], allow_unused=True)
+        assert y.isfinite().all() and all(t.isfinite().all() for t in state.tensors())
+        assert all(g.isfinite().all() for g in grads if g is not None)
 
 
 def test_yaad_of_long_errors_at_any_split():

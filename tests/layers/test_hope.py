@@ -156,7 +156,7 @@ def test_memory_starts_as_other_layers_do_and_the_others_slow_and_forgetful():
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_fresh_layer_answers_with_what_it_read(lag):
-    """As tests/layers/test_memory_layer.py has it of ``NeuralMemory``: twelve words read twice by untrained layers. A
+    """As tests/layers/test_neural_memory.py has it of ``NeuralMemory``: twelve words read twice by untrained layers. A
     memory that half of a value is written to answers the other half with its query: with a lag, the word that was asked
     with does not count."""
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from atlas_memory import RULES, NeuralMemory
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.layers.titans import MemoryAsContext, MemoryAsGate, MemoryAsLayer, WithPersistentTokens
 
-from . import dense
+from . import naive_attention
 from .mixers import ATTENTION_WINDOW, DIM, HEADS, build
 
 
@@ -38,7 +38,7 @@ def mag(layer: MemoryAsGate, x: Tensor) -> Tensor:
     else:
         p, memory = x[:0], layer.memory
     read = steps(memory, torch.cat([p, x]))[len(p) :]
-    return gate(layer, dense.causal(layer.attention, x, ATTENTION_WINDOW, p), read)
+    return gate(layer, naive_attention.causal_attention(layer.attention, x, ATTENTION_WINDOW, p), read)
 
 
 def mal(layer: MemoryAsLayer | WithPersistentTokens, x: Tensor) -> Tensor:
@@ -48,7 +48,9 @@ def mal(layer: MemoryAsLayer | WithPersistentTokens, x: Tensor) -> Tensor:
         p, layer = layer.tokens.weight, layer.mixer
     both = torch.cat([p, x])
     m = steps(layer.memory, both)
-    return (m + dense.causal(layer.attention, rms(layer.norm, both + m), ATTENTION_WINDOW))[len(p) :]
+    return (m + naive_attention.causal_attention(layer.attention, rms(layer.norm, both + m), ATTENTION_WINDOW))[
+        len(p) :
+    ]
 
 
 def ask(memory: NeuralMemory, weights: list[Tensor], x: Tensor) -> Tensor:
@@ -57,8 +59,8 @@ def ask(memory: NeuralMemory, weights: list[Tensor], x: Tensor) -> Tensor:
     read = []
     for head, query in enumerate(q):
         query = query / query.norm()
-        lifted = memory.rule.features.expand(query, memory.memory.sqrt_a)
-        answer = query + weights[1][head] @ F.gelu(weights[0][head] @ lifted)
+        feature_mapped = memory.rule.features.expand(query, memory.memory.sqrt_a)
+        answer = query + weights[1][head] @ F.gelu(weights[0][head] @ feature_mapped)
         read.append(rms(memory.norm, answer))
     return memory.out(torch.cat(read) * F.silu(memory.gate(x)))
 
@@ -83,8 +85,10 @@ def mac(layer: MemoryAsContext, x: Tensor) -> Tensor:
             order = torch.arange(i + 1)
             position = torch.cat([torch.arange(len(p)), first_h + order, first_x + order])
             k, v = layer.kv(seen).chunk(2, -1)
-            q = dense.turn(heads(layer.q(segment[i : i + 1])), torch.tensor([first_x + i]))[0]
-            y = segment[i] + layer.out(dense.attend(dense.scores(q, dense.turn(heads(k), position)), heads(v)))
+            q = naive_attention.rotate(heads(layer.q(segment[i : i + 1])), torch.tensor([first_x + i]))[0]
+            y = segment[i] + layer.out(
+                naive_attention.attend(naive_attention.scores(q, naive_attention.rotate(heads(k), position)), heads(v))
+            )
             read, state = layer.memory(y[None, None], state)
             out.append(gate(layer, y, read[0, 0]))
     return torch.stack(out)
@@ -190,7 +194,7 @@ def test_context_that_writes_again_goes_on_from_what_was_written():
 @pytest.mark.parametrize("kind", [MemoryAsGate, MemoryAsLayer, MemoryAsContext])
 def test_what_a_fresh_memory_answers_passes(kind):
     """Twelve words read twice: what the mixer gives the second time says more of the word after than of any other, the
-    one that it is asked with aside. The memory alone does so for most words (``test_memory_layer``)."""
+    one that it is asked with aside. The memory alone does so for most words (``test_neural_memory``)."""
     torch.manual_seed(0)
     words, right = F.rms_norm(torch.randn(50, 64), (64,)), []
     for _ in range(8):
