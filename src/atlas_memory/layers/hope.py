@@ -296,7 +296,7 @@ def _read_chunk(
     matrices: tuple[MatrixState, ...],
 ) -> tuple[Tensor, tuple[MatrixState, ...]]:
     """One chunk of ``_read_chunks``; ``filled`` as in ``read_chunk``."""
-    batch, heads = len(q), len(matrices[0].weights) // len(q)
+    batch, heads = len(q), len(MEMORIES) * q.shape[1]
     frozen = tuple(m.start.unflatten(0, (batch, heads)) for m in matrices)
     k, target, eta, alpha = _write_inputs(rule, params, gates, u, frozen)
     token_gates = (torch.where(real, alpha, 1.0), torch.zeros_like(eta), torch.where(real, eta, 0.0))
