@@ -6,15 +6,19 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 import torch
+import typer
 from nbclient import NotebookClient
 
+from atlas_memory.cli import app
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import KINDS, RULES
 from atlas_memory.ops.flops import multiply_adds, state_bytes
+from atlas_memory.train.config import RunConfig, keys
 
 from .train.small import overrides
 
@@ -50,6 +54,19 @@ def test_examples_run(page: Path, tmp_path, monkeypatch, registries) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     exec(compile("\n".join(blocks(page)), str(page), "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=named)
+def test_keys_and_options_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for key in re.findall(r"\b((?:data|train)\.[a-z_]+)\b(?=[=`])", text):
+        assert key in set(keys(RunConfig)), key
+    for line in re.findall(r"atlas ((?:data |tokenizer )?[a-z]+ [^`\n]*--[^`\n]*)", text):
+        command: Any = typer.main.get_command(app)
+        while (words := line.split()) and words[0] in getattr(command, "commands", ()):
+            command, line = command.commands[words[0]], line.partition(" ")[2]
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"(?<= )--[a-z-]+", f" {line}")) <= known, line
 
 
 @pytest.mark.parametrize("page", NOTEBOOKS, ids=named)
