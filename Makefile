@@ -45,7 +45,7 @@ $(VENV)-%/bin/pip:
 
 # The site, into build/site, without warnings; `.venv/bin/mkdocs serve` shows it while you write.
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The wheel and the source distribution, checked.
 dist: $(STAMP)
