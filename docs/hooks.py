@@ -3,6 +3,7 @@ files and the command line. mkdocs calls ``on_files`` (see mkdocs.yml)."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import typing
@@ -29,9 +30,7 @@ def type_name(annotation: Any) -> str:
         return " or ".join(f'"{value}"' for value in arguments)
     if origin in (list, dict):
         return f"{origin.__name__} of {' to '.join(type_name(part) for part in arguments)}"
-    if arguments and origin is not None and not isinstance(origin, type):  # typing.Union
-        return " or ".join(type_name(part) for part in arguments)
-    if arguments:  # int | None
+    if arguments:  # a union
         return " or ".join(type_name(part) for part in arguments)
     return "null" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
 
@@ -56,9 +55,24 @@ def config_page() -> str:
         if hasattr(field.annotation, "model_fields"):
             section: Any = field.annotation
             parts.append(f"## {name}\n\n{section.__doc__}\n\n{table(section, f'{name}.')}\n")
+            parts += [f"### Fields of AtlasConfig\n\n{model_table()}\n"] * (name == "model")
     rest = RunConfig.model_fields["output_dir"]
     parts.append(f"## output_dir\n\n{rest.description} Default: `{rest.default}`.\n")
     return "\n".join(parts)
+
+
+def model_table() -> str:
+    """The fields of AtlasConfig, with their descriptions in its docstring."""
+    from atlas_memory import AtlasConfig
+
+    arguments = inspect.cleandoc(AtlasConfig.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for names, meaning in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", arguments, re.MULTILINE):
+        for name in names.split(", "):
+            default = f"`{json.dumps(getattr(AtlasConfig, name))}`"
+            cells = [f"`model.{name}`", type_name(AtlasConfig.__annotations__[name]), default, meaning]
+            rows.append(f"| {' | '.join(map(cell, cells))} |")
+    return "\n".join(rows)
 
 
 def logs_page() -> str:
