@@ -129,17 +129,15 @@ class NeuralMemory(SequenceMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Let the projections W_q, W_k, W_v and the output projection W_o begin in agreement, so that a fresh layer
-        recalls what it reads.
+        """Initialise W_q, W_k, W_v and the output projection W_o together, so that a fresh layer recalls what it reads.
 
-        W_q and W_v begin as turns (matrices that keep all angles and lengths, but for one factor) as long as they were
-        drawn: heads keep apart what x keeps apart, and W_o = W_v^T projects what the memory answers back to what it was
-        before W_v. Keys begin with the projection and the convolution of queries, but ``key_lag`` tokens later: a token
-        that comes back asks for what was written when it was there before. The taps are shifted by the lag, and those
-        that the shift pushes out come back at the latest tokens, small and not zero: a document's first token, which
-        has none before it, would otherwise have the key 0, where the gradient of x / |x| has no bound. Without a lag
-        W_k begins as W_q turned by 45 degrees: a query that equals the key of its own token would be answered with that
-        token's value, and nothing older would be felt.
+        W_q and W_v begin orthogonal, but for a factor, with the norm that was drawn: heads keep apart what x keeps
+        apart, and W_o = W_v^T projects the memory's output back to what it was before W_v. Keys begin with the
+        projection and the convolution of queries, but ``key_lag`` tokens later: a token that comes back retrieves what
+        was written when it was there before. The taps are shifted by the lag, and those that the shift pushes out come
+        back at the latest tokens, small and not zero: a document's first token, which has none before it, would
+        otherwise have the key 0, where the gradient of x / |x| has no bound. Without a lag W_k begins as W_q rotated by
+        45 degrees: a query that equals the key of its own token would retrieve that token's value and nothing older.
 
         The gate at the output begins at 1 on average, lower in most Hebbian rules (``start_gate``): around zero its
         sign would change from token to token, and training would close it for good. Where the memory has a residual,
@@ -149,8 +147,8 @@ class NeuralMemory(SequenceMixer):
         this in many hundreds of steps (docs/explanation/initialisation.md). Ours; no paper says how the projections
         begin.
 
-        Nothing is drawn here: the turns are made of what was drawn. Where a model is made without numbers, as on the
-        meta device, their own ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.
+        Nothing is drawn here: the orthogonal matrices are made of what was drawn. Where a model is made on the meta
+        device, the submodules' ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.
         """
         with torch.no_grad():
             (w_q, w_k, w_v), (taps_q, taps_k, _) = (
@@ -263,12 +261,12 @@ class NeuralMemory(SequenceMixer):
 
 
 def _orthogonal(w: Tensor) -> Tensor:
-    """A square matrix made of ``w`` that keeps all angles, as long as w."""
+    """An orthogonal matrix made of the square ``w``, times a factor that gives it the norm of w."""
     return orthonormal_columns(w.to(kept_dtype(w))) * (w.norm() / len(w) ** 0.5)
 
 
 def _rotate_by_45_degrees(w: Tensor, heads: int) -> Tensor:
-    """``w [heads * dim, ...]``, each head's rows turned by 45 degrees two by two (the last of an odd number stays)."""
+    """``w [heads * dim, ...]``, each head's rows rotated by 45 degrees in pairs (the last of an odd number stays)."""
     rows = w.unflatten(0, (heads, -1))
     half = rows.shape[1] // 2
     one, other, last = rows.tensor_split((half, 2 * half), 1)

@@ -78,7 +78,7 @@ class Stateful(nn.Module):
 
     def forward_masked(self, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
         """``_forward`` of the tokens at which ``mask`` ``[batch, time]`` is not zero. Outputs at the others are zero,
-        and all else is as if those tokens did not exist. None: all tokens are real. From a token on that is no number,
+        and all else is as if those tokens did not exist. None: all tokens are real. From a token on that is not finite,
         the outputs and the state of its row are NaN (nonfinite_inputs.py)."""
         length, order = None, None
         if mask is not None:
@@ -92,7 +92,7 @@ class Stateful(nn.Module):
         return self.link_unused_parameters(y, state), after
 
     def link_unused_parameters(self, y: Tensor, state: Any) -> Tensor:
-        """``y`` ``[..., time, dim]``, made to depend on every parameter. A call that goes on from a ``state`` uses
+        """``y`` ``[..., time, dim]``, made to depend on every parameter. A call that continues from a ``state`` uses
         neither M_0 nor persistent tokens, one without ``writes`` no gates, and one of no tokens hardly anything; a
         memory that is read as it was before a chunk may use no gates, and none uses parameters without entries. Their
         gradients are then zero and not missing, for data-parallel training would wait for them."""

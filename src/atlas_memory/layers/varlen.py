@@ -220,7 +220,7 @@ def _call(layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, options:
             f"{name} must return a State beside y, got a {type(after).__name__}: make it a frozen dataclass of "
             "tensors, the batch first in each, that derives from State (atlas_memory.memory)"
         )
-    for at, tensor in after.named_tensors() if isinstance(layer, Stateful) else ():
+    for at, tensor in after.named_tensors() if isinstance(after, State) else ():
         if tensor.shape[:1] != x.shape[:1]:
             raise ValueError(
                 f"{name} must have the batch of {len(x)} first in {at} of its state, got {list(tensor.shape)}"
