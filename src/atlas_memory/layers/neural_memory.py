@@ -204,7 +204,10 @@ class NeuralMemory(SequenceMixer):
         q, k, v, past = self._project(x, state.past if state else None, length)
         before = state.memory if state else None
         if self.writes:
-            y, after = self.memory(q, k, v, replace(self.gates(x), length=length), before)
+            gates = self.gates(x)
+            gates = gates if length is None else replace(gates, length=length)
+            made = {"checked": True} if isinstance(memory, OmegaMemory) else {}
+            y, after = memory(q, k, v, gates, before, **made)
         else:
             none = q.new_zeros(q.shape[0], self.gates.heads, 0)
             after = self.memory(q[:, :, :0], k[:, :, :0], v[:, :, :0], Gates(none), before)[1]
@@ -247,10 +250,9 @@ class NeuralMemory(SequenceMixer):
     def _project(self, x: Tensor, past: Tensor | None, length: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v ``[batch, heads, time, dim / heads]`` in at least float32, and the last inputs of the convolution."""
         qkv, past = self.convolution(self.qkv(x), past, length)
-        q, k, v = (
-            y.transpose(1, 2) for y in F.silu(qkv).to(kept_dtype(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        )
-        return l2_normalise(q), l2_normalise(k), v.clamp(-LARGEST, LARGEST), past
+        qk, v = F.silu(qkv).to(kept_dtype(x)).unflatten(-1, (3, self.heads, -1)).split([2, 1], 2)
+        q, k = l2_normalise(qk.transpose(1, 3)).unbind(2)  # [batch, heads, 2, time, dim / heads]
+        return q, k, v.squeeze(2).transpose(1, 2).clamp(-LARGEST, LARGEST), past
 
     def _output(self, y: Tensor, x: Tensor) -> Tensor:
         """The layer's output ``[batch, time, dim]``: what the heads answer, ``[batch, heads, time, dim / heads]``,

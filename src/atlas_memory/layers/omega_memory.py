@@ -21,6 +21,7 @@ from ..memory import (
 )
 from ..ops.chunk_layout import starts_chunk
 from ..ops.cuda_graphs import Graphs
+from ..ops.fused_recurrent import decode_token
 from ..ops.precision import Form, check_memory_state
 from ..rules import DEFAULT_RULE
 from ..rules.autograd import is_transformed
@@ -86,6 +87,7 @@ class OmegaMemory(Stateful):
         if gate_rank is not None and not gates:
             raise ValueError(f"gate_rank={gate_rank} is of the gates that gates=False leaves out: drop one of the two")
         self.gates = GateProjection(dim * heads, heads, self.rule, gate_rank) if gates else None
+        self._sums = self.rule.accumulators
         self.reset_parameters()
         self.recompute: int | None = None
         self.compiled = False
@@ -118,7 +120,14 @@ class OmegaMemory(Stateful):
             self.gates.reset_parameters()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, state: MemoryState | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Gates | None = None,
+        state: MemoryState | None = None,
+        *,
+        checked: bool = False,
     ) -> tuple[Tensor, MemoryState]:
         """Read and write every token in turn.
 
@@ -126,6 +135,7 @@ class OmegaMemory(Stateful):
             q, k, v: ``[batch, heads, time, dim]``.
             gates: your own; None: computed from the keys.
             state: where an earlier call stopped; None: a fresh memory for each sequence of the batch.
+            checked: whether a layer has made q, k, v and gates, which then need no check.
 
         Returns:
             y ``[batch, heads, time, dim]`` in q's dtype, y_t read after the write of token t unless the rule's window
@@ -135,8 +145,14 @@ class OmegaMemory(Stateful):
             ValueError: shapes that do not fit, or neither ``gates`` given nor owned.
         """
         self.check_state(state, MemoryState)
-        for name, z in (("q", q), ("k", k), ("v", v)):
-            self.check_heads(name, z)
+        if checked and gates is not None and state is not None and q.shape[-2] == 1 and not torch.is_grad_enabled():
+            if not self._fits(state, len(q)):
+                check_memory_state(self.rule, *q.shape[:2], q.shape[-1], state)
+            if (found := decode_token(self.rule, self.params, q, k, v, gates, state)) is not None:
+                return found
+        if not checked:
+            for name, z in (("q", q), ("k", k), ("v", v)):
+                self.check_heads(name, z)
         if gates is None:
             if self.gates is None:
                 raise ValueError(
@@ -150,7 +166,16 @@ class OmegaMemory(Stateful):
         args = self.rule, self.params, q, k, v, gates, state
         graphs = self.graphs if q.is_cuda and not torch.compiler.is_compiling() else None
         y, after = form(*args) if graphs is None else graphs(form, *args)
-        return self.link_unused_parameters(y, state), after
+        return (y if checked else self.link_unused_parameters(y, state)), after
+
+    def _fits(self, state: MemoryState, batch: int) -> bool:
+        """Whether the state is one of this memory for so many sequences, at a glance; False: ``check_memory_state``
+        knows more."""
+        for matrix, m_0 in zip(state.matrices, self.initial, strict=False):
+            if matrix.weights.shape != (batch, *m_0.shape) or len(matrix.sums) != self._sums:
+                return False
+        window = state.k.shape[-2] == self.rule.window.size - 1
+        return window and len(state.matrices) == len(self.initial) and state.seen.dtype == torch.int64
 
     def check_heads(self, name: str, z: Any) -> None:
         """Raise ValueError unless ``z``, which the user calls ``name``, is ``[batch, heads, time, dim]``."""

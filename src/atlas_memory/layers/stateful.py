@@ -96,10 +96,11 @@ class Stateful(nn.Module):
         neither M_0 nor persistent tokens, one without ``writes`` no gates, and one of no tokens hardly anything; a
         memory that is read as it was before a chunk may use no gates, and none uses parameters without entries. Their
         gradients are then zero and not missing, for data-parallel training would wait for them."""
+        if not torch.is_grad_enabled():
+            return y
         rule = getattr(self, "rule", None)
         unread = (rule is not None and rule.window.read == "frozen") or not all(p.numel() for p in self.parameters())
-        all_used = state is None and y.shape[-2] and getattr(self, "writes", True) and not unread
-        if all_used or not torch.is_grad_enabled():
+        if state is None and y.shape[-2] and getattr(self, "writes", True) and not unread:
             return y
         return y + sum((p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad), start=y.new_zeros(()))
 

@@ -7,6 +7,7 @@ stand at different places of their chunks and have different lengths. And Newton
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from ..rules.step import TokenGates
 from .dispatch import has_chunks
 from .matrix_inputs import centred
 from .newton_schulz import newton_schulz, saturated
-from .precision import compute
+from .precision import compute, working_dtype
 
 
 def fused_recurrent(
@@ -39,6 +40,20 @@ def fused_recurrent(
     """Read and write token by token; arguments and results are those of ``recurrent``. The work for a token depends on
     the window c, but neither on the chunk b nor on how much was read before (except with ``Exponential`` features)."""
     return compute(_by_token, rule, params, q, k, v, gates, state)
+
+
+def decode_token(
+    rule: Rule, params: Params, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState
+) -> tuple[Tensor, MemoryState] | None:
+    """``fused_recurrent`` of one token that needs no check, on a CPU and without gradients. None where it would take
+    another precision, or what is read is not finite: then ``fused_recurrent`` has to be called."""
+    work = working_dtype(rule, q)
+    if not (q.dtype == gates.eta.dtype == params.initial[0].dtype == state.k.dtype == work):
+        return None
+    if gates.length is not None or not is_cheap_to_read(q) or torch.is_autocast_enabled("cpu"):
+        return None
+    y, after = _by_token(rule, params, q, k, v, gates, state)
+    return (y, after) if math.isfinite(y.sum()) else None
 
 
 def retrieve(rule: Rule, params: Params, q: Tensor, state: MemoryState) -> Tensor:
