@@ -18,7 +18,7 @@ from torch import Tensor
 from ..rules.autograd import is_cheap_to_read, no_autocast
 from ..rules.gates import CompleteGates, Gates, pick
 from ..rules.networks import MatrixInput
-from ..rules.retention import OldMatrix
+from ..rules.retention import LinearRetention, NewMatrix, OldMatrix
 from ..rules.rule import Params, Rule
 from ..rules.state import Matrix, MemoryState, initial_state
 from ..rules.step import TokenGates
@@ -258,7 +258,11 @@ def _write(
     if by_column:
         targets = rule.decay_target(params.initial[i], old.weights)
     before = OldMatrix(old.weights, old.frozen, old.dual, params.initial[i], *targets)
-    new = retention.keep(before, step, alpha, when.first, when.last)
+    if type(retention).keep is LinearRetention.keep and targets[0] is not None and alpha.dim() == 2:
+        weights = torch.lerp(targets[0], old.weights, alpha[..., None, None]) - step
+        new = NewMatrix(weights, weights, None)
+    else:
+        new = retention.keep(before, step, alpha, when.first, when.last)
     answering = optimiser.readout_weights(sums, new.weights, when.due)
     if optimiser.ends_chunk:
         sums = tuple(pick(when.last, a, b) for a, b in zip(optimiser.end_chunk(sums), sums, strict=True))

@@ -102,8 +102,9 @@ def squared_spectral_norm(matrix: Tensor) -> Tensor:
     # The gradient of a singular value needs none through the direction u. The squared norm of ``fixed`` is between
     # 1 / rows and the number of columns, so that a few powers of it neither over- nor underflow.
     u, fixed = start.expand(len(unit), 1, rows), unit.detach() * rows**-0.5
+    transposed = fixed.mT
     for _ in range(POWER_STEPS):
-        u = u.bmm(fixed).bmm(fixed.mT)
+        u = u.bmm(fixed).bmm(transposed)
     u = u / u.norm(dim=-1, keepdim=True).clamp_min(tiny)
     return u.bmm(unit).square().sum((-2, -1)).view(matrix.shape[:-2]) * size.square()[..., 0, 0]
 
