@@ -147,7 +147,7 @@ class OmegaMemory(Stateful):
         self.check_state(state, MemoryState)
         if checked and gates is not None and state is not None and q.shape[-2] == 1 and not torch.is_grad_enabled():
             if not self._fits(state, len(q)):
-                check_memory_state(self.rule, *q.shape[:2], q.shape[-1], state)
+                check_memory_state(self.rule, len(q), self.heads, self.dim, state)
             if (found := decode_token(self.rule, self.params, q, k, v, gates, state)) is not None:
                 return found
         if not checked:
