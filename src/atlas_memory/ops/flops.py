@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..rules.gates import Gates
 from ..rules.rule import Params, Rule
-from ..rules.state import initial_state
+from ..rules.state import MemoryState, initial_state
 from .chunkwise import chunkwise
 from .dispatch import has_chunks
 from .muon_space import MuonSpace
@@ -23,16 +24,9 @@ def state_bytes(rule: Rule, dim: int, heads: int) -> int | None:
 
     None where the state grows with what is read; with a horizon, the size that it reaches.
     """
-    features, window = rule.features, rule.window
-    if features.infinite and features.horizon is None:
+    if rule.features.infinite and rule.features.horizon is None:
         return None
-    k = torch.empty(1, heads, 0, dim, device="meta")
-    state = initial_state(rule, _initial(rule, dim, heads), k)
-    if not features.infinite:
-        return state.nbytes
-    more = (features.horizon or 0) + window.chunk + window.size - 2 - state.keys.shape[-2]  # columns, 4 bytes an entry
-    matrices = sum(m * (2 + rule.accumulators) for i, (m, _) in enumerate(rule.shapes(dim)) if rule.kernelised(i))
-    return state.nbytes + 4 * heads * more * (matrices + dim)
+    return _state(rule, dim, heads).nbytes
 
 
 def flop_counter() -> FlopCounterMode:
@@ -43,21 +37,29 @@ def flop_counter() -> FlopCounterMode:
 
 
 def multiply_adds(rule: Rule, dim: int, heads: int, muon_space: MuonSpace = PRODUCTS) -> int | None:
-    """Multiply-adds a token of the matrix products by which ``chunkwise`` reads and writes the ``heads`` memories of a
-    layer (``flop_counter``): those of one chunk more, divided by its tokens. Element-wise work is left out.
+    """Multiply-adds a token of the matrix products and triangular systems by which ``chunkwise`` reads a chunk and
+    writes it to the ``heads`` memories of a layer (``flop_counter``). Element-wise work is left out.
 
     None where they grow with what is read, and where a rule has no fast form.
     """
-    if rule.features.infinite or not has_chunks(rule):
+    if not has_chunks(rule) or (rule.features.infinite and rule.features.horizon is None):
         return None
-    chunk, counts = rule.window.chunk, []
-    for chunks in (2, 3):
-        q = torch.empty(1, heads, chunks * chunk, dim, device="meta")
-        gates = Gates(q[..., 0], q[..., 0], q[..., 0])
-        with flop_counter() as counter, torch.no_grad():
-            chunkwise(rule, Params(_initial(rule, dim, heads)), q, q, q, gates, muon_space=muon_space, kernels=False)
-        counts.append(counter.get_total_flops() // 2)
-    return round((counts[1] - counts[0]) / chunk)
+    q = torch.empty(1, heads, rule.window.chunk, dim, device="meta")
+    gates, state = Gates(q[..., 0], q[..., 0], q[..., 0]), _state(rule, dim, heads)
+    with flop_counter() as counter, torch.no_grad():
+        params = Params(_initial(rule, dim, heads))
+        chunkwise(rule, params, q, q, q, gates, state, muon_space=muon_space, kernels=False, starts=True)
+    return round(counter.get_total_flops() / 2 / rule.window.chunk)
+
+
+def _state(rule: Rule, dim: int, heads: int) -> MemoryState:
+    """A state without numbers; with a horizon, with all the columns that it comes to have."""
+    state = initial_state(rule, _initial(rule, dim, heads), torch.empty(1, heads, 0, dim, device="meta"))
+    if not rule.features.infinite:
+        return state
+    more = (rule.features.horizon or 0) + rule.window.chunk + rule.window.size - 2 - state.keys.shape[-2]
+    keys = F.pad(state.keys, (0, 0, 0, more))
+    return state.map_key_columns(rule, lambda w: F.pad(w, (0, more)), keys)
 
 
 def _initial(rule: Rule, dim: int, heads: int) -> tuple[torch.Tensor, ...]:
