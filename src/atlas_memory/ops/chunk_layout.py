@@ -21,7 +21,7 @@ ALIGNED = 8
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """``time`` tokens of each row, laid on chunks of ``chunk`` slots, the first token at slot ``phase`` of its row.
+    """``time`` tokens of each row, placed on chunks of ``chunk`` slots, the first token at slot ``phase`` of its row.
 
     Attributes:
         phase: ``[batch]``, how many tokens of its chunk each row has read before; None: none.
@@ -110,9 +110,9 @@ def to_chunks(rule: Rule, tokens: tuple[Tensor, ...], state: MemoryState, layout
     inside = layout.inside(q.device)
 
     def gate(values: Tensor, neutral: float) -> Tensor:
-        laid = layout.place(values[..., None] if values.dim() == 3 else values)
-        laid = torch.where(inside[:, None, :, None], laid, neutral)
-        return (laid if values.dim() == 4 else laid[..., 0]).unflatten(2, (count, chunk))
+        placed = layout.place(values[..., None] if values.dim() == 3 else values)
+        placed = torch.where(inside[:, None, :, None], placed, neutral)
+        return (placed if values.dim() == 4 else placed[..., 0]).unflatten(2, (count, chunk))
 
     alpha = gate(alpha if rule.retention.gated else torch.ones_like(theta), 1.0)
     theta, eta, gamma = gate(theta, 1.0), gate(eta, 0.0), gate(gamma, 0.0)

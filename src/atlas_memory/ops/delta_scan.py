@@ -1,11 +1,11 @@
 """All chunks of a group at once, where the memory is one matrix and its updates are linear in it, as the delta rule's
-are. What a chunk does to its matrix is then known before the matrix is: with D = W - home, F the inputs f of its b
-tokens as rows, Q its queries, U the updates of triangular.py, ``[..., b, m]``, and in the first line R and cA a row
-late,
+are. What a chunk does to its matrix is then known before the matrix is: with D = W - T, T the decay target, F the
+inputs f of its b tokens as rows, Q its queries, U the updates of triangular.py, ``[..., b, m]``, and in the first line
+R and cA a row late,
 
-    U = U_0 + G D^T,                 where (I + diag(rate) (R * K)) [U_0, G] = [base + rate home f, rate cA f]
+    U = U_0 + G D^T,                 where (I + diag(rate) (R * K)) [U_0, G] = [base + rate T f, rate cA f]
     D' = D M - B,                    M = cA_b I - G^T diag(r) F,   B = (diag(r) U_0)^T F,   r the last row of R
-    y = Y + A D^T,                   A = diag(cA) Q - (R * K_qk) G,   Y = Q home^T - (R * K_qk) U_0
+    y = Y + A D^T,                   A = diag(cA) Q - (R * K_qk) G,   Y = Q T^T - (R * K_qk) U_0
 
 So everything but D' = D M - B, one product a chunk, is computed for all chunks together, in few large operations in
 place of many small ones. For which rules: ``has_scan`` in dispatch.py.

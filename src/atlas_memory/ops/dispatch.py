@@ -26,10 +26,15 @@ def chunk_form(rule: Rule) -> type[PlainSteps] | type[MuonSteps]:
     return CHUNK_FORMS[type(rule.optimiser)]
 
 
+def keeps_linearly(rule: Rule) -> bool:
+    """Whether the retention is alpha W + (1 - alpha) target - step at every token."""
+    return type(rule.retention).keep is LinearRetention.keep
+
+
 def has_chunks(rule: Rule) -> bool:
     """Whether the tokens of a chunk can be read together, and not one after the other."""
-    keep = type(rule.retention).keep
-    return type(rule.optimiser) in CHUNK_FORMS and keep in (LinearRetention.keep, NonLinearRetention.keep)
+    known = keeps_linearly(rule) or type(rule.retention).keep is NonLinearRetention.keep
+    return known and type(rule.optimiser) in CHUNK_FORMS
 
 
 SCANNED: dict[str, type] = {

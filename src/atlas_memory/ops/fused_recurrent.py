@@ -18,11 +18,11 @@ from torch import Tensor
 from ..rules.autograd import is_cheap_to_read, no_autocast
 from ..rules.gates import CompleteGates, Gates, pick
 from ..rules.networks import MatrixInput
-from ..rules.retention import LinearRetention, NewMatrix, OldMatrix
+from ..rules.retention import NewMatrix, OldMatrix
 from ..rules.rule import Params, Rule
 from ..rules.state import Matrix, MemoryState, initial_state
 from ..rules.step import TokenGates
-from .dispatch import has_chunks
+from .dispatch import has_chunks, keeps_linearly
 from .matrix_inputs import centred
 from .newton_schulz import newton_schulz, saturated
 from .precision import compute, working_dtype
@@ -258,7 +258,7 @@ def _write(
     if by_column:
         targets = rule.decay_target(params.initial[i], old.weights)
     before = OldMatrix(old.weights, old.frozen, old.dual, params.initial[i], *targets)
-    if type(retention).keep is LinearRetention.keep and targets[0] is not None and alpha.dim() == 2:
+    if keeps_linearly(rule) and targets[0] is not None and alpha.dim() == 2:
         weights = torch.lerp(targets[0], old.weights, alpha[..., None, None]) - step
         new = NewMatrix(weights, weights, None)
     else:

@@ -40,13 +40,13 @@ class KernelCache:
 
     Attributes:
         keys: ``[batch, heads, n, dim]``, the keys of all columns.
-        held: how many columns the state had.
+        read_before: how many columns the state had.
     """
 
     rule: Rule
     layout: ChunkLayout
     keys: Tensor
-    held: int
+    read_before: int
 
     @staticmethod
     def of(rule: Rule, state: MemoryState, k: Tensor, layout: ChunkLayout) -> KernelCache:
@@ -60,7 +60,10 @@ class KernelCache:
 
     def columns(self, j: int) -> KernelColumns:
         """The ``KernelColumns`` of chunk j."""
-        filled, before = self.held + j * self.layout.chunk, tokens_before(self.rule.window.chunk, self.rule.window.size)
+        filled, before = (
+            self.read_before + j * self.layout.chunk,
+            tokens_before(self.rule.window.chunk, self.rule.window.size),
+        )
         window = torch.arange(self.layout.chunk + before, device=self.keys.device)[None] + (filled - before)
         # Below zero lie tokens before the sequence's first, which have no weight in any window.
         window = (window - self.layout.start).clamp_min(0)
@@ -81,10 +84,10 @@ class KernelCache:
     def narrow(self, state: MemoryState, read: Tensor) -> MemoryState:
         """The state after ``read`` ``[batch]`` tokens of the group, without the columns of empty slots and, where there
         is a horizon, of forgotten tokens; those of the latest tokens are at the right."""
-        held, horizon, window = self.held + self.layout.time, self.rule.features.horizon, self.rule.window
+        count, horizon, window = self.read_before + self.layout.time, self.rule.features.horizon, self.rule.window
         if horizon is not None:
-            held = min(held, horizon + window.chunk + window.size - 2)
-        at = read[:, None] + self.held - held + torch.arange(held, device=read.device)
+            count = min(count, horizon + window.chunk + window.size - 2)
+        at = read[:, None] + self.read_before - count + torch.arange(count, device=read.device)
         real, index = at >= 0, at.clamp_min(0)
 
         def pick_columns(w: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""The definition on any batch: its rows, which are sequences, may be of different length, and may go on from a state in
-which they have read different numbers of tokens.
-
-The definition of every model: one sequence, one head, token after token. Nothing here is for speed.
+"""The definition of every model: one sequence, one head, token after token. Nothing here is for speed.
 
 With c the window, b the chunk, M_t the memory after token t and M_f the memory before t's chunk (the frozen memory),
 
@@ -11,11 +8,13 @@ With c the window, b the chunk, M_t the memory after token t and M_f the memory 
     M_t    = alpha_t M_{t-1} - e_t O(S_t)                                           (ATLAS Eqs. 32 and 57)
     y_t    = M_t(phi(q_t))                                                          (or as Window.read says)
 
-with a_t and e_t (``at.write`` and ``at.apply``) and O as optimisers.py lists them; M_0 may come in for what alpha takes
-away, and g_t leave out what all entries of a row have in common, as the retention says (retention.py). That a_t and e_t
-are bounded, and errors online, is the library's: ``normalised=False`` and ``online=False`` are what is printed.
-``step`` of the optimiser says how S_t becomes a step, ``keep`` of the retention how the old memory and the step make
-the new one. ``[batch, heads]`` in front is carried along, and ``recurrent`` (recurrent.py) brings any batch to this."""
+with a_t and e_t (``at.write`` and ``at.apply``) and O as optimisers.py lists them. alpha may decay to M_0 instead of to
+zero, and g_t leave out what all entries of a row have in common, as the retention says (retention.py). Normalised steps
+and the online gradient are the library's: ``Rule.printed`` sets ``normalised=False`` and ``online=False``. ``step`` of
+the optimiser says how S_t becomes a step, ``keep`` of the retention how the old memory and the step make the new one.
+``recurrent`` runs ``definition`` on any batch: its rows, which are sequences, may be of different length, and may go on
+from states in which they have read different numbers of tokens. The equations of each paper as it prints them are in
+``atlas_memory.reference``."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def recurrent(
     gates: Gates,
     state: MemoryState | None = None,
 ) -> tuple[Tensor, MemoryState]:
-    """Read and write token by token, as the definition says (recurrent.py). Slow, literal, any float dtype.
+    """Read and write token by token, as ``definition`` says. Slow, literal, any float dtype.
 
     Args:
         rule: what kind of memory.
@@ -131,8 +130,8 @@ def _together(
     state = MemoryState(tuple(memory), past_k, past_v, state.keys, state.seen + time)
     if rule.features.horizon is None:
         return y, state
-    held = rule.features.horizon + rule.window.chunk + rule.window.size - 2
-    return y, _with_columns(rule, state, min(keys.shape[-2], held))
+    count = rule.features.horizon + rule.window.chunk + rule.window.size - 2
+    return y, _with_columns(rule, state, min(keys.shape[-2], count))
 
 
 def _with_columns(rule: Rule, state: MemoryState, count: int) -> MemoryState:
@@ -172,7 +171,7 @@ def definition(
         frozen, after = [m.frozen for m in memory], []
         before = [
             optimiser.readout_weights(m.sums, m.weights, follows) for m in memory
-        ]  # M_{t-1}; with Muon's `shows` less S
+        ]  # M_{t-1}; with the pending update less S
         at_frozen = rule.network.forward_cache(model.apply(frozen), k[..., window, :], params.norm)  # M_f at its keys
         curvature_bound = rule.curvature_bound(
             at_frozen, v[..., window, :], params
@@ -240,15 +239,15 @@ class Model(NamedTuple):
         self, frozen: list[Tensor], at_frozen: ForwardCache, window: slice, gamma: Tensor, moved: Tensor | float
     ) -> list[Tensor]:
         """For each matrix the gradient, at M_f, of l = sum over window tokens j of
-        gamma_j (bias(M(phi(k_j)), v_j) + <moved_j, body of M(phi(k_j))>). The second term adds moved_j to the error at
-        the pre-norm output. Autograd goes down to what a matrix puts out, z_j = W f_j; from there dl/dW = sum_j
-        (dl/dz_j) f_j^T, since on phi* there is no W as such; it is zero where nothing of z_j reaches the loss
+        gamma_j (bias(M(phi(k_j)), v_j) + <moved_j, pre-norm output of M(phi(k_j))>). The second term adds moved_j to
+        the error at the pre-norm output. Autograd goes down to what a matrix puts out, z_j = W f_j; from there dl/dW =
+        sum_j (dl/dz_j) f_j^T, since on phi* there is no W as such; it is zero where nothing of z_j reaches the loss
         (None)."""
-        network, k, held = self.rule.network, self.k[..., window, :], self.apply(frozen)
+        network, k, apply = self.rule.network, self.k[..., window, :], self.apply(frozen)
         with torch.enable_grad():
             # Zero, added to what each matrix puts out, to differentiate by.
             by = [w.new_zeros(*k.shape[:-1], w.shape[-2]).requires_grad_() for w in frozen]
-            pre_norm = network.pre_norm(lambda i, u: held(i, u) + by[i], k)
+            pre_norm = network.pre_norm(lambda i, u: apply(i, u) + by[i], k)
             prediction = network.end(k, pre_norm, self.params.norm)
             losses = self.rule.bias.value(prediction, self.v[..., window, :]) + (moved * pre_norm).sum(-1)
             to = torch.autograd.grad((gamma * losses).sum(), by, create_graph=True, allow_unused=True)

@@ -22,16 +22,16 @@ def rows(gate, W):  # each channel of a gate weighs one row of W1, and hidden / 
     return gate.repeat_interleave(len(W) // len(gate))[:, None] * W
 
 
-def miras(A, norm, q, k, v, eta, alpha, chunk, loss, settle, exact=-1, tangent=lambda G: G):
-    M, y = {n: settle(A[n]) for n in A}, []
+def miras(A, norm, q, k, v, eta, alpha, chunk, loss, mirror_map, exact=-1, tangent=lambda G: G):
+    M, y = {n: mirror_map(A[n]) for n in A}, []
     for t in range(len(q)):
         if t % chunk == 0:
-            frozen = {n: settle(A[n]) for n in A}  # Eq. 28: gradients at the memory before the chunk
+            frozen = {n: mirror_map(A[n]) for n in A}  # Eq. 28: gradients at the memory before the chunk
         G = grad(lambda M, t: loss(memory(M, norm, k[t]) - v[t], t))(frozen, t)
         A = {n: rows(alpha[t], A[n]) - rows(eta[t], G[n]) for n in A}
         M = {n: rows(alpha[t], M[n]) - rows(eta[t], tangent(G[n])) for n in A}
         if t % chunk == exact % chunk:
-            M = {n: settle(A[n]) for n in A}
+            M = {n: mirror_map(A[n]) for n in A}
         y.append(memory(M, norm, q[t]))
     return torch.stack(y), M
 
