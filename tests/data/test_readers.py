@@ -62,8 +62,7 @@ def test_forms_of_json(tmp_path, text: str, ending: str) -> None:
 
 def test_an_object_of_several_lines(tmp_path) -> None:
     (tmp_path / "one.json").write_text(json.dumps({"text": "a", "b": [1]}, indent=2))
-    (tmp_path / "two.json").write_text(json.dumps({"text": "b"}, indent=2) + "\n" + json.dumps({"text": "c"}, indent=2))
-    assert read(tmp_path) == ["a", "b", "c"]
+    assert read(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv"])
@@ -89,11 +88,6 @@ DEEP = '{"text": "b", "x": ' + "[" * 20_000 + "]" * 20_000 + "}"
         ("a.jsonl", '{"text": "a"}\n[1]\n', "2 cannot be read"),
         ("a.jsonl", '{"text": "a"}\n7\n', r"2 cannot be read \(it is a float and no object"),
         ("a.jsonl", '{"text": "a"}\n' + DEEP, r"2 cannot be read \(its brackets are nested too deep"),
-        ("a.json", '[{"text": "a"}, ' + DEEP + "]", r"2 cannot be read \(its brackets are nested too deep"),
-        ("a.json", '[{"text": "a"}, {"text": }]', r"2 cannot be read \(line 1, column 26: "),
-        ("a.json", '[{"text": "a"} {"text": "b"}]', r"2 cannot be read \(line 1, column 16: "),
-        ("a.json", '[{"text": "a"},\n{"text": "b"}', r"3 cannot be read \(line 2, column 14: "),
-        ("a.json", '[{"text": "a"}] more', r"2 cannot be read \(line 1, column 15: "),
         ("a.json", '{"text": "a"}\n{"text": "b', r"2 cannot be read \(line 2, column 10: "),
         ("a.csv", "id,text\n1,a\n2\n", r"2 cannot be read \(line 3 has 1 fields and the header 2"),
         ("a.csv", "id,text\n1,a\n2,b,c\n", r"2 cannot be read \(line 3 has 3 fields .* commas in quotes"),
@@ -115,6 +109,24 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path, request, name: str, conten
             and not list(tmp_path.glob("out/*"))
             and not list(tmp_path.glob("out/.*"))
         )
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('[{"text": "a"}, ' + DEEP + "]", r"\(its brackets are nested too deep"),
+        ('[{"text": "a"}, {"text": }]', r"\(line 1, column 26: "),
+        ('[{"text": "a"},\n{"text": "b"}', r"\(line 2, column 14: "),
+        ('[{"text": "a"}] more', r"\(line 1, column 17: "),
+    ],
+)
+def test_a_damaged_list_is_named(tmp_path, caplog, content: str, said: str) -> None:
+    """In a folder it is left out with a warning, as is any .json that is no table."""
+    (tmp_path / "a.json").write_text(content)
+    (tmp_path / "b.txt").write_text("b")
+    with pytest.raises(ValueError, match=rf"a.json' is damaged or no table of text: .*{said}"):
+        read(tmp_path / "a.json")
+    assert read(tmp_path) == ["b"] and "a.json' is damaged" in caplog.text
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".tsv", ".parquet", "saved"])

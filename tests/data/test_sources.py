@@ -235,12 +235,6 @@ def test_what_is_skipped_is_named(tables) -> None:
     )
 
 
-def test_a_page_is_read_with_its_tags_and_that_is_said(tables, caplog) -> None:
-    (tables / "page.html").write_text("<p>text</p>")
-    assert [d.text for d in Source(str(tables / "page.html")).documents()] == ["<p>text</p>"]
-    assert "page.html is read as it is, with its tags" in caplog.text
-
-
 def test_folders_and_files_that_cannot_be_read_are_left_out_by_name(tables, monkeypatch, caplog) -> None:
     """And what cannot be read does not end the reading of what can."""
     corpus = tables / "corpus"

@@ -16,8 +16,6 @@ from atlas_memory.data.tokenization import (
     encode,
     is_byte_tokenizer,
     load_tokenizer,
-    share_of_characters_lost,
-    warn_of_lost_characters,
 )
 
 BYTES = byte_tokenizer()
@@ -90,20 +88,6 @@ def test_load_tokenizer(tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="could not be loaded"):
         load_tokenizer(str(tmp_path / "empty"))
-
-
-def test_what_a_tokenizer_loses(caplog) -> None:
-    tokenizer = word_tokenizer(eos_token="<e>")
-    assert (
-        share_of_characters_lost(BYTES, ["one zwei"])
-        == share_of_characters_lost(tokenizer, ["one deux", "\n\none"])
-        == 0
-    )
-    assert share_of_characters_lost(tokenizer, ["one zwei", " drei"]) == pytest.approx(8 / 11)
-    warn_of_lost_characters(tokenizer, ["one " * 2000 + "zwei"])
-    assert not caplog.text
-    warn_of_lost_characters(tokenizer, ["one zwei"])
-    assert "the tokenizer loses 57.1 % of the text's characters" in caplog.text
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch, caplog) -> None:

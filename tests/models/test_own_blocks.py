@@ -124,17 +124,14 @@ def test_when_it_first_answers(register, kind, message, training):
         model().train(training)(input_ids=torch.randint(258, (2, 6)))
 
 
-class Fixed(Stateful):
-    """Weights tokens by fixed numbers that are not saved; a branch begins at zero."""
+class Branch(Stateful):
+    """A branch that begins at zero, and a buffer."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, saved: bool = True) -> None:
         super().__init__()
         self.dim, self.out = dim, torch.nn.Linear(dim, dim)
-        self.register_buffer("scale", self.numbers(), persistent=False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, dim), persistent=saved)
         self.reset_parameters()
-
-    def numbers(self) -> torch.Tensor:
-        return torch.linspace(0.5, 1.5, self.dim)
 
     def reset_parameters(self) -> None:
         torch.nn.init.eye_(self.out.weight)
@@ -145,22 +142,16 @@ class Fixed(Stateful):
         return self.out(self.scale * x), Last(x.new_zeros(len(x), 1))
 
 
-class Drawn(Fixed):
-    def numbers(self) -> torch.Tensor:
-        return torch.rand(self.dim)
-
-
-def test_buffers_that_are_not_saved_and_weights_that_begin_otherwise(register, tmp_path):
-    register(Mixer(Fixed, memory=False, window=False))
+def test_buffers_are_saved_and_weights_begin_as_the_block_says(register, tmp_path):
+    register(Mixer(Branch, memory=False, window=False))
     net = model().eval()
     mixer = net.get_submodule("model.layers.0.mixer")
     assert torch.equal(mixer.out.weight, torch.eye(8)) and not mixer.out.bias.any()
     net.save_pretrained(tmp_path)
     loaded, ids = AtlasForCausalLM.from_pretrained(tmp_path).eval(), torch.randint(258, (2, 6))
-    assert torch.equal(loaded.get_submodule("model.layers.0.mixer").scale, mixer.scale)
     assert torch.equal(loaded(input_ids=ids).logits, net(input_ids=ids).logits)
-    register(Mixer(Drawn, memory=False, window=False))
-    with pytest.raises(ValueError, match=r"the buffer scale is drawn at random and not saved.*persistent=True"):
+    register(Mixer(lambda dim, heads: Branch(dim, heads, saved=False), memory=False, window=False))
+    with pytest.raises(ValueError, match=r"buffers that are not saved with the model, scale: .*persistent=True"):
         model()
 
 

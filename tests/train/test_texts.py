@@ -10,7 +10,6 @@ from atlas_memory.train.config import ConfigError
 from atlas_memory.train.run_model import load_run
 from atlas_memory.train.trainer import train
 from atlas_memory.train.training_data import TrainingData, evaluation_text
-from tests.data.test_tokenization import word_tokenizer
 from tests.train.small import overrides, settings
 
 
@@ -49,24 +48,6 @@ def test_a_model_goes_on_with_its_own_tokens(tmp_path) -> None:
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(tmp_path / "more")
     TrainingData.load(settings(tmp_path, begin, f"data.tokenizer={tmp_path / 'more'}"))
-
-
-def test_a_tokenizer_that_loses_text_is_named(tmp_path, caplog) -> None:
-    """Wherever bits per byte are told of: its losses make them too low."""
-    word_tokenizer(eos_token="<e>", pad_token="<p>").save_pretrained(tmp_path / "words")
-    given = settings(tmp_path, f"data.tokenizer={tmp_path / 'words'}", "train.steps=1")
-    run = load_run(train(given).folder)
-    told = [
-        lambda: TrainingData.load(given),
-        lambda: evaluation_text(run),
-        lambda: evaluation_text(run, tmp_path / "corpus"),
-    ]
-    told += [lambda: prepare(Source(tmp_path / "corpus"), tmp_path / "prepared", str(tmp_path / "words"))]
-    told += [lambda: TrainingData.load(settings(tmp_path, f"data.path={tmp_path / 'prepared'}"))]
-    for tell in told:
-        caplog.clear()
-        tell()
-        assert "the tokenizer loses 100.0 %" in caplog.text
 
 
 def test_a_long_text_is_announced(tmp_path, capsys, monkeypatch) -> None:

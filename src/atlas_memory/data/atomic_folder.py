@@ -25,10 +25,9 @@ def check_new(folder: Path) -> Path:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder beside `folder`, which takes its name when all is written, and is deleted on an error; what one
-    that was killed has left is deleted first. OSError, of one line, where it cannot be written; ValueError where
-    another process writes it."""
-    partial = folder.with_name(f".{folder.name}.atlas-partial")  # hidden: not a part of the text
+    """A hidden folder beside `folder`, renamed to it at the end, or deleted on an error; leftovers of a killed process
+    are deleted first. OSError where it cannot be written; ValueError where another process writes it."""
+    partial = folder.with_name(f".{folder.name}.atlas-partial")  # hidden, so that it is not read as text
     lock = FileLock(partial / ".lock", timeout=0)
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -46,11 +45,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
             f"{str(folder)!r} is being written by another process: wait for it, or choose another"
         ) from error
     except Exception as error:
-        if not isinstance(error, OSError) and type(error) is not Exception:  # which is all that tokenizers raises
+        if not isinstance(error, OSError) and type(error) is not Exception:  # tokenizers raises a bare one
             raise
         reason = getattr(error, "strerror", None) or first_line(error)
         raise OSError(f"{str(folder)!r} could not be written: {reason}; make room, or choose another folder") from error
     finally:
         if lock.is_locked:
-            shutil.rmtree(partial, ignore_errors=True)  # nothing, where it has got its name
+            shutil.rmtree(partial, ignore_errors=True)  # nothing after the rename
             lock.release()

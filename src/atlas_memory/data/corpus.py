@@ -14,8 +14,7 @@ from atlas_memory.data.sources import Document, Source
 class Corpus:
     """Documents to train on and documents held out, never sharing a document (or, for one document, a position).
 
-    `skipped` counts what was left unread: binary, not UTF-8, empty, or an exact copy of another document (a copy could
-    sit on the other side of the split); `remarks` says so and names the first of them.
+    `skipped` counts what was left out (see `Source`); `remarks` names the first of them.
     """
 
     source: str
@@ -33,9 +32,8 @@ class Corpus:
     def of(cls, source: Source, held_out: float, progress: Callable[[int], None] = lambda documents: None) -> Corpus:
         """Read a source, and hold out about the share `held_out` of it; `progress` is called with the documents so far.
 
-        Documents are held out by a hash of their names, so that the split is the same on every machine and does not
-        change for the others when one is added. Of a document that is more than half of the text its end is held out,
-        so that a book beside a note about it is not held out whole. ValueError if there is no text to read.
+        Documents are held out by a hash of their names: the split does not depend on the machine or on other documents.
+        Of a document that is more than half of the text, the end is held out. ValueError if there is no text.
         """
         documents = []
         for document in source.documents():

@@ -19,7 +19,7 @@ from atlas_memory.data.atomic_folder import check_new, new_folder
 from atlas_memory.data.corpus import Corpus
 from atlas_memory.data.segments import Tokens
 from atlas_memory.data.sources import PREPARED, Document, Source
-from atlas_memory.data.tokenization import encode_batch, load_tokenizer, warn_of_lost_characters
+from atlas_memory.data.tokenization import encode_batch, load_tokenizer
 
 _CHUNK = 2**22  # characters of a text file that are tokenised at once
 _HELD_OUT_AT_MOST = 2**24  # characters
@@ -49,7 +49,7 @@ class Prepared:
 
     @classmethod
     def open(cls, path: Any) -> Prepared | None:
-        """The prepared folder at `path`; None for anything else. ValueError if its files do not belong together."""
+        """The prepared folder at `path`; None for anything else. ValueError if it is damaged."""
         if not isinstance(path, str | Path) or not os.path.isfile(Path(path).expanduser() / PREPARED):
             return None
         folder = Path(path).expanduser()
@@ -64,7 +64,7 @@ class Prepared:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[Path]:
-        """Around the reading of one of the files: ValueError that names it if it is missing or cut short."""
+        """ValueError that names the file if it is missing or damaged."""
         try:
             path = self.folder / name
             if not (path.is_file() or path.is_dir()):
@@ -81,7 +81,7 @@ class Prepared:
         return str(self.folder / "tokenizer")
 
     def load(self) -> Tokens:
-        """The tokens, mapped from the file: what is not asked for is not read."""
+        """The tokens, memory-mapped."""
         with self._reading("tokens.bin") as path:
             ids = np.memmap(path, dtype=self.dtype, mode="r")
         with self._reading("starts.npy") as path:
@@ -98,7 +98,7 @@ class Prepared:
             return load_tokenizer(self.tokenizer)
 
     def corpus(self) -> Corpus:
-        """The documents that were held out, and none to train on."""
+        """The held-out documents, without any to train on."""
         with self._reading("held_out.jsonl") as path:
             lines = path.read_text(encoding="utf-8").splitlines()
             held_out = tuple(Document(**json.loads(line)) for line in lines)
@@ -111,7 +111,7 @@ class Prepared:
 
 
 def load_corpus(path: Any, **options: Any) -> Corpus:
-    """What `Corpus.load` reads; of a prepared folder, what it holds out."""
+    """`Corpus.load`; of a prepared folder, its held-out documents."""
     prepared = Prepared.open(path)
     return Corpus.load(path, **options) if prepared is None else prepared.corpus()
 
@@ -125,36 +125,34 @@ def prepare(
 ) -> Prepared:
     """Tokenise all documents of `source` into `folder`, in bounded memory.
 
-    About the share `held_out` of the documents, by a hash of their names, is held out, but no more than 16 million
-    characters. The first document is always trained on; where none is held out, the end of the text is. `progress` is
-    called with how many documents and tokens have been written.
+    About the share `held_out` of the documents, by a hash of their names, is held out, at most 16 million characters.
+    The first document is always trained on; where none is held out, the end of the text is. `progress` is called with
+    how many documents and tokens have been written.
 
     Raises:
-        ValueError: The folder is not empty; there is no text to read; what `Source.documents` raises.
+        ValueError: The folder is not empty; there is no text; what `Source.documents` raises.
     """
     folder = check_new(folder)
     known = load_tokenizer(tokenizer)
     if tokenizer != "bytes" and (home := Path(tokenizer).expanduser()).is_dir():
-        tokenizer = str(home.resolve())  # so that a run anywhere knows it again
+        tokenizer = str(home.resolve())
     dtype = np.dtype("<u2" if len(known) <= 2**16 else "<u4")
     end = np.asarray([known.eos_token_id], dtype)
     source.chunk = _CHUNK
     starts: list[int] = []
-    written = kept = left = trained = 0
+    written = kept = left = 0
     with new_folder(folder) as partial:
         with (partial / "tokens.bin").open("wb") as file, (partial / "held_out.jsonl").open("w") as held:
             holding = False
             for document, ids in _tokenised(source, known):
                 if not document.continues:
-                    if not starts:
-                        warn_of_lost_characters(known, [document.text])
                     room = kept + len(document.text) <= _HELD_OUT_AT_MOST
                     holding = bool(starts) and room and document.rank() < held_out
                     if not holding:
                         starts.append(written)
                         file.write(end.tobytes())
                         written += 1
-                if holding:  # of one longer than that, as much as may be held out; the rest is left out
+                if holding:
                     if kept + len(document.text) <= _HELD_OUT_AT_MOST:
                         held.write(json.dumps({"name": document.name, "text": document.text}) + "\n")
                     else:
@@ -163,20 +161,15 @@ def prepare(
                     continue
                 file.write(ids.astype(dtype).tobytes())
                 written += len(ids)
-                trained += len(document.text)
                 progress(len(starts), written)
             if not starts:
                 raise ValueError(source.without_text())
             file.write(end.tobytes())
-        if left or kept > trained:
-            long = (
-                f"the last document held out is longer than is held out in all; its last {left:,} characters are "
-                "neither held out nor trained on. Cut it into several files to train on most of it"
-                if left
-                else f"{kept:,} characters are held out, more than the {trained:,} to train on, since a long document "
-                "is among them: rename it, or cut it into several files"
+        if left:
+            logger.warning(
+                f"{printable(str(source))}: the last {left:,} characters of a long held-out document are neither held "
+                "out nor trained on: cut it into several files"
             )
-            logger.warning("%s: %s", printable(str(source)), long)
         if not kept:
             written = _hold_out_the_end(partial, known, starts, written, held_out, dtype)
         np.save(partial / "starts.npy", np.asarray(starts, np.int64))
@@ -196,7 +189,7 @@ def prepare(
 def _hold_out_the_end(
     folder: Path, tokenizer: Any, starts: list[int], written: int, share: float, dtype: np.dtype[Any]
 ) -> int:
-    """Where no document was held out, hold out the end of the text: how many tokens are left."""
+    """Hold out the end of the text; returns how many tokens are left."""
     ids = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r+")
     size = min(max(16, int(written * share)), _END_AT_MOST)
     while size < written and not _decode(tokenizer, ids[written - size : written]).strip():
@@ -222,8 +215,7 @@ def _decode(tokenizer: Any, ids: np.ndarray) -> str:
 
 
 def _tokenised(source: Source, tokenizer: Any) -> Iterator[tuple[Document, np.ndarray]]:
-    """Every document with its ids, in order. A batch is tokenised by as many threads as there are cores, and holds a
-    chunk for each of them, so that memory is bounded."""
+    """Every document with its ids, in order, tokenised in batches of a chunk a core."""
     batch: list[Document] = []
     room = most = _CHUNK * min(8, os.cpu_count() or 1)
     for document in source.documents():

@@ -1,8 +1,4 @@
-"""Readers of text files, and of the text column of tables and datasets, each by the reader of its format.
-
-A row is a mapping of columns to values. Readers give the asked column alone, where the file has it: nothing else of a
-row is looked at, so what stands there may be anything.
-"""
+"""Readers of text files, and of one column of tables and datasets; other columns are not looked at."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import csv
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -21,24 +16,22 @@ from atlas_memory.console import first_line
 
 LOOK_AHEAD = 1000
 """Rows of which one must have the column."""
-SPLITS = "dataset_dict.json"
-"""In a folder of `save_to_disk` with several splits."""
+SPLITS = "dataset_dict.json"  # of `save_to_disk`, where there are several splits
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # gz, zst and zip
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
-_JSON = json.JSONDecoder(parse_int=float)  # no number is text, and Python refuses to make an int of a long one
-_SPACE = re.compile(r"\s*")
+_JSON = json.JSONDecoder(parse_int=float)  # Python refuses very long integers
 csv.field_size_limit(2**31 - 1)  # a field may be a book
 
 Row = Mapping[str, Any]
 
 
 class NotATable(ValueError):
-    """A file of which no row could be read, or none has the column that is asked for."""
+    """No row of a file can be read, or none has the column."""
 
 
 def read_text(path: Path, chunk: int | None = None) -> Iterator[str]:
-    """The text of a file, whole or in chunks of about so many characters that end with lines, without the byte order
-    mark of Windows; UnicodeDecodeError for what is not text."""
+    """The text of a file, whole or in chunks of about so many characters, cut at ends of lines; UnicodeDecodeError for
+    what is not text."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         text, first = "", True
         while True:
@@ -56,12 +49,11 @@ def read_text(path: Path, chunk: int | None = None) -> Iterator[str]:
 
 
 def read_column(place: str, rows: Iterable[Row], column: str) -> Iterator[Any]:
-    """What stands in a column, row by row; None where a row has no such column. Bytes are taken for UTF-8, and become
-    surrogates where they are not.
+    """The values of a column; None where a row lacks it. Bytes are decoded as UTF-8, with surrogates.
 
     Raises:
         NotATable: None of the first thousand rows has the column, or the first cannot be read.
-        ValueError: A row cannot be read, or holds a list or a mapping there; it names the row, counted from 1.
+        ValueError: A row cannot be read, or has a list or mapping there.
     """
     iterator, names, count, missing = iter(rows), list[str](), 0, 0
     while (row := _next_row(iterator, place, count + 1)) is not None:
@@ -95,7 +87,6 @@ def _next_row(rows: Iterator[Row], place: str, n: int) -> Row | None:
 
 
 def _other_columns(names: list[str]) -> str:
-    """The remedy where a table has these columns, and not the one that is asked for."""
     if len(names) == 1 and (other := next((sign for sign in ";\t|" if sign in names[0]), None)):
         return f"its columns are divided by {other!r}; put commas, or tabs in a file that ends in .tsv"
     said = " ".join(", ".join(names[:20]).split())[:200]
@@ -103,39 +94,22 @@ def _other_columns(names: list[str]) -> str:
 
 
 def _json_rows(path: Path, column: str) -> Iterator[Row]:
-    """An object a line; or, loaded whole, a list of objects, and in .json objects of several lines."""
+    """An object a line; or, loaded whole, a list of objects or, in .json, an object of several lines."""
     with _open_table(path) as file:
         first = next((line.strip() for line in file if not line.isspace()), "")
         whole = first.startswith("[") or (path.suffix.lower() == ".json" and not first.endswith("}"))
         file.seek(0)
         for n, text in enumerate([file.read()] if whole else file):
+            if text.isspace():
+                continue
             try:
-                yield from _json_objects(text.rstrip())
+                found = _JSON.decode(text.rstrip())
             except json.JSONDecodeError as error:
                 raise ValueError(f"line {n + error.lineno}, column {error.colno}: {error.msg}") from error
-
-
-def _json_objects(text: str) -> Iterator[Row]:
-    """Those of a list, or one behind the other; each is given before the next is looked at."""
-
-    def skip_space(at: int) -> int:
-        return found.end() if (found := _SPACE.match(text, at)) else at
-
-    at = skip_space(0)
-    if is_list := text.startswith("[", at):
-        at = skip_space(at + 1)
-    while at < len(text) and not (is_list and text[at] == "]"):
-        row, at = _JSON.raw_decode(text, at)
-        if not isinstance(row, dict):
-            raise ValueError(f"it is a {type(row).__name__} and no object with columns")
-        yield row
-        at = skip_space(at)
-        if is_list and text.startswith(",", at):
-            at = skip_space(at + 1)
-        elif is_list:
-            break
-    if is_list and text[at:] != "]":
-        raise json.JSONDecodeError("Expecting ',' or ']' and the end of the file", text, at)
+            for row in found if isinstance(found, list) else [found]:
+                if not isinstance(row, dict):
+                    raise ValueError(f"it is a {type(row).__name__} and no object with columns")
+                yield row
 
 
 def _csv_rows(delimiter: str, path: Path, column: str) -> Iterator[Row]:
@@ -192,7 +166,7 @@ TABLES: dict[str, Callable[[Path, str], Iterator[Row]]] = {
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `save_to_disk` of `datasets` has written it."""
+    """Whether `datasets.save_to_disk` wrote it."""
     has = {name for name in (SPLITS, "dataset_info.json", "state.json") if os.path.isfile(folder / name)}
     return SPLITS in has or len(has) == 2
 
@@ -200,8 +174,8 @@ def is_saved_dataset(folder: Path) -> bool:
 def read_dataset(
     place: Path | str, column: str, split: str, subset: str | None = None, streaming: bool = False
 ) -> Iterable[Any]:
-    """Rows of a folder of `save_to_disk`, a path, or of a dataset on a hub, a name; with the column alone, where there
-    is one. ValueError where it cannot be read or has no such split."""
+    """Rows of a folder of `save_to_disk` (a Path) or of a dataset on a hub (a name), the column alone if there is one.
+    ValueError where it cannot be read or has no such split."""
     try:
         import datasets
 
@@ -220,7 +194,7 @@ def read_dataset(
                 if not os.path.isfile(folder / name):  # or a pipe, which may never end
                     raise ValueError(f"{name} is missing, or no file")
             found = datasets.load_from_disk(str(folder)) if files else []  # an error of `datasets`
-        # Of others pictures and sounds would be decoded.
+        # Pictures and sounds in other columns would be decoded.
         return found.select_columns(column) if column in (getattr(found, "column_names", None) or ()) else found
     except Exception as error:  # the loader raises a dozen different types
         what = "cannot be read" if isinstance(place, Path) else "does not exist here nor as a dataset by name"

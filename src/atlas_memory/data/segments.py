@@ -1,4 +1,4 @@
-"""Training examples: segments of the documents in order, which rows read one after the other, or random crops."""
+"""Training examples: consecutive segments of documents, or random crops."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from atlas_memory.data.tokenization import encode
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokenised documents, one behind the other.
+    """Tokenised documents, concatenated.
 
     Attributes:
-        ids: `[tokens]` integers; each document begins with the end-of-text token, and one more follows the last, so
-            that every end is predicted too.
+        ids: `[tokens]` integers; the end-of-text token begins each document and follows the last.
         starts: `[documents]` int64, ascending from 0: where each begins.
     """
 
@@ -31,7 +30,7 @@ class Tokens:
     def of(
         cls, tokenizer: Any, documents: Sequence[Document], progress: Callable[[int], None] = lambda characters: None
     ) -> Tokens:
-        """Tokenise documents, int32 ids; `progress` is called with how many characters have been."""
+        """Tokenise documents, int32 ids; `progress` is called with the characters so far."""
         end = np.asarray([tokenizer.eos_token_id], dtype=np.int32)
         parts, starts, length, characters = [], [], 0, 0
         for document in documents:
@@ -48,13 +47,12 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
     """Segments for truncated backpropagation through time: `rows * interleave` streams of `seq_len` tokens a segment,
     of which a step reads `rows`. Item `step * rows + r` is the next segment of stream `step % interleave * rows + r`.
 
-    In every epoch the documents are put one behind the other in another order, and the whole is cut into as many equal
-    parts as there are streams. A stream reads its part in order, epoch after epoch, each segment from where the one
-    before ended. An item depends on its index and the arguments alone: a resumed run sees what the first would have
-    seen.
+    In every epoch the documents are shuffled, concatenated and cut into as many equal parts as there are streams, each
+    of which reads its part in order. Items depend on their index and the arguments alone, so that a resumed run sees
+    the same.
 
-    Items are `{"input_ids", "shift_labels", "document_starts"}`, each `[seq_len]`: int64, int64 (the token that follows
-    each token in its document) and bool (where a document, a piece or a part begins, and with it an empty memory).
+    Items are `{"input_ids", "shift_labels", "document_starts"}`, each `[seq_len]`: int64, int64 (the next token) and
+    bool (where a document, a piece or a part begins with an empty memory).
 
     Args:
         tokens: The text.
@@ -62,17 +60,14 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         rows: Rows read in a step, of all processes and all accumulated batches together.
         steps: Of training.
         seed: Of the orders.
-        interleave: Steps until the same streams are read again, so that successive steps learn from other documents.
-        reset_every: A stream moves to another place after so many segments, not all at the same step: pieces of so many
-            segments of the text as it stands, in which documents begin anywhere, take the place of the documents.
-            None: it reads documents to their ends.
-        lengths: The step from which on segments are longer, counted from 0, and their tokens: `seq_len` or a multiple
-            of it that divides `rows * seq_len`, ascending, each a multiple of the one before. A segment of n times the
-            length is n items, one behind the other; a step then reads rows / n streams, each of which goes on where it
-            stood.
-        pass_states: The share of documents or pieces that are not marked as beginning: a stream begins them with what
-            it remembers of the one before, so that a memory that is trained on short documents learns to go on from
-            states that only long ones lead to.
+        interleave: Steps until the same streams are read again, so that successive steps see other documents.
+        reset_every: Shuffle pieces of so many segments of the text instead of documents, so that a stream moves on
+            after so many, not all at the same step. None: it reads documents to their ends.
+        lengths: Longer segments, by the step from which they are read: tokens, a multiple of `seq_len` that divides
+            `rows * seq_len`, ascending, each a multiple of the one before. A segment of n times the length is n
+            consecutive items; a step then reads rows / n streams, each from where it was.
+        pass_states: The share of documents or pieces that are not marked as beginning, and start from the state of the
+            one before: a memory trained on short documents learns to continue from states of long ones.
 
     Raises:
         ValueError: There is less than one segment a stream.
@@ -115,7 +110,7 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         first, times = self._phase(step)
         item, nth = divmod(item, times)
         row = item + (step - first) % (self.interleave * times) * (self.rows // times)
-        # With an end to carrying, rows begin apart, so as not to move on all at the same step.
+        # Rows begin apart, so that they do not all move on at the same step.
         ahead = 0 if self.reset_every is None else row * self.reset_every // (self.rows * self.interleave)
         at, left = (self._read(row, step) + nth + ahead) * self.seq_len, self.seq_len
         places, starts = [], []
@@ -135,15 +130,15 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         }
 
     def times(self, step: int) -> int:
-        """How many items, one behind the other, are a segment of this step."""
+        """How many consecutive items are a segment of this step."""
         return self._phase(step)[1]
 
     def _phase(self, step: int) -> tuple[int, int]:
-        """Since which step segments are as long as in `step`, and how many items they are."""
+        """The step since which segments are as long as at `step`, and their items."""
         return max(phase for phase in self._phases if phase[0] <= step)
 
     def _read(self, row: int, step: int) -> int:
-        """How many items' tokens a row has read before a step."""
+        """Items a row has read before a step."""
         items = 0
         for (first, times), (end, _) in zip(self._phases, [*self._phases[1:], (step, 0)], strict=True):
             rounds, turn = divmod(max(min(end, step) - first, 0), self.interleave * times)
@@ -174,8 +169,8 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
 
 @dataclass(frozen=True)
 class _Order:
-    """The pieces of an epoch, one behind the other: where each begins in the text, how long it is, where in this order
-    it ends; and at which places of the text a memory begins empty."""
+    """The pieces of an epoch: where each begins in the text, its size, where it ends in this order; and the places of
+    the text where a memory begins empty."""
 
     starts: np.ndarray
     sizes: np.ndarray
@@ -183,7 +178,7 @@ class _Order:
     empty: np.ndarray
 
     def read(self, begin: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where tokens `begin` to `begin + length` of this order stand in the text, int64, and where memories begin."""
+        """The places of tokens `begin` to `begin + length` in the text, int64, and where memories begin."""
         places = np.empty(length, np.int64)
         n, filled = int(np.searchsorted(self.ends, begin, side="right")), 0
         while filled < length:
@@ -197,12 +192,10 @@ class _Order:
 
 
 class RandomCrops(Dataset[dict[str, torch.Tensor]]):
-    """`count` crops of `seq_len` tokens; crop i depends on `(seed, i)` alone, so a resumed run sees the same
-    ones.
+    """`count` crops of `seq_len` tokens; crop i depends on `(seed, i)` alone, so that a resumed run sees the same.
 
-    Items are `{"input_ids", "labels"}`, both int64 `[seq_len]` and equal but for the first label, which nothing
-    predicts: it is -100, so that whoever counts labels counts what is predicted. The model shifts its labels itself.
-    ValueError if `tokens` is shorter than one crop.
+    Items are `{"input_ids", "labels"}`, int64 `[seq_len]`, equal but for the first label, which is -100 since nothing
+    predicts it; the model shifts labels itself.
     """
 
     def __init__(self, tokens: np.ndarray, seq_len: int, count: int, seed: int) -> None:

@@ -25,10 +25,10 @@ from atlas_memory.data.readers import (
     read_text,
 )
 
-PREPARED = "prepared.json"  # in a folder of `atlas data prepare`, written last: without it the folder is not finished
+PREPARED = "prepared.json"  # in a folder of `atlas data prepare`
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _NAMED = 3  # of the files that were skipped
-# Folders of the standard library that hold tests, other people's code or generated tables.
+# Folders of the standard library with tests, third-party code or generated tables.
 _NOT_LIBRARY = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip", "pydoc_data", "encodings"}
 )
@@ -36,22 +36,22 @@ logger = logging.getLogger(__name__)
 
 
 def is_dataset_name(place: str) -> bool:
-    """Whether it can only be the name of a dataset on a hub: nothing here has it, and it looks like one."""
+    """Whether it looks like the name of a dataset on a hub, and is no path here."""
     ending = Path(place).suffix.lower() in {*TABLES, ".txt", ".md", ".py", ".gz", ".zip"}
     return bool(_HUB.fullmatch(place)) and not ending and not Path(place).parent.exists()
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text and where it came from (a path relative to the corpus; of a table, with the number of its row)."""
+    """One text and its name: a path relative to the corpus, and the row of a table."""
 
     name: str
     text: str
     continues: bool = False
-    """Whether it goes on with the document before it, of which it is a part."""
+    """Whether it is a further part of the document before it."""
 
     def rank(self) -> float:
-        """A number in [0, 1) that depends on the name alone: a share s of documents has a rank below s."""
+        """A uniform number in [0, 1), by a hash of the name."""
         number = int.from_bytes(hashlib.sha256(self.name.encode("utf-8", "surrogateescape")).digest()[:8], "big")
         return (number % 10 + number // 10 % 10_000 / 10_000) / 10
 
@@ -62,18 +62,17 @@ class Source:
 
     Args:
         path: A file, a folder, a pattern such as ``"books/*.txt"``, a dataset's name on a hub, or a list of these;
-            None: the Python standard library's own source. Files that end in .jsonl, .ndjson, .json, .parquet, .csv or
-            .tsv are tables of documents, all others texts of one document each.
+            None: the Python standard library's source. Files that end in .jsonl, .ndjson, .json, .parquet, .csv or .tsv
+            are tables of documents, all others one document each.
         column: The column of tables that holds the text.
         split: Of a dataset.
         subset: Of a dataset on a hub that has several, its "configuration".
-        streaming: Read a dataset on a hub row by row as it comes, instead of downloading it whole first.
+        streaming: Read a dataset on a hub without downloading it first.
         documents_at_most: Of all places together; None: all.
         chunk: Cut text files into parts of about so many characters, at the ends of lines; None: never.
 
     Attributes:
-        skipped: Of the files of folders and the rows of tables, how many were not text, empty, unreadable or exact
-            copies of another (a copy could sit on the other side of a split).
+        skipped: Files and rows that were not text, empty, unreadable or copies.
         first_skipped: The names of the first of them.
     """
 
@@ -96,7 +95,7 @@ class Source:
         return [str(self.path)] if isinstance(self.path, str | Path) else list(self.path or [])
 
     def remarks(self) -> str:
-        """How many were skipped and the names of the first of them, as the end of a sentence; empty for none."""
+        """The skipped, as the end of a sentence; empty for none."""
         if not self.skipped:
             return ""
         names = ", ".join(self.first_skipped)
@@ -104,16 +103,12 @@ class Source:
         return f"; {self.skipped} skipped (not text, empty or copies): {names}{more}"
 
     def without_text(self) -> str:
-        """The message where nothing that was read is a document."""
+        """The message where there is no document."""
         return f"no text in {str(self)!r}: it has no non-empty UTF-8 text{self.remarks()}"
 
     def documents(self) -> Iterator[Document]:
-        """Every document, or the first so many.
-
-        Raises:
-            ValueError: A place that does not exist or cannot be read; a table without the column, or with a row that
-                cannot be read, which it names.
-        """
+        """Every document, or the first so many. ValueError for a place that does not exist or cannot be read, and for a
+        table that lacks the column or is damaged."""
         count = 0
         for document in self._documents():
             count += not document.continues
@@ -131,7 +126,7 @@ class Source:
         if not places:
             raise ValueError("data.path is an empty list: name a file, a folder or a dataset")
         for n, place in enumerate(places):
-            # Not the place's own name: documents are held out by their names, wherever the folder stands.
+            # names, which decide what is held out, must not depend on where a folder is
             yield from self._place(place, "" if len(places) == 1 else f"{n}/")
 
     def _place(self, place: str, prefix: str) -> Iterator[Document]:
@@ -168,7 +163,7 @@ class Source:
             yield from self._file(root / name, name, alone=False)
 
     def _file(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
-        """`alone`: the user named it, so that what is wrong with it is an error; others are skipped."""
+        """`alone`: the user named it, so that faults are errors; other files are skipped."""
         try:
             is_table = path.suffix.lower() in TABLES and path.stat().st_size
             yield from self._table(path, name, alone) if is_table else self._text(path, name, alone)
@@ -179,7 +174,7 @@ class Source:
             self._leave_out(error)
 
     def _table(self, path: Path, name: str, alone: bool) -> Iterator[Document]:
-        path.open("rb").close()  # an OSError where it cannot be read; later ones are of damaged rows
+        path.open("rb").close()  # OSErrors after this are of damaged rows
         try:
             rows = TABLES[path.suffix.lower()](path, self.column)
             yield from self._rows(str(path), rows, name)
@@ -187,7 +182,7 @@ class Source:
             if alone:
                 raise
             if isinstance(error, NotATable) and path.suffix.lower() == ".json" and self.column == "text":
-                self._skip(name)  # what ends in .json may be anything, such as a list of options
+                self._skip(name)  # a .json file may be anything
                 self._warn_once(".json", f"{error}: it is left out, and so are others like it")
                 return
             raise ValueError(
@@ -203,9 +198,6 @@ class Source:
                 parts = whole = [*parts]
             digest = _digest(whole)  # of all parts, before any of them is given
             for i, text in enumerate(parts):
-                if path.suffix.lower() in (".html", ".htm"):
-                    words = "is read as it is, with its tags, and so are others like it"
-                    self._warn_once("tags", f"{path} {words}: take their text out before if that is not wanted")
                 if i == 0 and not self._is_new(digest, name):  # a copy of another file, or of nothing
                     if isinstance(self.path, str | Path) and path == Path(self.path).expanduser():
                         raise ValueError(f"data.path={str(path)!r} is empty")
@@ -219,7 +211,6 @@ class Source:
             self._skip(name)
 
     def _rows(self, place: str, rows: Iterable[Any], name: str) -> Iterator[Document]:
-        """A document for each row that has text."""
         for i, text in enumerate(read_column(place, rows, self.column)):
             row = f"{name}:{i + 1}"  # people count from one
             if not isinstance(text, str):
@@ -257,7 +248,7 @@ class Source:
 
 
 def _digest(parts: Iterable[str]) -> bytes | None:
-    """A hash of a text in parts; None if it is blank. UnicodeEncodeError for surrogates."""
+    """A hash of a text; None if it is blank. UnicodeEncodeError for surrogates."""
     found, blank = hashlib.sha256(), True
     for text in parts:
         found.update(text.encode("utf-8"))
@@ -266,7 +257,7 @@ def _digest(parts: Iterable[str]) -> bytes | None:
 
 
 def _checked_path(place: str) -> Path:
-    """Its path, whether there is anything or not; ValueError where that cannot be asked."""
+    """The path of a place, which need not exist; ValueError where that cannot be asked."""
     root = Path(place).expanduser()
     try:
         root.stat()
@@ -278,8 +269,7 @@ def _checked_path(place: str) -> Path:
 
 
 def _matching(pattern: Path) -> list[tuple[Path, str]]:
-    """The paths that fit a pattern, and what the names of their documents begin with. Folders that are there as they
-    are written are no patterns."""
+    """The paths that fit a pattern, with the prefix of their documents' names. Existing folders are not patterns."""
     fixed = next(folder for folder in pattern.parents if folder.exists())
     names = sorted(glob.glob(str(pattern.relative_to(fixed)), root_dir=fixed, recursive=True))
     folders = ((fixed / name, Path(name) if (fixed / name).is_dir() else Path(name).parent) for name in names)
@@ -289,9 +279,8 @@ def _matching(pattern: Path) -> list[tuple[Path, str]]:
 def _files_under(
     root: Path, unreadable: Callable[[OSError], None] | None = None, without: frozenset[str] = frozenset()
 ) -> Iterator[str]:
-    """Relative paths of the files under `root`, sorted within each folder; without hidden ones, prepared folders, runs
-    and folders named in `without`. Links to folders are followed, and each folder is entered once. `unreadable` is
-    called with the error of each folder that cannot be read, which is left out."""
+    """Relative paths of the files under `root`, sorted, without hidden ones, prepared folders, runs and `without`.
+    Links are followed, each folder once. `unreadable` is called with errors of unreadable folders."""
     entered = {os.path.realpath(root)}
 
     def enters(path: Path) -> bool:
@@ -310,12 +299,12 @@ def _files_under(
 
 
 def _is_prepared_or_run(folder: Path) -> bool:
-    """Of a run the logs would be read as tables of text."""
+    """A run's logs would be read as tables of text."""
     has = {name for name in (PREPARED, "run.yaml", "data.json") if os.path.isfile(folder / name)}
     return PREPARED in has or len(has) == 2
 
 
 def _library_files(root: Path) -> Iterator[str]:
-    """Relative paths of the Python standard library's own source, where `root` is its folder."""
+    """Relative paths of the Python standard library's own source."""
     names = _files_under(root, without=_NOT_LIBRARY)
     return (n for n in names if n.endswith(".py") and not n.rpartition("/")[2].startswith("_sysconfigdata"))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,10 @@ PAD = "<|pad|>"
 TIMEOUT = 5.0
 """Seconds in which the hub must answer."""
 DECODING_CONTEXT = 8
-"""Tokens behind which others are decoded: what a tokenizer makes of the first token of all it does not make of later
-ones, and a character may be of several tokens."""
+"""Tokens decoded before others: the first one may be decoded differently, and characters span several."""
 SMALLEST_VOCABULARY = 258  # every byte, the end of text and padding
 _LONG_WORD = re.compile(r"\S{1000}")
-# A text that has the name of a special token in it, such as <|endoftext|>, has no end there.
+# <|endoftext|> inside a text is plain text.
 _AS_PLAIN_TEXT: dict[str, Any] = {
     "add_special_tokens": False,
     "split_special_tokens": True,
@@ -51,9 +48,8 @@ def _byte_alphabet() -> dict[str, int]:
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer whose ids 0..255 are the bytes of UTF-8; 256 is `<|endoftext|>` (bos and eos), 257 `<|pad|>`.
 
-    `decode(encode(text)) == text` for every text that UTF-8 can hold. The names of the special tokens inside a text are
-    those tokens, as a chat template needs them; `encode`, which reads texts for training, takes them as plain bytes. It
-    is an ordinary fast tokenizer (byte-level BPE without merges), so it saves beside a model.
+    `decode(encode(text)) == text` for every UTF-8 text. It is an ordinary fast tokenizer (byte-level BPE, no merges),
+    which knows special tokens inside a text; `encode`, for training, takes those as plain bytes.
     """
     return _fast_tokenizer(_byte_level(models.BPE(vocab=_byte_alphabet(), merges=[]), use_regex=False))
 
@@ -77,18 +73,17 @@ def _fast_tokenizer(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def same_tokenizer(name: str, other: str) -> bool:
-    """Whether two names, as `load_tokenizer` takes them, are of the same tokenizer: equal, or of the same folder."""
+    """Whether two names for `load_tokenizer` are equal or of the same folder."""
     folders = [Path(one).expanduser() for one in (name, other)]
     return name == other or (all(folder.is_dir() for folder in folders) and folders[0].samefile(folders[1]))
 
 
 def _hub_answers(what: str) -> bool:
-    """Whether the hub can be reached, after a word that `what` is looked for there. Its own library asks for a minute
-    before it says that there is no network."""
+    """Whether the hub can be reached; its own library tries for a minute without a network."""
     logger.warning("looking for %s on the hub", what)
     try:
         get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
-    except Exception as error:  # as many types as there are ways to be without a network
+    except Exception as error:  # of many types
         logger.warning("the hub does not answer (%s): what has been downloaded before is taken", first_line(error))
         return False
     return True
@@ -112,8 +107,8 @@ def load_tokenizer(name: str) -> Any:
 
 
 def read_tokenizer(name: str | Path) -> Any:
-    """A fast tokenizer with an end-of-text token, of a folder or by its name. Code that comes with one is never run.
-    ValueError that says why there is none."""
+    """A fast tokenizer with an end-of-text token, from a folder or by name; code that comes with it is never run.
+    ValueError otherwise."""
     try:
         local = Path(name).is_dir() or not _hub_answers(f"the tokenizer {str(name)!r}")
         found = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=local)
@@ -138,7 +133,7 @@ def is_byte_tokenizer(tokenizer: Any) -> bool:
 
 def encode(tokenizer: Any, text: str) -> np.ndarray:
     """The ids of `text`, int32 `[tokens]`, without special tokens."""
-    if is_byte_tokenizer(tokenizer):  # what the tokenizer returns too, a hundred times faster
+    if is_byte_tokenizer(tokenizer):  # the same ids, a hundred times faster
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
     return np.asarray(tokenizer(text, **_AS_PLAIN_TEXT).input_ids, dtype=np.int32)
 
@@ -158,11 +153,8 @@ def encode_batch(tokenizer: Any, texts: list[str]) -> Iterator[np.ndarray]:
 
 
 def bytes_per_token(tokenizer: Any, text: str) -> np.ndarray:
-    """How many bytes of `text` each token of `encode(tokenizer, text)` stands for, int64 `[tokens]`.
-
-    A character spread over several tokens counts at the first of them; characters that the tokenizer drops
-    count at the next token, so the sum is the length of the text in bytes.
-    """
+    """How many bytes of `text` each token of `encode(tokenizer, text)` stands for, int64 `[tokens]`, all in sum:
+    a character of several tokens counts at the first, characters that the tokenizer drops at the next."""
     if is_byte_tokenizer(tokenizer):
         return np.ones(len(text.encode("utf-8")), dtype=np.int64)
     offsets = tokenizer(text, return_offsets_mapping=True, **_AS_PLAIN_TEXT).offset_mapping
@@ -175,27 +167,6 @@ def bytes_per_token(tokenizer: Any, text: str) -> np.ndarray:
     return np.diff(before[ends], prepend=0)
 
 
-def share_of_characters_lost(tokenizer: Any, texts: Iterable[str]) -> float:
-    """Of the first 65,536 characters of texts, white space aside, the share that does not come back when what they are
-    encoded to is decoded: characters that the tokenizer does not know, or makes others of."""
-    if is_byte_tokenizer(tokenizer):
-        return 0.0
-    text = "".join(islice(chain.from_iterable(texts), 2**16))
-    had = Counter("".join(text.split()))
-    lost = had - Counter(tokenizer.decode(encode(tokenizer, text).tolist(), skip_special_tokens=True))
-    return lost.total() / max(1, had.total())
-
-
-def warn_of_lost_characters(tokenizer: Any, texts: Iterable[str]) -> None:
-    """A warning if the tokenizer loses more than a thousandth of the characters, which no prediction then pays for."""
-    if (share := share_of_characters_lost(tokenizer, texts)) > 1e-3:
-        logger.warning(
-            "warning: the tokenizer loses %.1f %% of the text's characters, which do not come back when it decodes "
-            "what it encoded: bits per byte are too low by what they would cost. A byte-level tokenizer loses none",
-            100 * share,
-        )
-
-
 def train_tokenizer(
     source: Source,
     folder: Path,
@@ -205,18 +176,16 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Learn byte-level BPE from the documents of `source` that are trained on, and write it to `folder`.
 
-    Text is read once, in parts of bounded size; what is kept is the count of every distinct word. The same text makes
-    the same tokenizer. Every byte is a token, so that any text can be written; `<|endoftext|>` begins and ends
-    documents. `progress` is called with how many documents and characters have been read.
+    Text is read once, in parts; memory grows with the number of distinct words. The result is deterministic, and has
+    every byte as a token. `progress` is called with how many documents and characters have been read.
 
     Args:
-        vocab_size: Tokens, at least 258. Fewer are learned if the text has too few different pairs.
-        held_out: The share of documents that is left out, those that `atlas train` and `atlas data prepare` hold out of
-            the same text at the same share. The first document is read in any case; and where no name's hash is low
-            enough, as in a text of a few documents, so is what is held out instead, one of them or the end of one.
+        vocab_size: Tokens, at least 258; fewer are learned from a text with few distinct pairs.
+        held_out: The share of documents to leave out, as `atlas train` and `atlas data prepare` do; but of a text of a
+            few documents all may be read.
 
     Raises:
-        ValueError: The folder is not empty; too small a vocabulary; there is no text; what `Source.documents` raises.
+        ValueError: The folder is not empty; too small a vocabulary; no text; what `Source.documents` raises.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(f"vocab_size={vocab_size} must be at least {SMALLEST_VOCABULARY}: every byte, {END} and {PAD}")
@@ -255,7 +224,7 @@ def train_tokenizer(
 
 
 def _cut_long_words(text: str) -> Iterator[str]:
-    """The text, cut within words of more than 1,000 characters: the time of a word grows with its length squared."""
+    """The text, cut within words of over 1,000 characters, whose time is quadratic."""
     start = 0
     for found in _LONG_WORD.finditer(text):
         yield text[start : found.end()]

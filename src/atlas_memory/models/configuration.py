@@ -31,14 +31,12 @@ from atlas_memory import AtlasConfig, AtlasForCausalLM, AtlasModel
 
 __all__ = ["AtlasConfig", "AtlasForCausalLM", "AtlasModel"]
 '''
-"""What every saved folder has, so that it can be opened without `import atlas_memory`; where the package is missing,
-transformers says to install it."""
+"""Saved with every model, so that it opens without `import atlas_memory`."""
 AUTO_MAP = {
     "AutoConfig": "modeling_atlas_memory.AtlasConfig",
     "AutoModel": "modeling_atlas_memory.AtlasModel",
     "AutoModelForCausalLM": "modeling_atlas_memory.AtlasForCausalLM",
 }
-"""Of each Auto class, what that file has for it."""
 
 _WIDTHS = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "gate_rank")
 _LENGTHS = ("conv_size", "window", "chunk_size", "attention_window")
@@ -46,14 +44,13 @@ MAX_SIZES = dict.fromkeys(_WIDTHS, LARGEST) | dict.fromkeys(_LENGTHS, LONGEST)
 MAX_SIZES |= {"num_hidden_layers": DEEPEST, "max_position_embeddings": 2**53}  # by which nothing is made
 MAX_PARAMETERS = 2**40
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""Those that weights may have."""
-# Options of a memory: no use in a block without one.
+# Options of a memory.
 _OF_MEMORY = ["rule", "rule_options", "window", "chunk_size", "hierarchy", "conv_size", "key_lag", "gate_rank"]
 _OF_MEMORY += ["persistent_tokens"]
-# Keyword arguments that transformers itself understands although they are no fields.
+# Keyword arguments of transformers that are not fields.
 _OF_TRANSFORMERS = {"torch_dtype", "num_labels", "name_or_path", "output_attentions", "attn_implementation"}
 _OF_TRANSFORMERS |= {"experts_implementation", "model_type", "use_return_dict"}
-# Entries of every model's configuration that are read from a file, and of which type they are.
+# Entries of transformers that are read from a file, with their types.
 _READ_OF_ALL_MODELS: dict[str, type] = {"dtype": object, "torch_dtype": object, "transformers_version": str}
 _READ_OF_ALL_MODELS |= {"architectures": list, "output_hidden_states": bool, "id2label": dict, "label2id": dict}
 
@@ -67,36 +64,33 @@ class AtlasConfig(PreTrainedConfig):
         num_hidden_layers: Number of blocks.
         num_attention_heads: Heads of every memory and attention.
         intermediate_size: Channels of the MLPs; None takes 8/3 of `hidden_size`, rounded up to 64s.
-        rule: Name of the memory's learning rule, a key of `RULES`. None takes "gated-deltanet", in block "hope" "hope".
-        rule_options: Changes to that rule, as `Rule.vary` takes them: `{"optimiser": {"every": 16}}`.
-        block: What mixes over time: "lmm", the memory alone; "mag", sliding-window attention gated by it; "mal", the
-            memory and then sliding-window attention; "mac", attention within segments that reads from the memory and
-            is written to it; "hope", a memory whose projections and gates are memories too, with `rule="hope"` or a
-            variation of it, and without `gate_rank`; and without memory, "swa", sliding-window attention, and
-            "attention", full attention. A block without memory takes no option of one: `rule` to
-            `persistent_tokens`, `conv_size`, `key_lag` and `gate_rank`.
+        rule: Name of the memory's learning rule, a key of `RULES`. None: "gated-deltanet"; in block "hope", "hope".
+        rule_options: Changes to the rule, as for `Rule.vary`: `{"optimiser": {"every": 16}}`.
+        block: "lmm", a memory alone; "mag", sliding-window attention gated by it; "mal", memory, then sliding-window
+            attention; "mac", attention within segments that reads and writes the memory; "hope", a memory whose
+            projections and gates are memories too (`rule="hope"` or a variation, no `gate_rank`); without memory and
+            its options, "swa", sliding-window attention, and "attention", full attention.
         window: Tokens that a write of the memory optimises over (c of the Omega rule); None keeps the rule's.
         chunk_size: Tokens whose gradients are taken at one state of the memory (b); None keeps the rule's.
-        hierarchy: One global and N local memories of the rule instead of one (TNT), as the fields of `Hierarchy`:
-            `{"global_chunk": 64, "local_chunks": [8, 16], "shard": 64}`. Then `chunk_size` has no use. Not in "mac".
-        persistent_tokens: Learned tokens in front of the sequence, in "mac" of every segment (Titans, Eq. 19).
-        attention_window: Tokens that the attention of "mag", "mal" and "swa" sees, and the length of a segment in
-            "mac"; None takes 64. No use in "lmm", "hope" and "attention".
+        hierarchy: One global and N local memories (TNT), as the fields of `Hierarchy`:
+            `{"global_chunk": 64, "local_chunks": [8, 16], "shard": 64}`. Excludes `chunk_size` and "mac".
+        persistent_tokens: Learned tokens before the sequence, in "mac" before every segment (Titans, Eq. 19).
+        attention_window: Tokens that "mag", "mal" and "swa" attend to, and the segment of "mac"; None takes 64.
         conv_size: Length of the memory's short convolution.
-        key_lag: Tokens by which keys begin behind values (`NeuralMemory.reset_parameters`). None takes 1, so that a
-            fresh memory answers with what came next, as a language model needs; 0 where `conv_size` is 1.
+        key_lag: Tokens by which keys initially trail values (`NeuralMemory.reset_parameters`). None takes 1, so that a
+            fresh memory recalls what came next; 0 where `conv_size` is 1.
         gate_rank: Make the memory's eta and alpha channel-wise, through a map of this rank (Miras: 32 or 64).
-        continuum_periods: One MLP after another in each block instead of one, the l-th with new weights only every so
-            many steps of training (Hope's continuum memory system; `ContinuumMLP`). None takes one MLP.
+        continuum_periods: MLPs in sequence, the l-th updated every so many training steps (`ContinuumMLP`); None takes
+            one MLP.
         rms_norm_eps: Epsilon of the norms.
         initializer_range: Standard deviation of the initial linear and embedding weights.
-        max_position_embeddings: Nothing is limited by it; evaluation programs read the usable length here.
+        max_position_embeddings: Not a limit; evaluation programs read the usable length here.
         tie_word_embeddings: Use the embedding as the output head.
         bos_token_id, eos_token_id, pad_token_id: Special tokens of the tokenizer.
         use_cache: Return the state by default, outside training.
 
     Raises:
-        ValueError: A bad value or an unknown argument; the message names it.
+        ValueError: A bad value or an unknown argument.
     """
 
     model_type = "atlas_memory"
@@ -129,10 +123,10 @@ class AtlasConfig(PreTrainedConfig):
     use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        kwargs.pop("auto_map", None)  # whatever a file says, the code is ours
+        kwargs.pop("auto_map", None)  # a file's is never used
         self.auto_map = dict(AUTO_MAP)
-        import_module(".modeling", __package__)  # a configuration by name may be followed by AutoModel
-        # Others would be kept by transformers as attributes that nothing reads.
+        import_module(".modeling", __package__)  # registers the models for AutoModel
+        # transformers would keep others as attributes that nothing reads.
         if unknown := [k for k in kwargs if k not in _OF_TRANSFORMERS and not k.startswith("_")]:
             raise ValueError(
                 f"AtlasConfig has no argument {', '.join(unknown)}; it has {', '.join(AtlasConfig.__annotations__)}"
@@ -144,8 +138,8 @@ class AtlasConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def check(self) -> None:
-        """Raise ValueError for values that are none or do not go together, and fill in what follows from others. A
-        model checks again what it is given: a field may have been changed since."""
+        """Raise ValueError for bad values and combinations, and fill in defaults. Models call it again, since fields
+        can change."""
         self._check_values()
         self._check_tokens()
         check_blocks()
@@ -164,7 +158,7 @@ class AtlasConfig(PreTrainedConfig):
             self.hierarchy = asdict(hierarchy) | {"local_chunks": list(hierarchy.local_chunks)}  # as JSON has it
         self.memory_rule()
         try:
-            with torch.device("meta"):  # without weights: a layer refuses what it cannot be
+            with torch.device("meta"):
                 mixer = self.mixer()
         except ValueError as error:
             rule = f" with rule={self.rule!r}" if BLOCKS[self.block].memory else ""
@@ -204,13 +198,13 @@ class AtlasConfig(PreTrainedConfig):
             for number in value if several else [] if value is None else [value]:
                 if type(number) is not int or number < 0:
                     raise ValueError(f"{name}={value!r} is no token id: give a whole number from 0 on, or None")
-                if number >= self.vocab_size:  # no error: a model whose vocabulary was cut is loaded again
+                if number >= self.vocab_size:  # a model with a smaller vocabulary is still loaded
                     warnings.warn(
                         f"{name}={value!r} is no token of a vocabulary of vocab_size={self.vocab_size}", stacklevel=5
                     )
 
     def _check_block(self) -> None:
-        """Refuse options that the block does not read, and fill in the window and the rule of one that has them."""
+        """Refuse options that the block does not use; fill in its window and rule."""
         kind = BLOCKS[self.block]
         if kind.window:
             self.attention_window = self.attention_window or 64
@@ -228,8 +222,7 @@ class AtlasConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={value!r} has no use in block={self.block!r}, which has no memory; drop it")
 
     def mixer(self) -> Stateful:
-        """A mixer of the model, as `BLOCKS` makes it. ValueError where the options do not go together, or what is made
-        of them is no mixer."""
+        """A mixer of the model, from `BLOCKS`."""
         kind = BLOCKS[self.block]
         options: dict[str, Any] = {"attention_window": self.attention_window} if kind.window else {}
         if kind.memory:
@@ -245,8 +238,7 @@ class AtlasConfig(PreTrainedConfig):
         return build_mixer(self.block, self.hidden_size, self.num_attention_heads, **options)
 
     def memory_rule(self) -> Rule:
-        """The rule of every memory: `rule` with `rule_options`, `window` and `chunk_size` applied; ValueError where one
-        of them is unknown."""
+        """The rule of every memory: `rule` with `rule_options`, `window` and `chunk_size` applied."""
         name = default_rule(self.block) if self.rule is None else self.rule
         if not isinstance(name, str) or name not in RULES:
             if isinstance(name, Rule):
@@ -276,18 +268,17 @@ class AtlasConfig(PreTrainedConfig):
         return RULES[name].vary(**options | {"window": window})
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As transformers has it, with the file by which `trust_remote_code=True` finds the package."""
+        """As in transformers, with the file by which `trust_remote_code=True` finds the package."""
         super().save_pretrained(save_directory, *args, **kwargs)
         (Path(save_directory) / AUTO_FILE).write_text(AUTO_CODE, encoding="utf-8")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: the class is registered, and its source is not to be copied into what is saved."""
+        """Nothing: the source is not copied into saved folders."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """A configuration of what a `config.json` says; `kwargs`, of `from_pretrained`, are put on top. Of the file it
-        takes what a model reads, and drops the rest with a warning. ValueError for a bad value, which is named."""
+        """A configuration from the entries of a `config.json` that models use; others are dropped with a warning."""
         own = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
         return super().from_dict(_entries_to_read(config_dict, own), **kwargs)
 
@@ -295,14 +286,9 @@ class AtlasConfig(PreTrainedConfig):
     def preset(cls, name: str, **overrides: Any) -> "AtlasConfig":
         """The configuration of a named size from `PRESETS`, with some arguments changed.
 
-        `rule_options` are added to the preset's, option by option. With another `rule`, the preset's options apply as
-        far as that rule has such fields and `rule_options` put no other kind in place, its window as far as that rule
-        looks back, and its chunk unless the rule's is longer; with a `block` without memory, the preset's options of a
-        memory do not apply; with a `hierarchy`, its `chunk_size` does not. A rule with a feature map takes the preset's
-        `feature_map_heads`.
-
-        Raises:
-            ValueError: No such preset, or a bad override.
+        `rule_options` are merged with the preset's, which apply where the rule has such fields. The preset's window is
+        at most the rule's, its chunk at least; a block without memory takes no options of one, and a `hierarchy` no
+        `chunk_size`. A rule with a feature map takes the preset's `feature_map_heads`.
         """
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown; {suggest(name, PRESETS)}")
@@ -328,7 +314,7 @@ class AtlasConfig(PreTrainedConfig):
         return cls(**values | {"num_attention_heads": heads})
 
     def has_feature_map(self) -> bool:
-        """Whether a key has many more features than entries: degree 1 adds a single one."""
+        """Whether keys have many more features than entries (degree 1 adds one)."""
         width = self.hidden_size // self.num_attention_heads
         return self.memory_rule().features.size(width) > width + 1
 
@@ -343,9 +329,9 @@ def _is_rule_options(options: Any) -> bool:
 
 
 def _entries_to_read(said: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
-    """The entries of a `config.json`, which anybody may have written, that a model uses, `own` among them. transformers
-    would act upon others: it loads kernels from a hub that `attn_implementation` names, and weights from where
-    `transformers_weights` says. ValueError where to leave one out would change what weights mean."""
+    """The entries of an untrusted `config.json` that a model uses, `own` among them. transformers would act on others:
+    `attn_implementation` loads kernels from a hub, `transformers_weights` weights from elsewhere. ValueError for
+    quantised weights."""
     if said.get("quantization_config") is not None:
         raise ValueError(
             "quantization_config: weights are read as they are, and none are unpacked as a file says. Give "

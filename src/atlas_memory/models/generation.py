@@ -1,5 +1,4 @@
-"""`generate` of transformers with an Atlas model: it begins with our cache, reads on from what a cache holds, and reads
-no padding into it."""
+"""`generate` of transformers with an Atlas cache, into which no padding is read."""
 
 from typing import Any
 
@@ -22,7 +21,7 @@ class AtlasGenerationMixin(GenerationMixin):
     config: Any
 
     def _prepare_model_inputs(self, inputs: Any = None, bos_token_id: Any = None, model_kwargs: Any = None) -> Any:
-        """As transformers has it, of ids `[batch, time]`: ValueError for others."""
+        """As in transformers, with the ids checked."""
         given = inputs if inputs is not None else (model_kwargs or {}).get("input_ids")
         if given is not None:
             check_ids("the ids given to generate", given, self.config.vocab_size)
@@ -30,12 +29,12 @@ class AtlasGenerationMixin(GenerationMixin):
         return parent._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """None: `generate` would number the tokens, which says no more than that no document begins."""
+        """None: a memory needs no positions."""
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Give `generate` our cache where it would make one for keys and values."""
+        """Make an Atlas cache instead of one for keys and values."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} is for keys and values; "
@@ -50,7 +49,6 @@ class AtlasGenerationMixin(GenerationMixin):
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        # What marks documents is of the prompt, which has been read.
         for name in DOCUMENT_ARGUMENTS:
             if model_kwargs.pop(name, None) is not None and model_kwargs.get(CACHE) is None:
                 raise ValueError(f"use_cache=False reads the prompt again at every token: leave it or {name} out")
@@ -66,8 +64,8 @@ class AtlasGenerationMixin(GenerationMixin):
         return updated
 
     def _sample(self, input_ids: Any, logits_processor: Any, stopping_criteria: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers has it, but for the padding behind rows that have ended, which the cache does not read. Where
-        no criterion has an end-of-text token, transformers writes on in such rows, and they are read."""
+        """As in transformers, but the cache does not read the padding behind rows that have ended. Without an
+        end-of-text token transformers does not pad them."""
         parent: Any = super()
         cache = kwargs.get(CACHE)
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -80,7 +78,7 @@ class AtlasGenerationMixin(GenerationMixin):
             cache.finished = None
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers has it; the cache then holds the beams of the last step, which are not the text returned."""
+        """As in transformers; the cache then holds the last beams, which are not the text returned."""
         parent: Any = super()
         try:
             return parent._beam_search(*args, **kwargs)
@@ -95,9 +93,7 @@ class AtlasGenerationMixin(GenerationMixin):
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
     ) -> Any:
-        """The first call of `generate`. Of ids whose mask is no longer than they are it leaves out as many as the
-        cache has read, since they begin with those; where they do not, a longer mask says that they are all new. Long
-        ones are read `PREFILL` at a time, so that memory does not grow with them."""
+        """The first call of `generate`: new ids alone (see `AtlasCache`), `PREFILL` at a time to bound memory."""
         model: Any = self
         cache: Any = model_kwargs.get(CACHE)
         embedded = model_kwargs.get("inputs_embeds")
@@ -135,16 +131,16 @@ def _new_tokens(
     input_ids: Tensor, cache: AtlasCache, model_kwargs: dict[str, Any], mask_length: int
 ) -> tuple[int, Tensor | None]:
     """How many of the last ids, or embeddings, the cache has not read, and the mask of all tokens up to them.
-    `mask_length` is that of the mask that was given, where transformers took it away because it masks nothing."""
+    `mask_length` is that of a mask of ones, which transformers drops."""
     embedded, mask, seen = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask"), cache.get_seq_length()
-    time = (input_ids if embedded is None else embedded).shape[1]
+    what, time = ("ids", input_ids.shape[1]) if embedded is None else ("embeddings", embedded.shape[1])
     if (mask_length if mask is None else mask.shape[1]) > time:
         return time, mask
-    if embedded is not None and seen and time <= seen:
-        raise ValueError(
-            f"the {time} embeddings given to generate are no more than the {seen} tokens that past_key_values has "
-            f"read: give those of the whole text, or new ones alone with an attention_mask of {seen} + {time} entries"
-        )
-    if embedded is not None or cache.is_read_in(input_ids):
+    if time > seen:
         return time - seen, mask
+    if time == seen:
+        raise ValueError(
+            f"the {time} {what} given to generate are as many as past_key_values has read: give the whole text, new "
+            f"tokens included, or new tokens alone with an attention_mask of {seen} + {time} entries"
+        )
     return time, None if mask is None else nn.functional.pad(mask, (seen, 0), value=1)

@@ -1,5 +1,4 @@
-"""The inputs of a call: ids, labels and masks, whose own errors deep in PyTorch say little; and where documents begin
-in packed rows, by transformers' `position_ids` or `cu_seq_lens_q`, as `document_starts`."""
+"""Checks of ids, labels and masks; and where documents begin in packed rows, from `position_ids` or `cu_seq_lens_q`."""
 
 from __future__ import annotations
 
@@ -18,17 +17,15 @@ from ..rules.autograd import can_read, is_cheap_to_read
 
 logger = logging.get_logger(__name__)
 IGNORE_INDEX = -100
-"""The label of a token that does not count."""
-# What transformers, peft and their like pass to every model; a memory needs none of it, and the loss reads its own.
+# What transformers and peft pass to every model.
 _PASSED = set(TransformersKwargs.__annotations__) - {"seq_idx"}
 _PASSED |= {"cache_position", "token_type_ids", "tokenizer", "ignore_index"}
 _CHANGES_MEANING = re.compile("cu_?seq|seq.*(len|id|idx)|sequence|segment|doc|pack|mask|label|past_key")
-"""What a name of an argument has in it that says which tokens belong together, or which of them count."""
+"""Names of arguments that say which tokens belong together, or which count."""
 
 
 def refuse_unknown(arguments: dict[str, Any]) -> None:
-    """ValueError for an argument without which the answer would be another: a form of packing that `forward` does not
-    know, or a name that is misspelt. Others are passed over, as by models of transformers."""
+    """ValueError for an unknown or misspelt argument that would change the result; others are ignored."""
     for name, value in arguments.items():
         if value is None or name in _PASSED:
             continue
@@ -41,26 +38,20 @@ def refuse_unknown(arguments: dict[str, Any]) -> None:
 
 
 def check_ids(name: str, ids: Any, vocab_size: int) -> None:
-    """ValueError unless ids are int64 or int32 `[batch, time]`, and (seen on a CPU only) of the vocabulary."""
+    """ValueError unless ids are int64 or int32 `[batch, time]`, and (checked on a CPU) of the vocabulary."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name} must be token ids [batch, time] of int64, got {_got(ids)}")
     _check_range(name, ids, vocab_size)
 
 
 def check_embeds(embeds: Any, width: int) -> None:
-    """ValueError unless what stands for embedded tokens is floating `[batch, time, width]`."""
-    if (
-        not isinstance(embeds, Tensor)
-        or embeds.dim() != 3
-        or embeds.shape[2] != width
-        or not embeds.is_floating_point()
-    ):
+    """ValueError unless embeddings are floating `[batch, time, width]`."""
+    if not isinstance(embeds, Tensor) or embeds.shape[2:] != (width,) or not embeds.is_floating_point():
         raise ValueError(f"inputs_embeds must be floating [batch, time, {width}], got {_got(embeds)}")
 
 
 def check_labels(name: str, labels: Any, inputs: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """ValueError unless labels are int64 `[batch, time]` for inputs `[batch, time, ...]`, and (seen on a CPU only) of
-    the vocabulary or `ignore_index`."""
+    """ValueError unless labels are int64 `[batch, time]`, and (on a CPU) of the vocabulary or `ignore_index`."""
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.shape != inputs.shape[:2]:
         raise ValueError(f"{name} must be int64 [batch, time] = {list(inputs.shape[:2])}, got {_got(labels)}")
     if is_cheap_to_read(labels):
@@ -80,8 +71,8 @@ def _check_range(name: str, ids: Tensor, vocab_size: int, also: str = "") -> Non
 
 
 def mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, x: Tensor, has_cache: bool) -> Tensor | None:
-    """The part of an attention mask about this call's tokens x `[batch, time, ...]`, bool `[batch, time]`; None if all
-    are real. Beside a cache, entries for earlier tokens may stand before them."""
+    """The attention mask of this call's tokens x `[batch, time, ...]`, bool `[batch, time]`; None if all are real. With
+    a cache, entries of earlier tokens may precede them."""
     batch, time = x.shape[:2]
     mask = one_mask(mask)
     if mask is None:
@@ -96,22 +87,21 @@ def mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, x: Tensor, has_
     mask = mask[:, mask.shape[1] - time :]
     check_mask("attention_mask", mask, x)
     mask = mask.bool()
-    # Most masks mask nothing; layers are faster without one. A compiled graph must not branch on data.
+    # Layers are faster without a mask. A compiled graph must not branch on data.
     return None if can_read(mask) and mask.all() else mask
 
 
 def one_mask(mask: Tensor | dict[str, Tensor | None] | None) -> Tensor | None:
-    """The mask itself, or the one of a dict of them, as `generate` makes for some caches."""
+    """The mask itself, or the first of a dict."""
     return next((m for m in mask.values() if m is not None), None) if isinstance(mask, dict) else mask
 
 
 def mask_labels(labels: Tensor, unpredicted: Tensor, ignore_index: int, arguments: dict[str, Any]) -> Tensor:
-    """Labels of the tokens after each, `[batch, time]`, with `ignore_index` where nothing predicts them, bool
-    `[batch, time]`. `num_items_in_batch` of `arguments`, the number of labels that their sum is to be divided by,
-    becomes one without those.
+    """Labels `[batch, time]` with `ignore_index` where `unpredicted`, which `num_items_in_batch` of `arguments` then
+    leaves out too.
 
-    transformers' Trainer counts the labels of all batches of a step before a model sees one. The others are taken to
-    lose as large a share of their labels as this batch, and a warning says so.
+    Trainer counts the labels of all batches of a step; the others are assumed to lose the same share as this one, with
+    a warning.
     """
     kept = labels.masked_fill(unpredicted, ignore_index)
     if arguments.get("num_items_in_batch") is None:
@@ -137,19 +127,15 @@ def find_document_starts(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
 ) -> Tensor | None:
-    """Where documents begin in x `[batch, time, ...]`, bool `[batch, time]`, by all that is given; None if nothing is.
+    """Where documents begin in x `[batch, time, ...]`, bool `[batch, time]`; None if no argument says.
 
     Args:
-        mask: `[batch, time]`, nonzero for real tokens: positions of others say nothing.
-        has_read: `[batch]` or one for all, whether the state that rows go on from has read anything.
+        mask: `[batch, time]`, nonzero for real tokens.
+        has_read: Bool `[batch]` or one for all, whether the initial state has read anything.
         document_starts: `[batch, time]`, nonzero at the first token of every document, or at padding before it.
-        position_ids: `[batch, time]` or `[1, time]`; a document begins where they do not grow, and, in rows that
-            go on, at a 0.
-        cu_seq_lens_q: `[documents + 1]` from 0 to time, where the documents of a single row begin and the last ends.
-            What is padding alone is none.
-
-    Raises:
-        ValueError: One is of another shape; or it does not say whether the first document of a row goes on.
+        position_ids: `[batch, time]` or `[1, time]`; documents begin where they do not grow, and, after earlier tokens,
+            at a 0.
+        cu_seq_lens_q: `[documents + 1]` from 0 to time, the cumulative lengths of the documents of a single row.
     """
     found = [] if document_starts is None else [_per_token("document_starts", document_starts, x)]
     if position_ids is not None:
@@ -157,8 +143,8 @@ def find_document_starts(
     if cu_seq_lens_q is not None:
         if torch.as_tensor(has_read).any():
             raise ValueError(
-                "cu_seq_lens_q does not tell whether rows go on from past_key_values, which have read something: give "
-                "document_starts, with the first token marked where a document begins"
+                "cu_seq_lens_q does not tell whether rows continue past_key_values: give document_starts, with the "
+                "first token marked where a document begins"
             )
         starts = _sequence_starts(cu_seq_lens_q, x)
         found.append(starts if mask is None else mask.bool() & starts_at_real_tokens(starts, mask))
@@ -176,7 +162,6 @@ def _per_token(name: str, value: Any, x: Tensor) -> Tensor:
 
 
 def _position_restarts(positions: Tensor, mask: Tensor | None, has_read: Tensor | bool) -> Tensor:
-    """Where the position of a real token is not above that of the real token before it."""
     real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.bool()
     nearest = previous_real_token(real)
     before = positions.gather(1, nearest.clamp(min=0))

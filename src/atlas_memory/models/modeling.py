@@ -32,7 +32,7 @@ from .inputs import (
 
 @dataclass
 class AtlasModelOutput(BaseModelOutputWithPast):
-    """Of `AtlasModel`. The cache has two names, past_key_values and cache, with every version of transformers."""
+    """Of `AtlasModel`; the cache is both `past_key_values` and `cache`."""
 
 
 @dataclass
@@ -49,12 +49,17 @@ class AtlasBlock(GradientCheckpointingLayer, MemoryBlock):
     """A `MemoryBlock` made from a configuration, whose activations transformers can recompute."""
 
     def __init__(self, config: AtlasConfig) -> None:
-        hidden, periods = cast(int, config.intermediate_size), config.continuum_periods
-        super().__init__(config.hidden_size, config.mixer(), hidden, config.rms_norm_eps, periods)
+        hidden, mixer = cast(int, config.intermediate_size), config.mixer()
+        if unsaved := {name for name, _ in mixer.named_buffers()} - mixer.state_dict().keys():
+            raise ValueError(
+                f"block={config.block!r} has buffers that are not saved with the model, {', '.join(sorted(unsaved))}: "
+                "register_buffer(..., persistent=True)"
+            )
+        super().__init__(config.hidden_size, mixer, hidden, config.rms_norm_eps, config.continuum_periods)
 
 
 class AtlasPreTrainedModel(PreTrainedModel):
-    """What both models share: how weights begin and what transformers may do with them."""
+    """Initialisation, and what transformers may do with the models."""
 
     config_class = AtlasConfig
     base_model_prefix = "model"
@@ -74,18 +79,16 @@ class AtlasPreTrainedModel(PreTrainedModel):
         """Nothing, as for `AtlasConfig`."""
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # For code outside transformers it skips modules whose own weights were all read from a checkpoint,
-        # without a look into their parameter lists, where M_0 may be missing. `_init_weights` does look.
+        # Custom code would be skipped where a module's own weights were loaded, although its M_0, in a parameter list,
+        # may be missing.
         super()._initialize_weights(module, False)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, MemoryBlock):
-            _refill_buffers(module.mixer, cast(AtlasConfig, self.config))
         if not _has_own_initialisation(module):
             super()._init_weights(module)
             return
-        # While a checkpoint is read, this is called for what it lacks: what it had must survive.
+        # A checkpoint may lack some of the parameters: those it has must survive.
         parameters = list(module.parameters())
         loaded = {p: p.clone() for p in parameters if getattr(p, "_is_hf_initialized", False)}
         if len(loaded) < len(parameters):
@@ -95,27 +98,9 @@ class AtlasPreTrainedModel(PreTrainedModel):
 
 
 def _has_own_initialisation(module: nn.Module) -> bool:
-    """Whether it knows how its weights begin: one of the memory's modules, or of a block from outside."""
+    """Whether it has a `reset_parameters` that is not PyTorch's."""
     own = getattr(type(module), "reset_parameters", None)
     return own is not None and own.__module__.partition(".")[0] not in ("torch", "transformers")
-
-
-def _refill_buffers(mixer: nn.Module, config: AtlasConfig) -> None:
-    """Fill buffers that a mixer from outside does not save with what they begin with. While a checkpoint is read, they
-    hold anything."""
-    saved = mixer.state_dict()
-    if not (held := {name: buffer for name, buffer in mixer.named_buffers() if name not in saved}):
-        return
-    with torch.device("cpu"), torch.random.fork_rng([]):
-        fresh, again = config.mixer(), config.mixer()
-    for name, buffer in held.items():
-        begins = fresh.get_buffer(name)
-        if not torch.equal(begins, again.get_buffer(name)):
-            raise ValueError(
-                f"block={config.block!r}: the buffer {name} is drawn at random and not saved with the model, which "
-                "would compute with other numbers when it is loaded: register_buffer(..., persistent=True)"
-            )
-        buffer.copy_(begins)
 
 
 class AtlasModel(AtlasPreTrainedModel):
@@ -152,23 +137,21 @@ class AtlasModel(AtlasPreTrainedModel):
 
         Args:
             input_ids: `[batch, time]` int64; or give `inputs_embeds` `[batch, time, hidden_size]`.
-            attention_mask: `[batch, past + time]`, nonzero for real tokens; the part about the past is not
-                read again. A dict of such masks is accepted, as `generate` makes for some caches.
-            past_key_values: The state to continue from; it is updated. What `generate` takes the ids beside it for,
-                `AtlasCache` says.
-            use_cache: Return the state. By default as the configuration says, and not in training. False leaves
-                `past_key_values` as they are, so that several texts can be read on from one state.
+            attention_mask: `[batch, past + time]`, nonzero for real tokens; the past is not read again. Or a dict of
+                such masks.
+            past_key_values: The state to continue from, which is updated.
+            use_cache: Return the state; by default `config.use_cache`, and not in training. False leaves
+                `past_key_values` unchanged.
             output_hidden_states: Also return the embeddings and each block's output, the last one normed.
-            document_starts: `[batch, time]`, nonzero at the first token of every document of a row. Each is read as if
-                it were alone; a row whose first token is not marked goes on from `past_key_values`.
-            position_ids, cu_seq_lens_q: The same as transformers' collators say it (`find_document_starts`). Positions
-                that go on change nothing.
+            document_starts: `[batch, time]`, nonzero at the first token of every document of a row, each of which is
+                read as if alone; a row whose first token is not marked continues `past_key_values`.
+            position_ids, cu_seq_lens_q: The same, in the form of transformers' collators (`find_document_starts`).
             cache: Another name of past_key_values, that of transformers since 5.24.
             kwargs: What transformers passes to every model; not used.
 
         Raises:
-            ValueError: Not exactly one kind of input, or ids that are none; a mask that does not fit; a cache that is
-                not ours; an argument that marks documents under a name that is not known.
+            ValueError: Not exactly one input, bad ids, a mask or cache that does not fit, or an unknown argument that
+                would change the result.
         """
         refuse_unknown(kwargs)
         past_key_values = one_cache(past_key_values, cache)
@@ -203,8 +186,6 @@ class AtlasModel(AtlasPreTrainedModel):
                 caches[i].write(state, time)
             if hidden_states is not None:
                 hidden_states.append(x)
-        if past_key_values is not None and writes:
-            past_key_values.add_ids(input_ids)
         x = self.norm(x)
         if hidden_states is not None:
             hidden_states[-1] = x
@@ -249,14 +230,11 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
 
         Args:
             labels: `[batch, time]` int64, the inputs themselves (they are shifted here); -100 does not count, nor does
-                the first token behind padding, which nothing predicts. That of a document which `document_starts`
-                marks counts, unless its label is -100.
+                the first token after padding. The first token of a document counts.
             logits_to_keep: Compute logits of the last so many positions (0: of all), or of these positions.
-            kwargs: `shift_labels`, `[batch, time]` int64, in place of labels, which are then not read: what follows
-                each token, also the last one. (Every argument that is named after labels is one that Trainer waits
-                for.) And `num_items_in_batch`, by which the sum over the labels is divided, in place of their number:
-                how many labels of the whole step are not ignored, those behind padding included (`mask_labels`). What
-                transformers passes to every model is accepted as well.
+            kwargs: `shift_labels`, `[batch, time]` int64, the token after each, in place of labels; and
+                `num_items_in_batch`, the labels of the whole step, by which the summed loss is divided
+                (`mask_labels`). Here because Trainer expects every named argument with "labels" in a batch.
         """
         shift_labels = kwargs.pop("shift_labels", None)
         refuse_unknown(kwargs)
@@ -298,7 +276,7 @@ class AtlasForCausalLM(AtlasPreTrainedModel, AtlasGenerationMixin):
 
 
 def _check_checkpointing(layer: AtlasBlock) -> None:
-    """ValueError where activations are recomputed in PyTorch's older way, which passes no gradient to states."""
+    """ValueError for reentrant checkpointing, which passes no gradient to states."""
     if layer.gradient_checkpointing and cast(Any, layer)._gradient_checkpointing_func.keywords.get("use_reentrant"):
         raise ValueError(
             "a cache with keep_graph=True gets no gradient with use_reentrant=True: enable gradient checkpointing with "
@@ -316,5 +294,5 @@ def _has_read(mask: Tensor | dict[str, Tensor | None] | None, cache: AtlasCache 
 
 AutoModel.register(AtlasConfig, AtlasModel)
 AutoModelForCausalLM.register(AtlasConfig, AtlasForCausalLM)
-# By the name of the class in this table Trainer knows that labels are to be shifted where it smooths them itself.
+# Trainer looks here whether labels are to be shifted where it smooths them itself.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AtlasConfig.model_type] = AtlasForCausalLM.__name__

@@ -17,8 +17,8 @@ class Preset:
         config: Arguments of `AtlasConfig`.
         learning_rate: Peak learning rate for training it.
         about: One line for people.
-        feature_map_heads: Heads of a memory with a feature map, where they are another number. Its first matrix has as
-            many columns as a key has features, half the square of the head's width under degree 2.
+        feature_map_heads: Heads of a memory with a feature map, if different: its matrices grow with the square of a
+            head's width.
     """
 
     config: dict[str, Any]
@@ -27,9 +27,8 @@ class Preset:
     feature_map_heads: int | None = None
 
 
-# What two cores can afford of any rule: a memory no wider than its head, and one Newton-Schulz a chunk, until which
-# what waits for it is read too (0.1 bits a byte less: notes/diary.md). Trained on short windows, a memory must also
-# read on past them: rules that decay to zero elsewhere decay to M_0 (`Decay.to_initial`).
+# What two cores can afford of any rule: a memory no wider than its head, and one Newton-Schulz step a chunk, with
+# reads of the pending update. `to_initial` lets a memory that was trained on short windows read on past them.
 LAPTOP = {
     "network": {"expansion": 1},
     "retention": {"to_initial": True},
@@ -63,13 +62,9 @@ def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
     }
 
 
-# Heads of bytes are 64 wide: beside heads of 16 what is older is worth three times as much, for 8 % more time
-# (docs/results/settings.md). Feature maps of 64 would cost 14 times the matrices: memories with one have narrower
-# heads.
-#
-# Table 7 gives blocks, width, heads and learning rate. The width of the MLPs is not stated; ours makes a model
-# have as many parameters as its name says, without the initial memories M_0: those depend on the rule, and with a
-# feature map they are large (a degree-2 key of a head of width d has about d * d / 2 entries).
+# Heads of bytes are 64 wide, which remember more than heads of 16 (docs/results/settings.md); with a feature map they
+# are narrower. Table 7 gives blocks, width, heads and learning rate; the MLPs are as wide as the parameters in the
+# name need, without the initial memories M_0, which depend on the rule.
 PRESETS: dict[str, Preset] = {
     "nano": Preset(_bytes(2, 64, 1), 3e-3, "bytes, for tests and quick looks", feature_map_heads=2),
     "tiny": Preset(_bytes(2, 128, 2), 3e-3, "bytes, trains on a laptop in minutes", feature_map_heads=4),
@@ -87,8 +82,8 @@ PRESETS |= {"small": PRESETS["170m"], "medium": PRESETS["400m"], "large": PRESET
 def fitting_options(
     options: dict[str, dict[str, Any]], rule: Rule, chosen: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """A preset's options as far as the rule's parts have such fields, with the chosen ones in front of them. A part
-    that is replaced by another kind is as that kind is: the preset's options were not meant for it."""
+    """The chosen options on top of a preset's; of those, the fields that the rule's parts have and that are not of a
+    part of another kind."""
     known = {part: {field.name for field in fields(getattr(rule, part))} for part in options}
     fit = {
         part: {name: value for name, value in changes.items() if name in known[part]}

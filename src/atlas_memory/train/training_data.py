@@ -18,7 +18,7 @@ from atlas_memory.console import progress_bar, valid_utf8
 from atlas_memory.data import Corpus, Document, RandomCrops, Segments, Source, Tokens, load_tokenizer
 from atlas_memory.data.prepared import Prepared, load_corpus
 from atlas_memory.data.sources import is_dataset_name
-from atlas_memory.data.tokenization import is_byte_tokenizer, same_tokenizer, warn_of_lost_characters
+from atlas_memory.data.tokenization import is_byte_tokenizer, same_tokenizer
 from atlas_memory.train.config import ConfigError, DataSection, RunConfig
 from atlas_memory.train.distributed import rank, world_size
 from atlas_memory.train.run_folder import BYTE_TOKENS, DATA_JSON, read_data_json, read_json, replace_text
@@ -73,8 +73,6 @@ class TrainingData:
             tokenizer = prepared.load_tokenizer()
             _check_tokenizer(config, tokenizer, f"the tokenizer of {str(prepared.folder)!r}")
             found = cls(str(prepared), tokenizer, prepared.load(), prepared.corpus().held_out)
-        if rank() == 0:
-            warn_of_lost_characters(tokenizer, (document.text for document in found.held_out))
         return found
 
     def examples(self, config: RunConfig) -> Examples:
@@ -251,7 +249,6 @@ def evaluation_text(
                 f"the text of {run.folder} has changed since it was trained: what is held out of it now may have been "
                 "trained on. Restore it, or give another text by --data"
             )
-        warn_of_lost_characters(run.tokenizer, (document.text for document in held_out))
         return f"the held-out part of {source}", held_out
     try:
         if Prepared.open(data) is not None:
@@ -259,7 +256,6 @@ def evaluation_text(
                 f"data.path={str(data)!r} is a prepared folder, which keeps held-out text only: give the text"
             )
         documents = _all_documents(data, run.config or RunConfig(), column)
-        warn_of_lost_characters(run.tokenizer, (document.text for document in documents))
         return valid_utf8(str(data)), documents
     except ValueError as error:  # the readers name the key of a run
         raise ValueError(str(error).replace("data.path", "--data").replace("data.column", "--column")) from error
