@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,9 @@ import torch
 
 from atlas_memory.cli import main
 from atlas_memory.cli.planning import si_format
-from atlas_memory.cli.rule_tables import _changed_fields
 from atlas_memory.data import byte_tokenizer
 from atlas_memory.eval.sampling import TerminalStreamer
-from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
-from atlas_memory.models.presets import PRESETS
 from atlas_memory.ops.flops import state_bytes
 from atlas_memory.train.trainer import train
 from tests.train.small import overrides, settings
@@ -46,7 +42,7 @@ def test_rules(capsys, monkeypatch, columns) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert main(["rules"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in (*RULES, *BLOCKS, *PRESETS))
+    assert all(name in out for name in RULES)
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= int(columns)
 
@@ -326,12 +322,3 @@ def test_a_model_without_memory_is_read_once(tmp_path: Path, capsys: pytest.Capt
     assert set(json.loads(capsys.readouterr().out)) == {"memory_on"}
     assert main(["evaluate", run, "--writes", "off"]) != 0
     assert "the model has no memory whose writes could be off" in capsys.readouterr().err
-
-
-def test_parts_whose_fields_have_no_default_are_shown_with_all_of_them() -> None:
-    @dataclass(frozen=True)
-    class Mine:
-        power: float
-        times: int = 2
-
-    assert _changed_fields(Mine(1.5)) == "Mine power=1.5" and _changed_fields(Mine(1.5, 3)) == "Mine power=1.5 times=3"

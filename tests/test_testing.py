@@ -188,11 +188,6 @@ def test_a_wrong_part_is_named(name):
         check_rule(replace(RULES["titans"], **{axis: part}))
 
 
-def test_theta_between_two_steps():
-    with pytest.raises(ValueError, match=r"Averaged\.step loses tokens between two steps"):
-        check_rule(replace(RULES["titans"], optimiser=Averaged(every=4)))
-
-
 def test_a_rule_is_made_of_parts_that_nobody_checked():
     """Only whether they are dataclasses of their axes, and go together."""
     part = type("half", (Square,), {"value": None})()

@@ -1,8 +1,7 @@
-"""atlas-memory: memories that learn while they read, after ATLAS (arXiv 2505.23735), as values, layers and models.
+"""Memories that learn while they read, after ATLAS (arXiv 2505.23735).
 
-``NeuralMemory`` is the layer, ``OmegaMemory`` the bare memory over q, k, v, ``AtlasForCausalLM`` the language model;
-``RULES`` names what a memory may be. Importing the package registers the models with transformers' Auto classes, where
-transformers is installed.
+``NeuralMemory`` is the layer, ``OmegaMemory`` the memory over q, k, v, ``AtlasForCausalLM`` the language model and
+``RULES`` the learning rules. Importing the package registers the models with transformers, where that is installed.
 """
 
 import sys
@@ -40,20 +39,7 @@ _MODULES = {
     "compile_options": ".memory",
     "set_execution": ".layers.omega_memory",
 }
-__all__ = [
-    "RULES",
-    "AtlasConfig",
-    "AtlasForCausalLM",
-    "AtlasModel",
-    "NeuralMemory",
-    "OmegaMemory",
-    "PolynomialFeatures",
-    "Rule",
-    "compile_options",
-    "set_execution",
-]
-
-
+__all__ = list(_MODULES)
 __getattr__ = lazy_getattr(__name__, _MODULES)
 
 
@@ -62,7 +48,7 @@ def __dir__() -> list[str]:
 
 
 def _is_command() -> bool:
-    """Whether this process is `atlas`, which imports what it needs when it needs it: `--help` must not wait."""
+    """Whether this process is `atlas`, whose `--help` must not wait for imports."""
     program = sys.argv[0] if sys.argv else ""
     return Path(program).name in ("atlas", "atlas.exe") or (program == "-m" and __name__ in sys.orig_argv)
 

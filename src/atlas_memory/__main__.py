@@ -4,7 +4,6 @@ import sys
 
 
 def main() -> int:
-    """Run the command, if what it needs is installed."""
     try:
         from atlas_memory.cli import main as command
 
@@ -20,5 +19,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        del sys.path[0]  # the folder in which `python -m` was called, whose files are not to be taken for modules
+        del sys.path[0]  # the current folder, whose files are not modules
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What is shown on a terminal: text from outside, of which nothing may steer the terminal, and progress."""
+"""Terminal output: untrusted text, with control characters escaped, and progress."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LONGEST_LINE = 2000
-"""Characters of a line."""
-EVERY = 30.0
-"""Seconds after which progress is told again, where there is no terminal."""
+EVERY = 30.0  # seconds between lines of progress without a terminal
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What moves a cursor, changes colours or the direction of writing; and surrogates."""
 
 
 def printable(text: str) -> str:
@@ -25,7 +22,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: Any) -> str:
-    """The text on one line, `printable`; of a long one the middle is left out, since a remedy stands at the end."""
+    """The text on one line, `printable`; a long one without its middle, since remedies are at the end."""
     line = " ".join(filter(None, map(str.strip, str(text).splitlines())))
     if len(line) > LONGEST_LINE:
         head, tail = LONGEST_LINE * 2 // 3, LONGEST_LINE // 3
@@ -34,59 +31,48 @@ def one_line(text: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, or where it says nothing, of which kind it is."""
+    """The first line of an error, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def valid_utf8(name: str) -> str:
-    """The name of a file as text that can be written, whether it is UTF-8 or not."""
+    """A file's name with what is not UTF-8 replaced."""
     return name.encode("utf-8", "replace").decode()
 
 
 def print_line(console: Console, text: str, style: str | None = None) -> None:
-    """A line on a console, as it stands: brackets are no markup, numbers have no colours."""
+    """Print a line without markup or colours."""
     console.print(one_line(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def progress_bar(console: Console, what: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
-    """Print `what` is done; on a terminal show a bar too, updated with how much of `total` (None: unknown) has been
-    done, and with details."""
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        SpinnerColumn,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+def progress_bar(console: Console, what: str, total: float | None = None) -> Iterator[Callable[[float, str], None]]:
+    """Print `what` is done, if anything; on a terminal show a bar too, updated with how much of `total` (None: unknown)
+    has been done, and with details."""
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    print_line(console, what)
-    known = (BarColumn(10), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("left")) if total else ()
+    if what:
+        print_line(console, what)
+    known = (BarColumn(10), TaskProgressColumn()) if total else ()
     columns = (SpinnerColumn(), *known, TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
-        yield lambda done, detail: bar.update(task, completed=done, description=detail)
+        yield lambda done, detail: bar.update(task, completed=done, description=one_line(detail))
 
 
 @contextmanager
 def progress_lines(command: str) -> Iterator[Callable[[str, float], None]]:
-    """Inside, show on standard error what a command does and which share of it is done, as it is called with: a bar on
-    a terminal; elsewhere a line for each thing that is begun, and one every `EVERY` seconds."""
+    """Show on standard error what a command does, and the share that is done: a bar on a terminal; elsewhere a line for
+    each new step, and one every `EVERY` seconds."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    words = TextColumn("{task.description}", markup=False)
-    columns = (SpinnerColumn(), BarColumn(10), TaskProgressColumn(), words, TimeElapsedColumn())
     last, when = "", 0.0
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=1.0)
+    with progress_bar(console, "", 1.0) as show:
 
         def progress(what: str, share: float) -> None:
             nonlocal last, when
-            bar.update(task, completed=share, description=one_line(what))
+            show(share, what)
             now = time.monotonic()
             if not console.is_terminal and (what != last or now - when >= EVERY):
                 print_line(console, f"{command}: {what}" + (f" {share:.0%}" if what == last else ""))

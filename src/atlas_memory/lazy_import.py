@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for."""
+"""Lazy import of the public names of a package."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -6,8 +6,8 @@ from typing import Any
 
 
 def lazy_getattr(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """``__getattr__`` of a package: of each name the module that has it. It raises AttributeError for any other name,
-    and ModuleNotFoundError, with what installs it, where transformers is needed and missing."""
+    """``__getattr__`` of a package that imports each name from its module; without transformers the error says what
+    installs it."""
 
     def get(name: str) -> Any:
         if name not in modules:

@@ -1,5 +1,4 @@
-"""The inner problem, a memory that is trained while the model reads: all public names of ``mathematics``, which says
-what is computed, and of ``forms``, which compute it fast."""
+"""Memories that are trained while the model reads: the public names of ``rules`` and ``ops``."""
 
 from .ops.chunkwise import chunkwise
 from .ops.compiling import compile_options
@@ -39,60 +38,4 @@ from .rules.rule import KINDS, RULES, Params, Rule, Window, resolve_rule
 from .rules.state import MemoryState, State, initial_state
 from .rules.step import InnerOptimiser
 
-__all__ = [
-    "KINDS",
-    "L2",
-    "MLP",
-    "RULES",
-    "AttentionalBias",
-    "Bias",
-    "Decay",
-    "DeltaGradientDescent",
-    "DotProduct",
-    "ElasticNet",
-    "Exponential",
-    "FDivergence",
-    "FeatureMap",
-    "Features",
-    "GatedMLP",
-    "Gates",
-    "GradientDescent",
-    "Huber",
-    "Identity",
-    "InnerOptimiser",
-    "Keep",
-    "Linear",
-    "LinearRetention",
-    "Lp",
-    "LqNorm",
-    "MemoryState",
-    "Momentum",
-    "Muon",
-    "MuonSpace",
-    "Network",
-    "NewMatrix",
-    "NonLinearRetention",
-    "OldMatrix",
-    "Optimiser",
-    "Params",
-    "Polynomial",
-    "PolynomialFeatures",
-    "Retention",
-    "RobustL2",
-    "RowNorm",
-    "Rule",
-    "Sigmoid",
-    "Softmax",
-    "State",
-    "Window",
-    "chunkwise",
-    "compile_options",
-    "fused_recurrent",
-    "gram_polynomial",
-    "initial_state",
-    "l2_normalise",
-    "newton_schulz",
-    "recurrent",
-    "resolve_rule",
-    "retrieve",
-]
+__all__ = [name for name in globals() if not name.startswith("_")]

@@ -3,8 +3,7 @@
     check_rule(replace(RULES["titans"], bias=LogCosh()))
     check_mixer(CausalMean)
 
-Each takes a few seconds, in float64, and raises a ValueError that names the class, the method and the remedy. Nothing
-of this is done when a rule or a model is made.
+Each takes seconds, and raises a ValueError that names the class, the method and the remedy.
 """
 
 from __future__ import annotations
@@ -33,18 +32,13 @@ from .rules.rule import BUILT_IN, Params, Rule, resolve_rule
 from .rules.step import InnerOptimiser, TokenGates
 
 BATCH, HEADS, DIM, ROWS, COLUMNS = 2, 3, 4, 8, 7
-"""All different, so that a sum over the wrong dimension does not fit by chance."""
 FRONT, MATRIX = (BATCH, HEADS), (BATCH, HEADS, ROWS, COLUMNS)
 
 
 def check_rule(rule: str | Rule) -> None:
-    """Check the parts of a rule (shapes, numbers at padding, gradients, sequences and heads independent, what each
-    declares), then that ``chunkwise`` and ``fused_recurrent`` equal ``recurrent``, gradients included, that later
-    tokens change nothing, and that calls continue from states, each row as if it were alone.
-
-    Raises:
-        ValueError: what does not hold.
-    """
+    """Check the parts of a rule (shapes, numbers at padding, gradients, independent sequences and heads, declarations);
+    then that ``chunkwise`` and ``fused_recurrent`` equal ``recurrent``, gradients included, that they are causal, and
+    that calls continue from states, each row as if alone. ValueError for what does not hold."""
     rule = resolve_rule(rule)
     for axis in BUILT_IN:
         part = getattr(rule, axis)
@@ -54,28 +48,22 @@ def check_rule(rule: str | Rule) -> None:
     _check_bias(rule.bias)
     _check_retention(rule.retention)
     _check_optimiser(rule.optimiser)
-    _check_forms(rule)
+    _check_ops(rule)
 
 
 def check_mixer(mixer: nn.Module | Callable[[int, int], nn.Module]) -> None:
-    """Check what a model asks of a mixer (layers/blocks.py): causality, states that continue at any split and are not
-    changed in place, rows that do not meet, padding without effect, and the same function in training as in eval mode.
-
-    Args:
-        mixer: a ``Stateful`` module, of which a copy is checked, or a function ``(dim, heads)`` that makes one.
-
-    Raises:
-        ValueError: what does not hold.
-    """
+    """Check a mixer (layers/blocks.py), a ``Stateful`` module or a function ``(dim, heads)`` that makes one: causality,
+    states that continue at any split and are not changed in place, independent rows, padding without effect, and the
+    same function in training as in eval mode. ValueError for what does not hold."""
     made: Any = mixer if isinstance(mixer, nn.Module) else mixer(16, 2)
     name = type(made).__name__
     _require(isinstance(made, Stateful), f"{name} must derive from Stateful (atlas_memory.layers.stateful)")
     _require(isinstance(getattr(made, "dim", None), int), f"{name} must set self.dim to the width of x")
-    trial = copy.deepcopy(made).double().eval()
-    for i, parameter in enumerate(trial.parameters()):  # a layer that begins at zero would hide its faults
+    checked = copy.deepcopy(made).double().eval()
+    for i, parameter in enumerate(checked.parameters()):  # zeros would hide faults
         parameter.data += 0.05 * _numbers(*parameter.shape, frequency=0.3 + 0.1 * i).to(parameter)
-    like = next(trial.parameters(), torch.zeros((), dtype=torch.float64))
-    _check_mixer(trial, name, _numbers(2, 7, trial.dim).to(like))
+    like = next(checked.parameters(), torch.zeros((), dtype=torch.float64))
+    _check_mixer(checked, name, _numbers(2, 7, checked.dim).to(like))
 
 
 def _numbers(*shape: int, frequency: float = 1.0) -> Tensor:
@@ -94,7 +82,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |b|; infinite where it is no number or shapes differ."""
+    """|a - b| / |b|; inf for NaN or other shapes."""
     if a.shape != b.shape:
         return math.inf
     a, b = a.detach().double(), b.detach().double()
@@ -113,8 +101,7 @@ def _last(x: Tensor) -> Tensor:
 
 
 def _call(part: Any, method: str, shape: Sequence[int] | None, *arguments: Any) -> Any:
-    """What a method of a part returns. It must not fail or change its arguments, and must return the same when it is
-    called again or without the other sequences and heads; tensors of this shape, if one is given."""
+    """What a method returns, of this shape if given, without changing its arguments, and the same again and alone."""
     name = f"{type(part).__name__}.{method}"
     before = tree_map_only(Tensor, torch.clone, arguments)
     try:
@@ -134,7 +121,7 @@ def _call(part: Any, method: str, shape: Sequence[int] | None, *arguments: Any) 
 
 
 def _check_gradients(part: Any, method: str, function: Callable[..., Any], *tensors: Tensor) -> None:
-    """Check that ``function`` is finite, at zeros too, and that its gradient is that of its values."""
+    """Check that ``function`` is finite, at zeros too, and its gradient right."""
     name = f"{type(part).__name__}.{method}"
     for size in (0.0, 1.0):
         leaves = [(size * t.detach()).requires_grad_() for t in tensors]
@@ -142,8 +129,8 @@ def _check_gradients(part: Any, method: str, function: Callable[..., Any], *tens
         used = [t.sum() for t in out if t.requires_grad]
         slopes = torch.autograd.grad(used, leaves, allow_unused=True) if used else ()
         finite = all(t.isfinite().all() for t in (*out, *_tensors(slopes)))
-        where = "" if size else " at zero, as padding is"
-        _require(finite, f"{name} or its gradient is not finite{where}: add a small number to roots and divisors")
+        see = "" if size else " at zero, as padding is"
+        _require(finite, f"{name} or its gradient is not finite{see}: add a small number to roots and divisors")
     try:
         gradcheck(lambda *x: tuple(_tensors(function(*x))), leaves, fast_mode=True, atol=1e-5, rtol=1e-3)
     except GradcheckError as error:
@@ -184,10 +171,10 @@ def _check_bias(bias: Bias) -> None:
         _require(constant, f"{name}.derivative depends on the prediction: set is_linear = False")
         linear = not bias.is_quadratic or _same(curvature[..., None] * error, derivative, 1e-6)
         _require(linear, f"{name}.derivative is not curvature (prediction - v): set is_quadratic = False")
-        # Where a loss rests at v, no bound on its second derivative is below |derivative| / |error|.
+        # Where a loss is minimal at v, |derivative| / |error| bounds its second derivative.
         bent = torch.autograd.grad(derivative.sum(), leaf)[0] if derivative.requires_grad else 0.0 * error
-        rests = bias.derivative(v[..., :dim], v).abs().max() <= 1e-6
-        pull, most = (derivative, error) if rests else (bent, torch.ones_like(bent))
+        minimal = bias.derivative(v[..., :dim], v).abs().max() <= 1e-6
+        pull, most = (derivative, error) if minimal else (bent, torch.ones_like(bent))
         enough = pull.norm(dim=-1) <= 1e-6 + (1.0 + 1e-6) * curvature * most.norm(dim=-1)
         bound = "must be above 0, and bound the second derivative or |derivative| / |error|, or steps are too long"
         _require((enough & (curvature > 0)).all(), f"{name}.curvature is too small {at}: it {bound}")
@@ -198,8 +185,8 @@ def _check_retention(retention: Any) -> None:
     initial = _call(retention, "start", one, _numbers(*one))
     begun, targets = (_call(retention, method, one, initial) for method in ("begin", "decay_target"))
     _require(isinstance(targets, tuple), f"{name}.decay_target must return a pair, for W and for A, None for zero")
-    held: Any = [None if x is None else torch.stack([x, 1.1 * x]) for x in begun]
-    weights, dual = held
+    states: Any = [None if x is None else torch.stack([x, 1.1 * x]) for x in begun]
+    weights, dual = states
     old, step = OldMatrix(weights, weights, dual, initial, *targets), 0.1 * _numbers(*MATRIX, frequency=0.7)
     alpha, depends = 0.5 + 0.4 * _numbers(*FRONT), not retention.gated
     for place in ((False, True), (True, False), (False, False), torch.eye(2).bool().unbind()):
@@ -213,7 +200,7 @@ def _check_retention(retention: Any) -> None:
     def keep(step: Tensor, alpha: Tensor, w: Any = weights, dual: Any = dual) -> Any:
         return retention.keep(old._replace(weights=w, dual=dual), step, alpha, False, True)
 
-    _check_gradients(retention, "keep", keep, step, alpha, *_tensors(held))
+    _check_gradients(retention, "keep", keep, step, alpha, *_tensors(states))
     if not retention.has_mirror_map:
         all_kept, some_kept = (keep(0.0 * step, torch.full_like(alpha, a)).weights for a in (1.0, 0.1))
         down = ((keep(step, torch.ones_like(alpha)).weights - all_kept) * step).sum((-2, -1)) < 0.0
@@ -255,10 +242,6 @@ def _check_optimiser(optimiser: InnerOptimiser) -> None:
     doubled = (2.0 * x if key in ("write", "apply", "plain") else x for key, x in gates.items())
     fixed = _same(step(g, weights, *sums, *doubled), made, 0.0)
     _require(not fixed, f"{name}.step does not use eta: multiply the step by at.apply, or g by at.write")
-    if optimiser.every != 1 and sums:
-        one = (gates | {"theta": torch.ones_like(theta)}).values()
-        lost = _same(step(g, weights, *sums, *one)[0], step(g.flip(-1), weights, *sums, *one)[0], 0.0)
-        _require(not lost, f"{name}.step loses tokens between two steps, where theta is 1: put 1 - theta into rates")
     s, length = zeros[1:], torch.zeros(())
     for _ in range(60 if optimiser.normalised else 0):
         s, last = step(0.01 * g, zeros[0], *s, *gates.values())
@@ -268,41 +251,41 @@ def _check_optimiser(optimiser: InnerOptimiser) -> None:
     _require(length.max() < 1.5, f"{too_long}: {remedy}")
 
 
-def _check_forms(rule: Rule) -> None:
+def _check_ops(rule: Rule) -> None:
     own = [type(part).__name__ for axis, kinds in BUILT_IN.items() if type(part := getattr(rule, axis)) not in kinds]
-    look = f"; look at {', '.join(own)}" if own else ""
+    see = f"; see {', '.join(own)}" if own else ""
     every = rule.optimiser.every or 1
     rule = rule.vary(window={"size": min(rule.window.size, 3), "chunk": every * math.ceil(4 / every)})
     if rule.features.horizon is not None:
         rule = rule.vary(features={"horizon": 5})
     cut, params, tokens = rule.window.chunk + 1, *_problem(rule, 2 * rule.window.chunk + 3)
     truth = _everything(recurrent, rule, params, tokens)
-    forms: list[Any] = [chunkwise, fused_recurrent, recurrent]
-    for form in forms[:2]:
-        for what, found in _everything(form, rule, params, tokens).items():
+    ops: list[Any] = [chunkwise, fused_recurrent, recurrent]
+    for op in ops[:2]:
+        for what, found in _everything(op, rule, params, tokens).items():
             gap = _gap(found, truth[what])
-            _require(gap < 1e-8, f"{form.__name__} differs from recurrent by {gap:.1e} in {what}{look}")
+            _require(gap < 1e-8, f"{op.__name__} differs from recurrent by {gap:.1e} in {what}{see}")
     with torch.no_grad():
         changed = {name: torch.cat([x[:, :, :cut], x[:, :, cut:].flip(2)], 2) for name, x in tokens.items()}
         y = recurrent(rule, params, *_cut(changed))[0]
-        _require(_same(y[:, :, :cut], truth["y"][:, :, :cut]), f"y of a token changes with later tokens{look}")
+        _require(_same(y[:, :, :cut], truth["y"][:, :, :cut]), f"y of a token changes with later tokens{see}")
         rest, lengths = slice(cut, None), (cut - 2, cut)
-        for form in forms:
-            y, state = form(rule, params, *_cut(tokens, slice(cut), length=torch.tensor(lengths)))
+        for op in ops:
+            y, state = op(rule, params, *_cut(tokens, slice(cut), length=torch.tensor(lengths)))
             before = state.map(torch.clone)
-            more = form(rule, params, *_cut(tokens, rest), state)[0]
-            _require(_same(before, state, 0.0), f"{form.__name__} changes the state that it is given{look}")
+            more = op(rule, params, *_cut(tokens, rest), state)[0]
+            _require(_same(before, state, 0.0), f"{op.__name__} changes the state that it is given{see}")
             for row, length in enumerate(lengths):
                 one = slice(row, row + 1)
-                first, state = forms[1](rule, params, *_cut(tokens, slice(length), one))
-                after = forms[0](rule, params, *_cut(tokens, rest, one), state)[0]
+                first, state = ops[1](rule, params, *_cut(tokens, slice(length), one))
+                after = ops[0](rule, params, *_cut(tokens, rest, one), state)[0]
                 same = _same([y[one, :, :length], more[one]], [first, after], 1e-8)
-                _require(same, f"{form.__name__} of a row changes with other rows, or with where calls are split{look}")
-        _require(_same(torch.cat([y[1], more[1]], 1), truth["y"][1], 1e-8), f"two calls differ from one{look}")
+                _require(same, f"{op.__name__} of a row changes with other rows, or with where calls are split{see}")
+        _require(_same(torch.cat([y[1], more[1]], 1), truth["y"][1], 1e-8), f"two calls differ from one{see}")
 
 
 def _problem(rule: Rule, time: int) -> tuple[Params, dict[str, Tensor]]:
-    """Parameters, and what forms are given of each token, of 2 sequences and 2 heads."""
+    """Parameters and inputs of 2 sequences and 2 heads."""
     sizes: dict[str, Any] = {"eta": (), "alpha": (), "theta": (), "gamma": (rule.window.size,)}
     q, k, v = (_numbers(2, 2, time, DIM, frequency=f) for f in (1.0, 1.3, 1.9))
     tokens = {"q": l2_normalise(q), "k": l2_normalise(k), "v": v}
@@ -340,8 +323,8 @@ def _check_mixer(mixer: Any, name: str, x: Tensor) -> None:
 
     (whole, end), time = read(x), x.shape[1]
     _require(_same(read(x)[0], whole), f"{name} answers otherwise when it is called again: draw and keep nothing")
-    later = torch.cat([x[:, :-2], -x[:, -2:]], 1)
-    _require(_same(read(later)[0][:, :-2], whole[:, :-2]), f"{name} sees the future: y changes with later tokens")
+    changed = torch.cat([x[:, :-2], -x[:, -2:]], 1)
+    _require(_same(read(changed)[0][:, :-2], whole[:, :-2]), f"{name} sees the future: y changes with later tokens")
     for n in range(time + 1):
         first, state = read(x[:, :n])
         before, last = state.map(torch.clone), read(x[:, n:], state)[0]

@@ -155,7 +155,7 @@ def test_presets_have_the_size_of_their_name(name: str) -> None:
         assert 0.92 < count / expected < 1.08, f"{name} has {count / 1e6:.0f}M parameters"
     else:
         assert count < 8e6
-    assert preset.learning_rate > 0 and preset.about
+    assert preset.learning_rate > 0
 
 
 def test_rule_options_are_added_to_those_of_a_preset() -> None:

@@ -21,7 +21,7 @@ from .planning import plan
 from .rule_tables import rules
 from .startup import accept_any_output, imports, interrupted, on_interrupt, report_error
 
-# Training and pictures take a second to import: the commands import what they need, `--help` does not wait.
+# Commands import what they need, so that `--help` does not wait.
 
 app = typer.Typer(
     help="Language models with ATLAS memories: they learn while they read.",
@@ -80,13 +80,13 @@ def train(
 
 
 def _prompt(given: str) -> str:
-    """What the text begins with, from standard input if that is asked for; ValueError if it is no text."""
+    """The prompt, or standard input for -; ValueError if it is not UTF-8."""
     name = "standard input (--prompt -)" if given == "-" else "--prompt"
     if given == "-" and sys.stdin is None:
         raise ValueError(f"{name} is closed: give the text itself")
     try:
         prompt = sys.stdin.buffer.read().decode("utf-8") if given == "-" else given
-        prompt.encode("utf-8")  # a command line hands bytes that are no text over as if they were
+        prompt.encode("utf-8")  # arguments that are not UTF-8 have surrogates
     except UnicodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: convert it first, with iconv -f ENCODING -t utf-8") from error
     return prompt
@@ -164,7 +164,6 @@ def evaluate(
 
 
 def _show(scores: dict[str, Any], margin: tuple[float, float] | None) -> None:
-    """Scores as a table, and what writing saves, with its standard error."""
     first = next(iter(scores.values()))
     table = Table("tokens", *(name.replace("_", " ") for name in scores), title="Bits per byte by position")
     for j, (start, stop) in enumerate(zip(first.edges, first.edges[1:], strict=False)):
@@ -232,13 +231,10 @@ app.command()(rules)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command (None: of `sys.argv`) and return its exit code.
-
-    An expected error is one line: 2 for a wrong command line or config, 1 for anything else, 130 after
-    Ctrl-C. Each process that torchrun started says which it is, and torchrun repeats what was wrong in its report.
-    """
-    # Read when torch is loaded. Threads wait for one another by spinning, for many milliseconds by default: with one
-    # core busy elsewhere, training takes 80 times as long. With this twice, and a tenth longer on a quiet machine.
+    """Run a command (None: of `sys.argv`) and return its exit code: 2 for a wrong command line or config, 1 for other
+    errors, which are one line, 130 after Ctrl-C."""
+    # Read when torch is loaded. Threads spin while they wait, by default so long that with another busy core training
+    # takes 80 times as long; with this twice, and a tenth longer on a quiet machine.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     accept_any_output()
@@ -257,4 +253,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message, code = str(error), 2 if config and isinstance(error, config.ConfigError) else 1
     except (KeyboardInterrupt, typer.Abort):  # of which has been told
         return 130
-    return report_error(message, code) if message else code  # none after a bare `atlas`: help was shown
+    return report_error(message, code) if message else code  # a bare `atlas` has shown the help

@@ -35,8 +35,7 @@ HeldOut = Annotated[float, typer.Option(min=0.0, max=0.9, help="The share of doc
 
 @contextmanager
 def _progress(source: Source, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how much of a source has been read, and say at the end how many documents, and of what else, it was. Errors
-    that name the keys of a run, such as data.column, name the command's options and arguments instead."""
+    """Show how much of a source has been read. Errors name options instead of a run's keys, such as data.column."""
     console, began, read = Console(stderr=True), time.monotonic(), ""
 
     def progress(documents: int, count: int) -> None:

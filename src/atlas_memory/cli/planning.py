@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 
 def si_format(value: float) -> str:
-    """Three digits and a unit, of a thousand each."""
     for unit in ("", "k", "M", "G", "T", "P", "E", "Z", "Y"):
-        value = float(f"{value:.3g}")  # which may be a thousand
+        value = float(f"{value:.3g}")  # rounding may give 1000
         if value < 1000 or unit == "Y":
             break
         value /= 1000
@@ -53,7 +52,7 @@ def plan(
     settings = load_config(config, overrides or [])
     found = run(settings, processes)
     minutes, hours, by_clock = settings.train.max_minutes, None, False
-    if flops is not None:  # of all devices together, by the operations or, where it ends the run before, by the clock
+    if flops is not None:  # hours of all devices, up to train.max_minutes
         needed = math.inf if found.flops is None else found.flops / flops / 3600
         clock = math.inf if minutes is None else minutes / 60 * processes
         hours, by_clock = min(needed, clock), clock <= needed

@@ -22,10 +22,8 @@ from ..console import one_line
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """Around the imports of a command, which take seconds. Third parties are kept from talking over it, then and later;
-    errors and our own warnings stay. Ctrl-C ends the process at once, since nothing has begun: an exception would come
-    up in the midst of others' code, some of which drops it. The garbage collector, which took a third of the time,
-    waits and leaves alone what is there by then."""
+    """Around the imports of a command, which take seconds. Other libraries are silenced for good. Ctrl-C ends the
+    process at once: some of their code would drop an exception. The garbage collector, a third of the time, waits."""
     first = "transformers" not in sys.modules and gc.isenabled()
     if first:
         gc.disable()
@@ -55,7 +53,7 @@ class _OneLine(logging.Formatter):
 
 @contextmanager
 def on_interrupt(handler: Callable[..., Any]) -> Iterator[None]:
-    """Let Ctrl-C call `handler`, where it does anything and this is the main thread, which alone may say so."""
+    """Let Ctrl-C call `handler`, in the main thread."""
     previous = signal.getsignal(signal.SIGINT)
     if not callable(previous) or threading.current_thread() is not threading.main_thread():
         yield
@@ -68,8 +66,7 @@ def on_interrupt(handler: Callable[..., Any]) -> Iterator[None]:
 
 
 def accept_any_output() -> None:
-    """Let standard output take any text: what its encoding lacks is replaced. Where it, or that of errors, is closed,
-    what is written there goes nowhere."""
+    """Let standard output replace what its encoding lacks; closed outputs become /dev/null."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
@@ -78,13 +75,11 @@ def accept_any_output() -> None:
 
 
 def interrupted(*_: object) -> None:
-    """Say so, and raise what Ctrl-C raises."""
     raise KeyboardInterrupt(report_error("interrupted", 130))
 
 
 def report_error(message: str, code: int) -> int:
-    """Print an error to standard error; write it for torchrun's report too, if that started this process. Returns
-    `code`, that of the process."""
+    """Print an error, and write it for torchrun's report; returns `code`."""
     message = one_line(message)
     rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     print(f"{'atlas' if count == '1' else f'atlas, process {rank} of {count}'}: {message}", file=sys.stderr, flush=True)

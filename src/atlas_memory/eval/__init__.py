@@ -1,4 +1,4 @@
-"""What a trained model does: bits per byte by position, what writing saves, samples."""
+"""Evaluation: bits per byte by position, the worth of the memory's writes, samples."""
 
 from atlas_memory.eval.perplexity import Score, bits_per_byte
 from atlas_memory.eval.sampling import sample

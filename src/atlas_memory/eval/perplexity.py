@@ -16,13 +16,13 @@ from atlas_memory.data.tokenization import bytes_per_token, encode
 from atlas_memory.monitor.hooks import eval_mode, memory_writes
 
 SEGMENT = 256  # tokens given to the model in one call
-ROWS, WINDOWS = 8, 64  # streams, and windows of recent tokens, that are read side by side
+ROWS, WINDOWS = 8, 64  # streams, and windows of recent tokens, in a batch
 Progress = Callable[[float], None]
 """Called with the share of a text that has been read."""
 
 
 def check_finite(cost: np.ndarray) -> None:
-    """ValueError unless what a text costs a model are finite numbers."""
+    """ValueError unless all costs are finite."""
     if not np.isfinite(cost).all():
         raise ValueError(
             "the text is read with a loss that is nan or inf: weights of the model are damaged, or options of its rule "
@@ -31,7 +31,7 @@ def check_finite(cost: np.ndarray) -> None:
 
 
 def evaluation_length(seq_len: int) -> int:
-    """Tokens of a stream that show what a model that was trained on `seq_len` does beyond them."""
+    """Tokens of a stream by which a model trained on `seq_len` is evaluated."""
     return max(8 * seq_len, 8192)
 
 
@@ -48,7 +48,7 @@ class Score:
     bytes: np.ndarray
 
     def checked(self) -> Score:
-        """The score itself; ValueError if it is not finite."""
+        """Itself; ValueError if not finite."""
         check_finite(self.bits)
         return self
 
@@ -68,7 +68,7 @@ class Score:
         return (self.bytes > 0).sum(0)
 
     def margin(self, other: Score) -> tuple[float, float]:
-        """How many bits per byte `other` needs more on the same streams, and the standard error over streams."""
+        """The bits per byte that `other` needs more on the same streams, and their standard error over streams."""
         value, error = _paired((other.bits - self.bits).sum(1), self.bytes.sum(1))
         return float(value), float(error)
 
@@ -97,8 +97,7 @@ class Score:
 
 
 def _paired(gaps: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ratio sum(gaps) / sum(sizes) over those streams (the first axis) that have any bytes, and its standard error,
-    0 for one stream."""
+    """sum(gaps) / sum(sizes) over streams (the first axis), and its standard error, 0 for one stream."""
     ratio = gaps.sum(0) / sizes.sum(0)
     n = (sizes > 0).sum(0)
     rest = gaps - ratio * sizes
@@ -116,20 +115,16 @@ def bits_per_byte(
     recent: int | None = None,
     progress: Progress | None = None,
 ) -> Score:
-    """Read the documents as streams of at most `length` tokens, in segments, carrying the state between them.
-
-    Each document is cut into streams that start with the end-of-text token and an empty memory; every byte is
-    predicted once. Memory use does not depend on `length`.
+    """Read the documents as streams of at most `length` tokens, each from the end-of-text token and an empty memory, so
+    that every byte is predicted once. Memory use does not depend on `length`.
 
     Args:
         writes: False: the memories stay as training left them.
-        streams: How many are read: the longest ones, taken in turn from the documents at random places, so that with
-            enough text all have the full length and every position is measured on the same streams. None: all.
-        recent: Empty the memory so often that each token is read with the last recent / 2 to `recent` tokens in it and
-            nothing older: against the same text read without, it shows what older tokens are worth.
+        streams: How many are read: the longest, from documents in turn and random places. None: all.
+        recent: Give each token only the last recent / 2 to `recent` tokens, to show what older ones are worth.
 
     Raises:
-        ValueError: There is no text, or an argument is below 1.
+        ValueError: There is no text, or an argument is too small.
     """
     for name, value, least in (("length", length, 1), ("streams", streams, 1), ("recent", recent, 2)):
         if value is not None and value < least:
@@ -143,7 +138,7 @@ def bits_per_byte(
         for first in range(0, len(rows), ROWS):
             batch = rows[first : first + ROWS]
             longest = max(len(ids) for ids, _ in batch)
-            tokens = torch.full((len(batch), longest + 1), tokenizer.eos_token_id)  # padding on the right is not read
+            tokens = torch.full((len(batch), longest + 1), tokenizer.eos_token_id)  # right-padded
             for i, (ids, _) in enumerate(batch):
                 tokens[i, 1 : len(ids) + 1] = torch.from_numpy(ids.astype(np.int64))
             part = _part(progress, first / len(rows), len(batch) / len(rows))
@@ -161,14 +156,12 @@ def bits_per_byte(
 def _streams(
     tokenizer: Any, documents: Sequence[Document], length: int, limit: int | None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(ids, bytes per token) of the streams, longest first, and of equally long ones one from each document before a
-    second from any."""
+    """(ids, bytes per token) of the streams, longest first, one from each document before a second from any."""
     found, random = [], np.random.default_rng(0)
     for index, document in enumerate(documents):
         ids, sizes = encode(tokenizer, document.text), bytes_per_token(tokenizer, document.text)
         starts = range(0, len(ids), length)
-        # Not in the order of the text: the beginnings of files are unlike the rest, which would look like an
-        # effect of position.
+        # In random order: beginnings of files differ from the rest, which would look like an effect of position.
         for turn, start in zip(random.permutation(len(starts)).tolist(), starts, strict=True):
             piece = slice(start, start + length)
             found.append((-len(ids[piece]), turn, index, ids[piece], sizes[piece]))
@@ -185,16 +178,14 @@ def _edges(longest: int) -> tuple[int, ...]:
 
 
 def _part(progress: Progress | None, begin: float, share: float) -> Progress | None:
-    """The progress of a part in that of the whole."""
     return None if progress is None else lambda done: progress(begin + share * done)
 
 
 def token_nats(
     model: Any, tokens: torch.Tensor, recent: int | None = None, progress: Progress | None = None
 ) -> np.ndarray:
-    """The negative log-likelihood of every token but the first, `[rows, tokens - 1]`, from an empty memory; or, with
-    `recent`, from one of the last ``recent // 2`` to `recent` tokens only: windows of so many that overlap by half are
-    read side by side, and the second halves count."""
+    """The negative log-likelihood of every token but the first, `[rows, tokens - 1]`; with `recent`, given the last
+    ``recent // 2`` to `recent` tokens only: the second halves of windows that overlap by half."""
     count = tokens.shape[1] - 1
     if recent is None:
         cache, found = None, []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RaiseIfNotFinite(LogitsProcessor):
-    """Lets logits through as they are; ValueError where one is NaN or larger than any number."""
+    """ValueError for logits that are NaN or inf."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if (scores.isnan() | scores.isposinf()).any():
@@ -28,7 +28,7 @@ class RaiseIfNotFinite(LogitsProcessor):
 
 
 class TerminalStreamer(TextStreamer):
-    """Prints text word by word as it is written; on a terminal, nothing that would steer it."""
+    """Prints text as it is written, on a terminal with control characters escaped."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         super().on_finalized_text(printable(text) if sys.stdout.isatty() else text, stream_end)
@@ -47,9 +47,8 @@ def sample(
     greedy: bool = False,
     streamer: BaseStreamer | None = None,
 ) -> str:
-    """`prompt`, behind the end-of-text token with which documents begin, and up to `tokens` tokens that the model
-    writes after it, each drawn from the `top_k` likeliest, and of these from the fewest that have a share `top_p` of
-    all. `streamer` is given tokens as they are made. The state of PyTorch's random numbers is left as it was."""
+    """`prompt` and up to `tokens` tokens that the model writes after it, as a document of its own. `streamer` is given
+    tokens as they are made. PyTorch's random state is restored."""
     ids = [tokenizer.eos_token_id, *encode(tokenizer, prompt).tolist()]
     choice = {} if greedy else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""The cost of a text token by token, what writing saved on it, and whether it had been read before."""
+"""The cost of each token of a text, what the memory saved on it, and repeats of passages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from atlas_memory.data.tokenization import DECODING_CONTEXT
 from atlas_memory.eval.perplexity import Progress, check_finite, token_nats
 from atlas_memory.monitor.hooks import eval_mode, memory_layers, memory_writes
 
-SHORTEST_REPEAT = 64
-"""Tokens of a passage that has to stand a second time, at the least, to count as a repeat."""
+SHORTEST_REPEAT = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,10 @@ class TokenCosts:
     Attributes:
         pieces: What each token adds to the text.
         cost: Bits of each token, float64 ``[tokens]``; NaN for the first, which nothing predicts.
-        saved: How many bits more the token costs if the memories stay as training left them, ``[tokens]``; None for a
-            model without memories.
-        older: How many bits more it costs if all but the last ``recent // 2`` to ``recent`` tokens are taken away; None
-            where that was not asked.
+        saved: Bits more without writes of the memories, ``[tokens]``; None for a model without memories.
+        older: Bits more with only the last ``recent // 2`` to ``recent`` tokens, or None.
         recent: Tokens, see ``older``.
-        before: Where the same token stood in the same passage when it was read first, int64 ``[tokens]``; -1 where
-            nothing is read again.
+        before: The place of the token in the first reading of a repeated passage, int64 ``[tokens]``; else -1.
     """
 
     pieces: list[str]
@@ -42,9 +38,8 @@ class TokenCosts:
     before: np.ndarray
 
     def of_repeats(self) -> tuple[int, float, float] | None:
-        """How many tokens are of passages that were read before, and the bits each of them cost on average when they
-        were read first and when they were read again; None where there are none."""
-        second = np.flatnonzero(self.before > 0)  # the first token of all has no cost
+        """The number of repeated tokens, and their mean bits in the first and the second reading; None without any."""
+        second = np.flatnonzero(self.before > 0)  # the first token has no cost
         if not len(second):
             return None
         return len(second), float(self.cost[self.before[second]].mean()), float(self.cost[second].mean())
@@ -58,8 +53,8 @@ def token_costs(
     recent: int | None = None,
     progress: Progress | None = None,
 ) -> TokenCosts:
-    """Read tokens ``[tokens]`` with a model; ``cost`` in bits, where it is known. With ``recent``, of at least 2, read
-    them without what is older too. ``progress`` is called for each of these readings with its share."""
+    """Read tokens ``[tokens]`` with a model; ``cost`` in bits, if known. ``recent``, at least 2, gives ``older``.
+    ``progress`` is called with the share of each reading."""
     tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
 
     def bits(last: int | None = None) -> np.ndarray:
@@ -77,8 +72,8 @@ def token_costs(
 
 
 def find_repeats(ids: np.ndarray, shortest: int = SHORTEST_REPEAT) -> np.ndarray:
-    """For each token the place at which it stood when its passage was first read, int64 ``[tokens]``; -1 outside of
-    passages of ``shortest`` tokens or more that are read a second time. Passages do not overlap with themselves."""
+    """The place of each token in the first reading of its passage, int64 ``[tokens]``; -1 outside of passages of
+    ``shortest`` or more tokens that are repeated without overlap."""
     found = np.full(len(ids), -1, dtype=np.int64)
     known: dict[bytes, int] = {}
     for begin in range(len(ids) - shortest + 1):
@@ -89,8 +84,8 @@ def find_repeats(ids: np.ndarray, shortest: int = SHORTEST_REPEAT) -> np.ndarray
 
 
 def insert_repeat(ids: np.ndarray, length: int, distance: int) -> np.ndarray:
-    """Tokens ``[tokens]`` in which the passage of ``length`` tokens that begins after a quarter of them stands a second
-    time, ``distance`` tokens after its end, or at the end of all."""
+    """Tokens ``[tokens]`` with the passage of ``length`` tokens after the first quarter repeated ``distance`` tokens
+    after its end, or at the end."""
     begin = len(ids) // 4
     passage = ids[begin : begin + length]
     at = min(len(ids), begin + length + distance)
@@ -98,18 +93,17 @@ def insert_repeat(ids: np.ndarray, length: int, distance: int) -> np.ndarray:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text; a character of several tokens stands with the last of them. Each is decoded
-    behind a few before it."""
+    """What each token adds to the text; a character of several tokens belongs to the last of them."""
     found: list[str] = []
-    held: list[int] = []
+    pending: list[int] = []
     behind: list[int] = []
     before = ""
     for token in ids:
-        held.append(int(token))
-        text = tokenizer.decode(behind + held, clean_up_tokenization_spaces=False)[len(before) :]
-        whole = not text.endswith("\ufffd") or len(held) > DECODING_CONTEXT
+        pending.append(int(token))
+        text = tokenizer.decode(behind + pending, clean_up_tokenization_spaces=False)[len(before) :]
+        whole = not text.endswith("\ufffd") or len(pending) > DECODING_CONTEXT
         found.append(text if whole else "")
         if whole:
-            behind, held = (behind + held)[-DECODING_CONTEXT:], []
+            behind, pending = (behind + pending)[-DECODING_CONTEXT:], []
             before = tokenizer.decode(behind, clean_up_tokenization_spaces=False)
     return found

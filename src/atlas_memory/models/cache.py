@@ -26,9 +26,7 @@ class AtlasCacheLayer(CacheLayerMixin):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AtlasCacheLayer":
         if self.state is not None and not all(tensor.is_leaf for tensor in self.state.tensors()):
-            raise ValueError(
-                "past_key_values keeps the graph of what was read, which cannot be copied: detach() it first"
-            )
+            raise ValueError("past_key_values keeps its graph, which cannot be copied: detach() it first")
         memo[id(self)] = copied = type(self)()
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
@@ -137,11 +135,11 @@ class AtlasCache(Cache):
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
-    def __setstate__(self, held: dict[str, Any]) -> None:
+    def __setstate__(self, saved: dict[str, Any]) -> None:
         """Called by `torch.load`: ValueError unless the file holds what a cache can."""
         AtlasCache.__init__(self, 0)
-        self.layers = layers if isinstance(layers := held.get("layers"), list) else []
-        self.after_beam_search = held.get("after_beam_search", False)
+        self.layers = layers if isinstance(layers := saved.get("layers"), list) else []
+        self.after_beam_search = saved.get("after_beam_search", False)
         for i, layer in enumerate(self.layers):
             if isinstance(layer, AtlasCacheLayer):
                 layer.check(f"layer {i} of the cache")

@@ -16,14 +16,12 @@ class Preset:
     Attributes:
         config: Arguments of `AtlasConfig`.
         learning_rate: Peak learning rate for training it.
-        about: One line for people.
         feature_map_heads: Heads of a memory with a feature map, if different: its matrices grow with the square of a
             head's width.
     """
 
     config: dict[str, Any]
     learning_rate: float
-    about: str
     feature_map_heads: int | None = None
 
 
@@ -66,15 +64,15 @@ def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
 # are narrower. Table 7 gives blocks, width, heads and learning rate; the MLPs are as wide as the parameters in the
 # name need, without the initial memories M_0, which depend on the rule.
 PRESETS: dict[str, Preset] = {
-    "nano": Preset(_bytes(2, 64, 1), 3e-3, "bytes, for tests and quick looks", feature_map_heads=2),
-    "tiny": Preset(_bytes(2, 128, 2), 3e-3, "bytes, trains on a laptop in minutes", feature_map_heads=4),
-    "mini": Preset(_bytes(4, 256, 4), 3e-3, "bytes, trains on a laptop in hours", feature_map_heads=8),
-    "50m": Preset(_paper(8, 512, 8, 1856, tied=True), 3e-3, "not in Table 7; input and output embeddings are one"),
-    "170m": Preset(_paper(12, 768, 16, 3072), 3e-3, "ATLAS Table 7"),
-    "340m": Preset(_paper(24, 1024, 16, 2048), 1.5e-3, "ATLAS Table 7"),
-    "400m": Preset(_paper(24, 1024, 16, 2752), 1.5e-3, "not in Table 7; the 340m with wider MLPs"),
-    "760m": Preset(_paper(24, 1536, 16, 3456), 1.25e-3, "ATLAS Table 7"),
-    "1.3b": Preset(_paper(18, 2048, 8, 7168), 7e-4, "ATLAS Table 7"),
+    "nano": Preset(_bytes(2, 64, 1), 3e-3, feature_map_heads=2),
+    "tiny": Preset(_bytes(2, 128, 2), 3e-3, feature_map_heads=4),
+    "mini": Preset(_bytes(4, 256, 4), 3e-3, feature_map_heads=8),
+    "50m": Preset(_paper(8, 512, 8, 1856, tied=True), 3e-3),
+    "170m": Preset(_paper(12, 768, 16, 3072), 3e-3),
+    "340m": Preset(_paper(24, 1024, 16, 2048), 1.5e-3),
+    "400m": Preset(_paper(24, 1024, 16, 2752), 1.5e-3),
+    "760m": Preset(_paper(24, 1536, 16, 3456), 1.25e-3),
+    "1.3b": Preset(_paper(18, 2048, 8, 7168), 7e-4),
 }
 PRESETS |= {"small": PRESETS["170m"], "medium": PRESETS["400m"], "large": PRESETS["760m"]}
 
