@@ -49,9 +49,8 @@ def test_a_trained_mlp_becomes_a_level() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 8), "dim must be an integer >= 1, got 0"),
         ((8, -1), "hidden must be an integer >= 1, got -1"),
-        ((8, 8, ()), r"periods must be a list with a number of steps for each level, such as \[1, 4, 16\]; got \(\)"),
+        ((8, 8, ()), r"periods must list a number of steps for each level, such as \[1, 4, 16\]; got \(\)"),
         ((8, 8, (1, 0)), "every entry of periods must be an integer >= 1, got 0"),
         ((8, 8, (1, 2.0)), "every entry of periods must be an integer >= 1, got 2.0"),
         ((8, 8, (1, 16, 4)), r"periods=\[1, 16, 4\] must go from the fastest level to the slowest"),

@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from atlas_memory import RULES, NeuralMemory, OmegaMemory
-from atlas_memory.layers.attention import FullAttention
-from atlas_memory.layers.blocks import MemoryBlock
 from atlas_memory.layers.gate_projection import GateProjection
-from atlas_memory.layers.mlp import ContinuumMLP
 from atlas_memory.memory import L2, DotProduct, Exponential, Gates, l2_normalise
 
 DIM, HEADS, WINDOW, CHUNK = 12, 2, 3, 4
@@ -196,16 +193,12 @@ def test_wrong_arguments_are_named():
     for eps in (0, -1.0, float("nan"), float("inf"), "1e-6", True):
         with pytest.raises(ValueError, match="eps must be a finite number above 0, got"):
             NeuralMemory(DIM, HEADS, eps=eps)
-        with pytest.raises(ValueError, match="eps must be a finite number above 0"):
-            ContinuumMLP(DIM, DIM, eps=eps)
-        with pytest.raises(ValueError, match="eps must be a finite number above 0"):
-            MemoryBlock(DIM, FullAttention(DIM, HEADS), DIM, eps=eps)
     with pytest.raises(ValueError, match="conv_size must be an integer >= 1"):
         NeuralMemory(8, 2, conv_size=0)
     for wrong in ({"dim": 8.0}, {"heads": True}, {"conv_size": 1.5}, {"key_lag": 1.0}, {"gate_rank": 1.5}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be an integer >= [01],? .*got"):
             NeuralMemory(**{"dim": 8, "heads": 2, "rule": "titans", **wrong})
-    with pytest.raises(ValueError, match=r"x must be a tensor \[batch, time, 12\], got a list"):
+    with pytest.raises(ValueError, match=r"x must be \[batch, time, 12\], got a list"):
         layer("atlas")([[1.0]])
     with pytest.raises(ValueError, match=r"mask must be a tensor \[batch, time\], got a list"):
         layer("atlas")(torch.randn(1, 2, DIM), mask=[[1, 1]])
@@ -220,17 +213,17 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"state must be the LayerState .* got a tensor of shape \[2, 5\]"):
         layer("atlas")(torch.zeros(2, 5, DIM), torch.zeros(2, 5))
     q = torch.zeros(2, 5, 2, 8)
-    with pytest.raises(ValueError, match=r"q must be \[batch, heads=2, time, dim=8\], got .*: transpose\(1, 2\)"):
+    with pytest.raises(ValueError, match=r"q must be \[batch, heads=2, time, dim=8\], got"):
         OmegaMemory(8, 2)(q, q, q)
     for wrong in (q, q[:, :, :1].transpose(1, 2)):
         with pytest.raises(ValueError, match=r"q must be \[batch, heads=2, time, dim=8\], got"):
             OmegaMemory(8, 2).retrieve(wrong)
-    with pytest.raises(ValueError, match="q has batch size 2 but the state has 3; give the same rows"):
+    with pytest.raises(ValueError, match="is of another rule, batch"):
         OmegaMemory(8, 2).retrieve(q.transpose(1, 2), OmegaMemory(8, 2).initial_state(3))
     other = OmegaMemory(8, 2, "gated-deltanet").initial_state(2)
     with pytest.raises(ValueError, match=r"state must hold memories of shapes .* it is of another rule,"):
         OmegaMemory(8, 2, "atlas").retrieve(q.transpose(1, 2), other)
-    with pytest.raises(ValueError, match="gate_rank=4 is of the gates that gates=False leaves out"):
+    with pytest.raises(ValueError, match="gate_rank=4 needs gates=True"):
         OmegaMemory(8, 2, "titans", gates=False, gate_rank=4)
     with pytest.raises(ValueError, match=r"x must be \[batch, time, 12\], got \[5, 12\]"):
         layer("atlas").retrieve(torch.zeros(5, DIM), None)

@@ -152,7 +152,7 @@ def test_half_precision():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="the length of a segment, must be an integer >= 1, got 0"):
         MemoryAsContext(8, 2, attention_window=0, eps=1e-6)
-    with pytest.raises(ValueError, match="dim=6 with heads=2: rotary attention needs heads of an even width"):
+    with pytest.raises(ValueError, match="dim=6 with heads=2: rotary attention needs dim to be a multiple of 4"):
         MemoryAsContext(6, 2, attention_window=4, eps=1e-6)
     with pytest.raises(ValueError, match="persistent_tokens must be a whole number, 0 for none; got -1"):
         MemoryAsContext(8, 2, attention_window=4, persistent_tokens=-1, eps=1e-6)

@@ -195,14 +195,14 @@ def test_half_precision_and_channel_wise_gates():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"local_chunks": [3]}, "shard=8 must be a multiple of every local chunk, and 3 does not"),
-        ({"local_chunks": []}, r"local_chunks must list the chunk of each local memory, such as \[8, 16\]; got \[\]"),
+        ({"local_chunks": [3]}, "shard=8 must be a multiple of the local chunk 3"),
+        ({"local_chunks": []}, r"local_chunks must list the chunk of each memory, such as \[8, 16\]; got \[\]"),
         ({"local_chunks": 4}, "local_chunks must list .* got 4"),
         ({"local_chunks": [0]}, "each of local_chunks must be an integer >= 1, got 0"),
         ({"global_chunk": 2.0}, "global_chunk must be an integer >= 1, got 2.0"),
         ({"shard": True}, "shard must be an integer >= 1, got True"),
         ({"project": "row"}, "project must be 'shard', 'chunk' or None, got 'row'"),
-        ({"size": 3}, "must map global_chunk, local_chunks, shard and, if you like, project to values; got {.*'size'"),
+        ({"size": 3}, "must map global_chunk, local_chunks, shard, project .optional. to values; got {.*'size'"),
     ],
 )
 def test_wrong_hierarchies_are_named(changes, message):
@@ -214,19 +214,19 @@ def test_wrong_arguments_are_named():
     h = Hierarchy(8, (4,), 8)
     with pytest.raises(ValueError, match="must map global_chunk"):
         Hierarchy.of({"global_chunk": 8})
-    with pytest.raises(ValueError, match="those of Exponential features"):
+    with pytest.raises(ValueError, match="Exponential features"):
         HierarchicalMemory(4, 2, "deeptransformer", h)
     with pytest.raises(ValueError, match="chunk_size=4 has no use beside a hierarchy"):
         NeuralMemory(8, 2, chunk_size=4, hierarchy=h)
     q, k, v = inputs(1, 3)
     with pytest.raises(ValueError, match="gates=False: pass gates="):
         memory("tnt", h, gates=False)(q, k, v)
-    with pytest.raises(ValueError, match=r"gates must have 2 \* 2 heads, .* got eta of shape \[1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"gates must have 2 \* 2 heads, .* got \[1, 2, 3\]"):
         memory("tnt", h)(q, k, v, Gates(q[..., 0].sigmoid()))
     _, state = memory("tnt", Hierarchy(8, (4, 8), 8))(q, k, v)
-    with pytest.raises(ValueError, match="state has 3 memories, this hierarchy 2"):
+    with pytest.raises(ValueError, match="state has .3, 1. memories and projections, this hierarchy .2, 1."):
         memory("tnt", h)(q, k, v, state=state)
-    with pytest.raises(ValueError, match="state has 3 memories, this hierarchy 2"):
+    with pytest.raises(ValueError, match="state has .3, 1. memories and projections, this hierarchy .2, 1."):
         memory("tnt", h).retrieve(q, state)
     two = [memory("tnt", Hierarchy(8, (4, 8), 8, project=project)) for project in ("shard", "chunk", None)]
     for one in two:

@@ -398,22 +398,20 @@ def test_wrong_shapes_are_named():
     with pytest.raises(ValueError, match=r"params\.initial must have shapes"):
         chunkwise(RULES["titans"], params, q, k, v, Gates(gates.eta))
     for form in (recurrent, chunkwise, fused_recurrent):
-        with pytest.raises(ValueError, match=r"gate alpha must have .* heads come before time: transpose\(1, 2\)"):
+        with pytest.raises(ValueError, match="gate alpha must have shape"):
             form(rule, params, q, k, v, replace(gates, alpha=gates.eta.transpose(1, 2)))
         for length in ([-1, 5], [5, 99]):
-            with pytest.raises(ValueError, match=r"gates\.length must be from 0 to time="):
+            with pytest.raises(ValueError, match=r"gates\.length must be .* from 0 to time="):
                 form(rule, params, q, k, v, replace(gates, length=torch.tensor(length)))
-        for length, got in ((torch.ones(2), r"torch\.float32 of shape \[2\]"), ([5, 5], r"\[5, 5\]")):
-            with pytest.raises(ValueError, match=rf"gates\.length must be a tensor, int64 of shape \[2\], got {got}"):
+        for length in (torch.ones(2), [5, 5]):
+            with pytest.raises(ValueError, match=r"gates\.length must be 2 int64 numbers from 0 to time="):
                 form(rule, params, q, k, v, replace(gates, length=length))
         with pytest.raises(ValueError, match="state must be the MemoryState that an earlier call returned, got a list"):
             form(rule, params, q, k, v, gates, [])
         with pytest.raises(ValueError, match=r"k must be a tensor .*, got a float"):
             form(rule, params, q, 1.0, v, gates)
         for eta, got in ((0.5, "0.5"), (gates.eta > 0, "torch.bool")):
-            with pytest.raises(
-                ValueError, match=rf"gate eta must be a floating-point tensor of shape \[2, .*got {got}"
-            ):
+            with pytest.raises(ValueError, match=rf"gate eta must have shape \[2, .*got {got}"):
                 form(rule, params, q, k, v, Gates(eta))
     _, state = chunkwise(rule, params, q, k, v, gates)
     with pytest.raises(ValueError, match="state carries 7 window tokens"):

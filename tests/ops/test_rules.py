@@ -153,7 +153,7 @@ def test_a_part_in_anothers_place_is_named():
 
 def test_parts_are_instances_of_dataclasses():
     for part in ("L2", L2):
-        with pytest.raises(ValueError, match=r"bias of a rule must be an instance of a dataclass that .*, such as L2"):
+        with pytest.raises(ValueError, match=r"bias of a rule must be a dataclass that .*, got . L2"):
             replace(RULES["titans"], bias=part)
 
 
@@ -180,19 +180,19 @@ def test_every_none_is_once_a_chunk():
     [
         (
             {"features": Exponential()},
-            "Muon reads the entries .* Exponential .* take GradientDescent, DeltaGradientDescent or Momentum, or",
+            "Muon reads entries .* Exponential .* take Polynomial",
         ),
         (
             {"features": Exponential(), "optimiser": GradientDescent(), "retention": LqNorm()},
-            "LqNorm reads .* take Decay or Keep, or",
+            "LqNorm reads entries",
         ),
         (
             {"optimiser": DeltaGradientDescent()},
-            "for a window of one token, .* got a window of 8 and Decay",
+            "for a window of one token, .* got 8 and Decay",
         ),
         (
             {"optimiser": DeltaGradientDescent(), "window": Window(1), "retention": RowNorm()},
-            "got a window of 1 and RowNorm",
+            "got 1 and RowNorm",
         ),
         ({"retention": Softmax()}, r"with Muon take Softmax\(lag=False\)"),
         ({"retention": Sigmoid(), "window": Window(1, read="before")}, "Sigmoid .* read='before'"),
@@ -233,7 +233,7 @@ def test_vary_changes_only_what_it_names():
             "optimiser Muon has no field 'rate'; choose one of steps, every, precise",
         ),
         ({"retention": {"alpha": 1}}, "retention Decay has no field 'alpha'; choose one of to_initial"),
-        ({"optimiser": 3}, "must be a mapping"),
+        ({"optimiser": 3}, "must map fields to values"),
         ({"optimiser": {"steps": 0}}, "Muon steps must be an integer >= 1"),
         ({"features": {"degree": 0}}, "degree must be an integer >= 1"),
         (

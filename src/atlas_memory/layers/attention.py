@@ -28,10 +28,9 @@ class AttentionState(State):
     """The key-value cache of attention.
 
     Attributes:
-        keys, values: `[batch, heads, slots, head_dim]`, those of the last tokens at the right. A sliding window has
-            `window - 1` slots however much was read, and its keys are kept unrotated. Full attention has a slot for
-            every token that it read, padding included, and its keys are kept rotated. The values of a token that is not
-            finite are NaN.
+        keys, values: `[batch, heads, slots, head_dim]`, those of the last tokens at the right: `window - 1` with
+            unrotated keys for a sliding window, all with rotated keys for full attention. Values of nonfinite tokens
+            are NaN.
         seen: `[batch]` int64, real tokens that each row has read. Slots further back than that are empty.
     """
 
@@ -68,12 +67,11 @@ class _Attention(Stateful):
         *,
         prefix: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
-        """x `[batch, time, dim]` to y `[batch, time, dim]` and the new state, with arguments as
-        `SequenceMixer.forward`.
+        """y `[batch, time, dim]` and the new state; arguments as of `SequenceMixer.forward`, and
 
         Args:
-            prefix: `[tokens, dim]`, which every token sees beside its sliding window (Titans, Fig. 3b). They have no
-                position: their distance would grow with the stream, beyond all distances met in training.
+            prefix: `[tokens, dim]`, which every token sees beside its sliding window (Titans, Fig. 3b), without a
+                position, since distances would grow beyond all those met in training.
 
         Raises:
             ValueError: x, state or mask of a shape or kind that does not fit.
@@ -82,8 +80,6 @@ class _Attention(Stateful):
             return forward_packed(self, x, state, mask, document_starts, prefix=prefix)
         state = self._check(x, state)
         batch, time, dim = x.shape
-        if prefix is not None and (prefix.dim() != 2 or prefix.shape[1] != dim or self.slots is None):
-            raise ValueError(f"prefix must be [tokens, {dim}], beside a sliding window, got {list(prefix.shape)}")
         lengths: Tensor | int = time
         if mask is not None:
             x, lengths, order = move_padding_right(x, mask)
@@ -122,8 +118,8 @@ class _Attention(Stateful):
     def _append(
         self, k: Tensor, v: Tensor, nonfinite: Tensor | None, state: AttentionState
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """k and v behind the keys and values of the state, all `[batch, heads, slots, head_dim]`; and which of all
-        these tokens are not finite, bool `[batch, slots]`, whose keys and values are zero."""
+        """k and v behind those of the state, `[batch, heads, slots, head_dim]`; and which of all tokens are not finite,
+        bool `[batch, slots]`, whose keys and values are zero."""
         if self.slots is None and not state.keys.shape[2]:
             return k, v.contiguous(), nonfinite  # a view of q, k and v together would keep all three in the state
         keys, values = state.keys.to(k.dtype), state.values.to(v.dtype)
@@ -146,7 +142,7 @@ class _Attention(Stateful):
         return count[:, some.shape[1] - time + 1 :] > (0 if self.slots is None else count[:, :time])
 
     def _check(self, x: Tensor, state: AttentionState | None) -> AttentionState:
-        """`state`, or an empty one. Raises ValueError for another kind of x or state, or another batch size."""
+        """`state`, or an empty one; ValueError for x or a state of another kind or batch size."""
         self.check_x(x, self.qkv)
         self.check_state(state, self.state_type)
         batch = x.shape[0]
@@ -154,13 +150,12 @@ class _Attention(Stateful):
             empty = x.new_zeros(batch, self.heads, self.slots or 0, self.head_dim)
             return self.state_type(empty, empty, torch.zeros(batch, dtype=torch.int64, device=x.device))
         check_count(state.seen)
-        if state.seen.shape[0] != batch:
-            raise ValueError(f"x has batch size {batch} but the state has {state.seen.shape[0]}; give the same rows")
         slots = state.keys.shape[2] if self.slots is None else self.slots
-        if type(state) is not self.state_type or state.keys.shape[1:] != (self.heads, slots, self.head_dim):
+        expected, got = (batch, self.heads, slots, self.head_dim), tuple(state.keys.shape)
+        if got != expected or type(state) is not self.state_type:
             raise ValueError(
-                f"state has keys {list(state.keys.shape)}, {type(state).__name__}: it is of an attention of "
-                "another kind, window, head count or width"
+                f"state is a {type(state).__name__} with keys {got}, and must be a {self.state_type.__name__} with "
+                f"{expected}: this one is of another batch or attention"
             )
         return state
 
@@ -198,8 +193,7 @@ class SlidingWindowAttention(_Attention):
     """Each token attends to itself and the `window - 1` tokens before it.
 
     Queries are taken in blocks of `window`, each against its own block and the one before, so the cost is linear in
-    time. Rotary angles are measured from the start of those two blocks: only differences of positions count, and so
-    they stay small and exact however long the stream is.
+    time. Rotary angles are measured from the start of those two blocks, and stay exact however long the stream is.
 
     Args:
         dim: Width of the tokens.
@@ -268,7 +262,4 @@ def check_rotary_heads(dim: int, heads: int) -> None:
     check_size("heads", heads)
     check_size("dim", dim)
     if dim % (2 * heads):
-        raise ValueError(
-            f"dim={dim} with heads={heads}: rotary attention needs heads of an even width; "
-            f"choose dim as a multiple of {2 * heads}"
-        )
+        raise ValueError(f"dim={dim} with heads={heads}: rotary attention needs dim to be a multiple of {2 * heads}")

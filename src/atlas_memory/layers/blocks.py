@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..rules.validation import check_positive
 from .attention import FullAttention, SlidingWindowAttention
 from .hope import SelfModifyingMemory
 from .mlp import ContinuumMLP, SwiGLU
@@ -24,7 +23,7 @@ from .varlen import PackedRows, forward_packed
 
 
 def behind_persistent_tokens(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """`make`, a mixer's class, with an argument `persistent_tokens`: how many stand in front of the sequence."""
+    """`make`, a mixer's class, with an argument `persistent_tokens`: their number."""
 
     def build(dim: int, heads: int, *, persistent_tokens: int = 0, **options: Any) -> nn.Module:
         mixer = make(dim, heads, **options)
@@ -38,7 +37,7 @@ def behind_persistent_tokens(make: Callable[..., nn.Module]) -> Callable[..., nn
 def self_modifying(
     dim: int, heads: int, *, gate_rank: None = None, hierarchy: None = None, **options: Any
 ) -> nn.Module:
-    """`SelfModifyingMemory`, whose memories make its gates and keys, and are in no hierarchy."""
+    """`SelfModifyingMemory`, which takes neither `gate_rank` nor `hierarchy`."""
     for name, value in (("gate_rank", gate_rank), ("hierarchy", hierarchy)):
         if value is not None:
             raise ValueError(f"{name}={value} has no use in block='hope', whose memories make one another; drop it")
@@ -51,9 +50,8 @@ class Mixer:
 
     Attributes:
         make: The mixer's class, or a function that makes one.
-        memory: Whether it has a memory, and takes `persistent_tokens`, `eps` and the arguments of `NeuralMemory`. It is
-            given `key_lag=1` where a configuration leaves `key_lag` out, as a language model needs; `NeuralMemory`
-            alone begins with 0.
+        memory: Whether it takes `persistent_tokens`, `eps` and the arguments of `NeuralMemory`. A language model gives
+            it `key_lag=1` where its configuration leaves that out.
         window: Whether it takes `attention_window`.
     """
 
@@ -77,18 +75,15 @@ def check_blocks() -> None:
     """Raise ValueError unless every entry of `BLOCKS` is a `Mixer`."""
     for name, kind in BLOCKS.items():
         if not isinstance(kind, Mixer):
-            raise ValueError(
-                f"BLOCKS[{name!r}] must be a Mixer, got {kind!r}: BLOCKS[{name!r}] = Mixer(...), which says "
-                "what options it takes"
-            )
+            raise ValueError(f"BLOCKS[{name!r}] must be a Mixer(...), got {kind!r}")
 
 
 def build_mixer(name: str, dim: int, heads: int, **options: Any) -> Stateful:
     """The mixer of that name for tokens of width `dim`, as `BLOCKS` makes it.
 
     Raises:
-        ValueError: It refuses the options, or what is made is no mixer. ``atlas_memory.testing.check_mixer`` checks
-            what a mixer computes.
+        ValueError: It refuses the options, or is no mixer. ``atlas_memory.testing.check_mixer`` checks what it
+    computes.
     """
     kind = BLOCKS[name]
     try:
@@ -96,21 +91,18 @@ def build_mixer(name: str, dim: int, heads: int, **options: Any) -> Stateful:
     except TypeError as error:
         raise ValueError(
             f"it could not be made with the options {', '.join(options) or '(none)'}: {error}. Its Mixer says which "
-            f"options it takes: memory={kind.memory}, window={kind.window}. A mixer has an argument for each, also "
-            "for one that it does not hand on"
+            f"it takes: memory={kind.memory}, window={kind.window}"
         ) from error
     what = type(mixer).__name__
     if not isinstance(mixer, Stateful):
         raise ValueError(
-            f"{what} must derive from Stateful (atlas_memory.layers.stateful), which has the initial_state that "
-            "carried states begin with, and return a State beside y"
+            f"{what} must derive from Stateful (atlas_memory.layers.stateful), and return a State beside y"
         )
     try:
         signature(mixer.forward).bind("x", "state", "mask")
     except TypeError as error:
         raise ValueError(
-            f"{what}.forward must take x, state and mask, in this order: forward(self, x, state=None, mask=None), with "
-            f"x [batch, time, dim] and mask [batch, time], nonzero at real tokens; called so, Python says: {error}"
+            f"{what}.forward must take x, state and mask, as forward(self, x, state=None, mask=None); {error}"
         ) from error
     if getattr(mixer, "dim", None) != dim:
         raise ValueError(f"{what} must set self.dim to the width that it is made for, {dim}")
@@ -132,7 +124,6 @@ class MemoryBlock(nn.Module):
         self, dim: int, mixer: nn.Module, hidden: int, eps: float = 1e-6, periods: Sequence[int] | None = None
     ) -> None:
         super().__init__()
-        check_positive("eps", eps)
         self.mixer_norm = nn.RMSNorm(dim, eps)
         self.mixer = mixer
         self.mlp_norm = None if periods else nn.RMSNorm(dim, eps)
@@ -150,8 +141,8 @@ class MemoryBlock(nn.Module):
 
         Args:
             document_starts: Also the `PackedRows` made of them.
-            straight_through: Let gradients flow from `state` to M_0 (`State.straight_through`). It is done here and not
-                by the caller: a block whose weights are sharded has its M_0 only while it is called.
+            straight_through: Let gradients flow from `state` to M_0 (`State.straight_through`); here, since a block
+                whose weights are sharded has its M_0 only while it is called.
         """
         if state is not None and straight_through and torch.is_grad_enabled():
             state = state.straight_through(cast(Stateful, self.mixer).initial_state())

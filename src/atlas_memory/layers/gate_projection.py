@@ -1,27 +1,9 @@
 """The gates alpha, eta, theta, delta and gamma as functions of the token (ATLAS section 3.2, App. D). Their form: ours.
 
-Each is a sigmoid of an affine map of x, one a head (and, for gamma, one a place in the window). Starting values, by
-measurement (docs/explanation/initialisation.md):
-
-* alpha: heads forget at different rates, with half-lives spread evenly in logarithm over ``HALF_LIVES`` tokens;
-* theta: ``START_THETA``, however often the memory makes a step (``every``), since theta acts once a step;
-* eta: in (0, 1), a share of a full write, starting at ``START_ETA`` in a memory of one matrix and at ``DEEP_ETA`` in a
-  deeper one, ``MOMENTUM_ETA`` if steps have momentum or rows have fixed sums. Where steps are raw
-  (``normalised=False``), it starts at that over the squared length of a feature-mapped unit key. Raw steps of Muon have
-  the length eta, whatever the
-  gradient: there eta is at most ``every / chunk``, so that the steps of one chunk add up to a spectral norm of at most
-  about 1, and it starts at a quarter of that (``largest_step`` and ``raw_eta`` of the optimiser). Where what is
-  written does not depend on what is answered (``is_linear``, and nothing is taken out), noise adds up: there, with
-  normalised steps, eta starts lower and all gates with larger weights, to learn soon which tokens to leave out
-  (``HEBBIAN_ETA``, ``HEBBIAN_SPREAD``), and with bare ones eta may be larger (``HEBBIAN_LARGEST``);
-* delta: no sigmoid but a softplus, starting where the bias says;
-* gamma: 0.95 on the current token and 0.05 on older ones. A window that starts half open smears each write.
-
-The maps start with weights of standard deviation ``SPREAD`` / sqrt(dim): gates that differ from token to token from the
-first step on learn sooner which tokens to write. An optimiser such as AdamW moves each weight by about the learning
-rate, and so a gate by the more the wider x is. In layers narrower than ``NARROW`` (``HEBBIAN_NARROW``) the weights
-therefore count up to ``LARGEST_GAIN`` times as much: gates learn as fast there (not channel-wise ones).
-"""
+Each is a sigmoid of an affine map of x, delta a softplus; one a head, and for gamma one a place in the window. They
+start at the constants below, chosen by measurement (docs/explanation/initialisation.md). eta is a share of a full
+write where steps are normalised. Raw steps start at that over the squared length of a feature-mapped unit key, or as
+the optimiser says (``largest_step``, ``raw_eta``). *Hebbian* rules write a value whatever the memory answers."""
 
 from __future__ import annotations
 
@@ -36,27 +18,19 @@ from ..rules.autograd import no_autocast
 from ..rules.validation import check_size
 
 START_ETA, DEEP_ETA, MOMENTUM_ETA = 0.5, 0.95, 0.7
-"""A write of the first leaves a matrix a quarter of the squared error at its key, and more of what was written before:
-layers learn sooner which tokens to write (docs/explanation/initialisation.md). A deep memory answers less of what a
-step aims at. Momentum repeats a step in those after it, 1 / (1 - theta) in all, unless steps get their length anew, as
-Muon's do. Rows with fixed sums (``memora``) move in a straight line within a chunk and are mapped once in it: from 0.95
-on writes that hardly decay drove them to where gradients grow a thousand times within 4,096 tokens
-(docs/explanation/initialisation.md)."""
+"""eta in a memory of one matrix; in a deeper one; and in that with momentum or with fixed sums of rows."""
 START_THETA, SPREAD = 0.2, 0.2
-HEBBIAN_ETA, HEBBIAN_WAITING_ETA, HEBBIAN_SPREAD = 0.475, 0.35, 1.0
-"""The same of Hebbian rules, which write a value whatever is answered; the second eta where writes wait for a step
-(``every`` above 1)."""
-HEBBIAN_LARGEST = 4.0
-"""The largest eta of a matrix that is written so, by raw steps: with what it begins at it is then far from the upper
-end of its sigmoid, where tokens that are written and tokens that are left out come to differ by more."""
+"""The momentum decay; and the standard deviation of the maps' weights, times sqrt(dim)."""
+HEBBIAN_ETA, HEBBIAN_PENDING_ETA, HEBBIAN_SPREAD, HEBBIAN_LARGEST = 0.475, 0.35, 1.0, 4.0
+"""Of Hebbian rules: eta; eta where a step is taken after several tokens (``every``); ``SPREAD``; and the largest eta of
+raw steps."""
 START_GATE, HEBBIAN_GATE = 1.28, 0.3
-"""Where the gate at a layer's output starts on average, before SiLU. SiLU makes 1.00 of the first: what the heads
-answer passes at its full size. As long as a layer recalls little, training closes its gates; where they begin near zero
-they come to lie below it, where SiLU is nearly flat, and some never open again. Hebbian rules learn later what to leave
-out, and begin quietly if their answers grow with what is written (docs/explanation/initialisation.md)."""
+"""The gate at a layer's output before SiLU, on average; SiLU makes 1.00 of the first."""
 HALF_LIVES = (128.0, 8192.0)
-"""Of heads that begin at 32, some forgot their pairs before they had learned anything, and stayed closed."""
+"""Tokens, spread evenly in logarithm over the heads."""
 NARROW, HEBBIAN_NARROW, LARGEST_GAIN = 64, 128, 4.0
+"""The weights of layers narrower than this count width / dim times as much, up to ``LARGEST_GAIN`` times, so that gates
+learn as fast there."""
 
 
 class GateProjection(nn.Module):
@@ -67,11 +41,10 @@ class GateProjection(nn.Module):
         heads: memory heads.
         rule: decides which gates there are, and the largest step.
         rank: make eta and alpha channel-wise, through one map dim -> rank for both and a map rank -> dim each (Miras
-            section 5.4: 32 or 64). None: one a head. An optimiser that mixes the rows of a matrix, such as Muon, takes
-            none.
+            section 5.4: 32 or 64). None: one a head.
 
     Raises:
-        ValueError: a rank below 1, or one for such an optimiser.
+        ValueError: a rank below 1, or one for an optimiser that mixes the rows of a matrix, such as Muon.
     """
 
     def __init__(self, dim: int, heads: int, rule: Rule, rank: int | None = None) -> None:
@@ -91,7 +64,7 @@ class GateProjection(nn.Module):
         self.start_eta = self._first_eta(rule)
         self.spread = SPREAD
         if _is_hebbian(rule) and rule.optimiser.normalised:
-            self.start_eta = HEBBIAN_ETA if rule.every == 1 else HEBBIAN_WAITING_ETA
+            self.start_eta = HEBBIAN_ETA if rule.every == 1 else HEBBIAN_PENDING_ETA
             self.spread = HEBBIAN_SPREAD
         self.gain = gain_of(dim, HEBBIAN_NARROW if _is_hebbian(rule) else NARROW)
         channels = ["eta"] + ["alpha"] * rule.retention.gated
@@ -108,7 +81,6 @@ class GateProjection(nn.Module):
         self.reset_parameters()
 
     def _first_eta(self, rule: Rule) -> float:
-        """Where eta starts. Raw steps write under a key k in proportion to eta |phi(k)|^2."""
         width, start = self.dim // self.heads, DEEP_ETA
         if len(rule.network.feature_mapped) == 1 and not _is_hebbian(rule):
             start = START_ETA
@@ -123,8 +95,7 @@ class GateProjection(nn.Module):
             return start / max(1.0, float(rule.features.squared_norm(key))) / self.max_eta
 
     def _start(self, name: str) -> Tensor:
-        """What the bias of a gate starts with, ``[heads]``: the logit (for delta its softplus's input) of its starting
-        value."""
+        """The bias with which a gate starts, ``[heads]``."""
         if name == "alpha":
             first, last = map(math.log10, HALF_LIVES)
             half_life = torch.logspace(first, last, self.heads, dtype=torch.float64)  # bfloat16 would make alpha 1
@@ -179,8 +150,8 @@ def _logit(p: float) -> float:
 
 
 def start_gate(rule: Rule) -> float:
-    """What the bias of the gate at the output of a layer with this rule starts with. A memory that is mapped, whose
-    rows keep their length or their sum, answers no louder for all the noise that it has written."""
+    """The first bias of the gate at a layer's output. Answers of Hebbian rules grow with what is written, except those
+    of a matrix whose rows keep their length or sum."""
     return HEBBIAN_GATE if _is_hebbian(rule) and not rule.retention.has_mirror_map else START_GATE
 
 
@@ -190,5 +161,5 @@ def _is_hebbian(rule: Rule) -> bool:
 
 
 def gain_of(width: int, narrow: int = NARROW) -> float:
-    """How many times the weights count that make gates of ``width`` numbers: more than once below ``narrow``."""
+    """The factor of the weights that make gates of ``width`` numbers."""
     return min(max(1.0, narrow / width), LARGEST_GAIN)

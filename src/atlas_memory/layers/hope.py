@@ -1,16 +1,15 @@
 """Self-modifying Titans: the memory of Hope (Nested Learning, arXiv 2512.24695, Sec. 8.1).
 
-Where ``NeuralMemory`` has projections and gates, this layer has memories, which learn while the model reads as the
-memory itself does. A head has five: M_memory answers the query, the other four make what all five learn from,
+In place of the projections and gates of ``NeuralMemory`` this layer has memories, which also learn while it reads. A
+head has five: M_memory answers the query, and from the other four all five learn,
 
     k_t = M_k(x_t)    v_t = M_v(x_t)    eta_t = M_eta(x_t)    alpha_t = M_alpha(x_t)    q_t = W_q x_t
     M_t = M_{t-1} (alpha_t I - eta_t k_t k_t^T) - eta_t grad |M(k_t) - v^_t|^2,  v^_t = M(v_t)      for each M  (Eq. 88)
     y_t = M_memory,t-1(q_t)
 
-with v^_t the target that each M makes for itself. By chunks (Eq. 90), k, v, eta, alpha, every v^ and every gradient are
-made by the memories as they were before the chunk, so that the five are one call of the chunkwise form with five times
-as many heads. Errors see what the chunk has written to the last matrices, memories decay to M_0, and all but M_memory
-write slowly at first: these are ours (notes/hope.md).
+with v^_t the target that each M makes for itself. By chunks (Eq. 90), all of these and every gradient come from the
+memories before the chunk, so that the five are one ``chunkwise`` with five times as many heads. Errors see what the
+chunk has written to the last matrices, memories decay to M_0, and all but M_memory write slowly at first: ours.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from .short_conv import ShortConvolution, check_lag
 from .varlen import SequenceMixer
 
 MEMORIES = ("memory", "k", "v", "eta", "alpha")
-"""What the five memories of a head are for, in the order in which they are stacked: all heads of one, then the next."""
+"""The five memories of a head, in the order in which they are stacked: all heads of one, then the next."""
 
 START_M_0 = 0.3
-"""The standard deviation, times sqrt(columns), with which the last matrix of each M_0 begins; in other layers it is 1.
-Queries ask for keys, which M_k makes: what it adds to x at random tells them apart."""
+"""The standard deviation, times sqrt(columns), of the last matrix of each M_0. It is small because queries ask for
+keys, which M_k makes: what it adds to x at random tells them apart."""
 
 START_ETAS = (0.5, 0.02)
 """Where eta starts: that of M_memory, and that of the other memories."""
@@ -58,20 +57,15 @@ class SelfModifyingMemory(SequenceMixer):
     """A layer whose projections and gates also learn while it reads: ``y, state = memory(x)``, as ``NeuralMemory``.
 
     x goes through a depthwise convolution, with taps of its own for M_k, and the memories of a head see its channels.
-    Their inputs always have unit length: q and k as in Sec. 8.3 and, ours, x and v too. A memory is trained at unit
-    keys alone, and a target M(v) at a long v would be longer than all that M has learned: it would grow by itself.
-    RMSNorm a head, output gate and output projection follow as in ``NeuralMemory``. Memories are computed in at least
-    float32, whatever x's dtype. As printed, with ``Decay()``, M_0 decays away and with it what makes k differ from v,
-    but for a lag; then nothing is left to learn. The rule therefore decays to M_0 (notes/hope.md).
+    Their inputs have unit length: q and k as in Sec. 8.3 and, ours, x and v too, since a memory is trained at unit keys
+    alone. RMSNorm a head, output gate and output projection follow as in ``NeuralMemory``. Memories are computed in at
+    least float32. As printed, with ``Decay()``, M_0 decays away, and with it all that makes k differ from v.
 
     Args:
         dim: width of x, a multiple of ``heads``.
         heads: heads of width dim / heads, each with five memories.
         rule: of all five; "hope", or that with parts changed, such as plain gradient descent for the delta step.
-        chunk_size, conv_size, key_lag, eps: as of ``NeuralMemory``.
-
-    Attributes:
-        writes: set to False, and nothing is written to the memories, as in ``NeuralMemory``.
+        chunk_size, conv_size, key_lag, eps: as of ``NeuralMemory``, as is the attribute ``writes``.
 
     Raises:
         ValueError: a bad size, or a rule that is unknown or needs more than k, v, eta and alpha of the current token.
@@ -109,11 +103,8 @@ class SelfModifyingMemory(SequenceMixer):
     def reset_parameters(self) -> None:
         """Let queries begin as keys do, and the output as values do, so that a fresh layer recalls what it reads.
 
-        The memories answer x + ... and begin near the identity: the last matrix of each M_0 is random, as small as
-        ``START_M_0`` says. W_q and W_o begin as multiples of the identity, as long as they were. The taps for keys are
-        those for all else, ``key_lag`` tokens later, and the gate at the output begins open, as in
-        ``NeuralMemory.reset_parameters``. Ours.
-        """
+        W_q and W_o begin as multiples of the identity, the last matrix of each M_0 as small as ``START_M_0`` says. Taps
+        for keys and the gate at the output begin as in ``NeuralMemory.reset_parameters``. Ours."""
         with torch.no_grad():
             last = self.memory.initial[-1]
             nn.init.normal_(last, std=START_M_0 * last.shape[-1] ** -0.5)
@@ -127,7 +118,7 @@ class SelfModifyingMemory(SequenceMixer):
         return self.memory.rule
 
     def write_inputs(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
-        """What the memories are to learn from x, all of one chunk; as in ``NeuralMemory``, of 5 times the heads."""
+        """Keys, targets and gates of x, all of one chunk, for 5 times the heads; as in ``NeuralMemory``."""
         _, u, _ = self._project(x, state.past, None)
         gates = self.gates.weight, self.gates.bias
         k, target, eta, alpha = _write_inputs(self.rule, self.memory.params, gates, u, state.memory.frozen)
@@ -152,9 +143,8 @@ class SelfModifyingMemory(SequenceMixer):
         return self.out((y * gate).to(gate.dtype)), LayerState(memory, past)
 
     def _project(self, x: Tensor, past: Tensor | None, length: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q ``[batch, heads, time, dim / heads]``; u, the input of M_v, M_eta and M_alpha, and behind it, as further
-        heads, the input of M_k; both in at least float32 and of unit length. And the last inputs of both
-        convolutions."""
+        """q ``[batch, heads, time, dim / heads]``; u, the input of M_v, M_eta and M_alpha and, as further heads, that
+        of M_k; both of unit length; and the last inputs of the convolutions."""
         mixed, after = self.convolution(x, past, length)
         both = torch.cat([mixed, self.key_convolution(x, past, length)[0]], -1)
         q, u = (z.to(kept_dtype(x)).unflatten(-1, (-1, x.shape[-1] // self.heads)) for z in (self.q(mixed), both))
@@ -163,8 +153,7 @@ class SelfModifyingMemory(SequenceMixer):
     def _chunkwise(
         self, q: Tensor, u: Tensor, state: MemoryState, length: Tensor | None, aligned: bool
     ) -> tuple[Tensor, MemoryState]:
-        """Read with q and learn from u, as ``_project`` gives them, chunk after chunk. ``aligned``: whether all rows
-        begin at the start of a chunk."""
+        """Read with q and learn from u, chunk after chunk. ``aligned``: all rows begin at the start of a chunk."""
         rule, chunk, time = self.rule, self.rule.window.chunk, u.shape[-2]
         if time == 0:
             return q, state
@@ -188,7 +177,7 @@ class SelfModifyingMemory(SequenceMixer):
     def _fused_recurrent(
         self, q: Tensor, u: Tensor, state: MemoryState, length: Tensor | None
     ) -> tuple[Tensor, MemoryState]:
-        """As ``_chunkwise``, token by token, with constant work for each: for a few tokens."""
+        """As ``_chunkwise``, token by token: for a few tokens."""
         outputs, gates = [q[..., :0, :]], (self.gates.weight, self.gates.bias)
         for t in range(u.shape[-2]):
             now = slice(t, t + 1)
@@ -203,15 +192,12 @@ class SelfModifyingMemory(SequenceMixer):
 class SelfModifyingGates(nn.Module):
     """eta and alpha of each token, head and memory, from the outputs of M_eta and M_alpha.
 
-    A gate is the sigmoid of ``gain <w, M(x)> sqrt(dim) + b``, with a w and b a gate, memory and head. The root makes
-    M(x) about as long as the x of ``GateProjection``; the gain, 64 / dim, but at least 1 and at most 4, lets gates of
-    narrow heads learn as fast as those of layers 64 wide (layers/gate_projection.py; notes/hope.md).
+    A gate is the sigmoid of ``gain <w, M(x)> sqrt(dim) + b``, with a w and b a gate, memory and head, and the gain
+    of gate_projection.py.
 
-    Eq. 88 has one eta and one alpha for the five memories of a head. If the memory that makes keys then learns as fast
-    as M_memory, it soon answers a token with what came after that token, and not with the key under which M_memory has
-    stored it, while queries stay as they are: nothing can be recalled (notes/hope.md). So M_memory starts with an eta
-    of 1/2 and half-lives spread over ``HALF_LIVES``, the others with an eta of 1/50 and ``HALF_LIVES[0]`` tokens, after
-    which they are back at M_0."""
+    Eq. 88 has one eta and alpha for the five memories of a head. If M_k then learns as fast as M_memory, nothing can be
+    recalled: queries stay as they are while keys change. So the others start slower, with ``START_ETAS[1]``, and return
+    to M_0 within ``HALF_LIVES[0]`` tokens (notes/hope.md)."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -249,8 +235,8 @@ def compute_gates(parameters: GateParameters, eta: Tensor, alpha: Tensor) -> tup
 def _write_inputs(
     rule: Rule, params: Params, gates: GateParameters, u: Tensor, frozen: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k and each memory's own target v^, ``[batch, 5 heads, time, dim / heads]``, and eta and alpha
-    ``[batch, 5 heads, time]``, which the ``frozen`` memories, as they were before the chunk, make of its tokens u."""
+    """k and each memory's target v^, ``[batch, 5 heads, time, dim / heads]``, and eta and alpha ``[batch, 5 heads,
+    time]``, which the ``frozen`` memories make of u."""
     u, for_k = u.chunk(2, 1)
     read = read_out(rule, params, torch.cat([u, for_k, u, u, u], 1), frozen).unflatten(1, (len(MEMORIES), -1))
     _, k, v, eta, alpha = read.unbind(1)
@@ -269,9 +255,8 @@ def _read_chunks(
     end: Tensor | int,
     matrices: tuple[MatrixState, ...],
 ) -> tuple[Tensor, tuple[MatrixState, ...]]:
-    """Read with q ``[batch, heads, chunks, b, dim]`` and learn from u, of twice the heads, to y ``[batch, heads,
-    chunks * b, dim]``. The slots ``inside`` ``[batch or 1, 1, chunks, b]`` hold tokens of this call, and ``end``
-    ``[batch]`` or of all is the slot behind the last of them, from the first chunk's start."""
+    """Read with q ``[batch, heads, chunks, b, dim]``, learn from u, of twice the heads, and return y ``[batch, heads,
+    chunks * b, dim]``. The slots ``inside`` ``[batch or 1, 1, chunks, b]`` hold tokens; ``end`` is behind the last."""
     chunk, outputs = rule.window.chunk, []
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     for j, (q_j, u_j, real) in enumerate(zip(*(z.unbind(2) for z in (q, u, inside)), strict=True)):
@@ -321,9 +306,8 @@ def check_rule(rule: Rule) -> None:
         f"the delta of {type(rule.bias).__name__}": rule.bias.has_delta,
         "Exponential features": rule.features.infinite,
     }
-    found = [what for what, is_wrong in wrong.items() if is_wrong]
-    if found:
+    if found := [what for what, is_wrong in wrong.items() if is_wrong]:
         raise ValueError(
-            f"the rule has {', '.join(found)}; a self-modifying memory makes k, v, eta and alpha of one token and "
-            "no more: take rule='hope', or a variation of it with DeltaGradientDescent or GradientDescent, and Decay"
+            f"this memory makes only k, v, eta and alpha of one token, and the rule has {', '.join(found)}: "
+            "take rule='hope', perhaps with GradientDescent"
         )

@@ -4,9 +4,8 @@ at different rates.
     y = MLP_K(... MLP_2(MLP_1(x)))                                                                         (Eq. 70)
     theta_l <- theta_l - step(sum of the last C_l gradients)  at every C_l-th time, else unchanged         (Eq. 71)
 
-theta_l are the weights of MLP_l, and C_l is its period. The module here is the chain and the numbers C_l;
-``atlas_memory.train.MultiPeriod`` puts Eq. 71 around any outer optimiser. Its step is our unit of time, the paper's is
-the token: C_l = 16 means every 16th batch, and a trained model that only reads does not change its MLPs.
+theta_l are the weights of MLP_l, and C_l is its period. ``atlas_memory.train.MultiPeriod`` puts Eq. 71 around any outer
+optimiser. The unit of time is its step, where the paper's is the token: C_l = 16 means every 16th batch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..rules.validation import MOST, UNBOUNDED, check_positive, check_size
+from ..rules.validation import MOST, UNBOUNDED, check_size
 
 
 class SwiGLU(nn.Module):
@@ -35,10 +34,7 @@ class SwiGLU(nn.Module):
 
 
 class ContinuumLevel(nn.Module):
-    """One MLP of the chain: ``x + SwiGLU(RMSNorm(x))``, ``[..., dim]`` to ``[..., dim]``.
-
-    The MLP and norm of a trained block can be loaded into it (the paper's ad-hoc stacking, Sec. 7.3).
-    """
+    """One MLP of the chain, ``x + SwiGLU(RMSNorm(x))``. A trained block's can be loaded into it (Sec. 7.3)."""
 
     def __init__(self, dim: int, hidden: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -51,11 +47,8 @@ class ContinuumLevel(nn.Module):
 
 def check_periods(name: str, periods: Any) -> tuple[int, ...]:
     """``periods`` as a tuple; ValueError unless they are whole numbers >= 1 that do not decrease."""
-    if not isinstance(periods, list | tuple) or not periods:
-        raise ValueError(
-            f"{name} must be a list with a number of steps for each level, such as [1, 4, 16]; got {periods!r}"
-        )
-    check_size(f"the length of {name}", len(periods), MOST)
+    if not isinstance(periods, list | tuple) or not 0 < len(periods) <= MOST:
+        raise ValueError(f"{name} must list a number of steps for each level, such as [1, 4, 16]; got {periods!r}")
     for period in periods:
         check_size(f"every entry of {name}", period, UNBOUNDED)
     if list(periods) != sorted(periods):
@@ -66,22 +59,21 @@ def check_periods(name: str, periods: Any) -> tuple[int, ...]:
 class ContinuumMLP(nn.Module):
     """A chain of residual MLPs, from the fastest to the slowest (Nested Learning, Eq. 70).
 
-    Residuals and norms are inside: it takes the place of ``x + mlp(norm(x))``. The form of the MLPs (SwiGLU with
-    RMSNorm before it) and the default periods are our choices.
+    It takes the place of ``x + mlp(norm(x))``. SwiGLU, RMSNorm and the default periods are our choices.
 
     Args:
         dim: width of x.
         hidden: channels of each level; K levels have K times the parameters of one MLP as wide.
-        periods: C_l, optimiser steps between two changes of each level, never decreasing; its length is the number of
-            levels. ``MultiPeriod`` acts on them. ValueError for periods that decrease, or a bad size.
+        periods: C_l, optimiser steps between two changes of each level, never decreasing; their number is that of
+        levels.
         eps: of the norms.
+
+    Raises:
+        ValueError: periods that decrease, or a bad size.
     """
 
     def __init__(self, dim: int, hidden: int, periods: Sequence[int] = (1, 4, 16), eps: float = 1e-6) -> None:
         super().__init__()
-        for name, value in (("dim", dim), ("hidden", hidden)):
-            check_size(name, value)
-        check_positive("eps", eps)
         self.periods = check_periods("periods", periods)
         self.levels = nn.ModuleList(ContinuumLevel(dim, hidden, eps) for _ in self.periods)
 

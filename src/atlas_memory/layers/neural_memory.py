@@ -26,11 +26,10 @@ from .tnt import HierarchicalGates, HierarchicalMemory, Hierarchy
 from .varlen import SequenceMixer
 
 START_VALUE = 3.0**-0.5
-"""About how far a coordinate of a value is from zero in a fresh layer, before SiLU, if those of x are about 1 from zero
-and the memory has a residual, so that it answers k + ..."""
+"""The root mean square of a fresh layer's values before SiLU, for x of RMS 1, where the memory answers k + ..."""
 
 LARGEST = 1e6
-"""Values are cut to +-``LARGEST``: where a deep memory holds values of 1e8, outer gradients can overflow float32."""
+"""Values are cut to +-``LARGEST``: of larger ones, outer gradients of a deep memory can overflow float32."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -49,45 +48,41 @@ class LayerState(State):
 class NeuralMemory(SequenceMixer):
     """A layer that learns while it reads: ``y, state = memory(x)``, in place of an attention layer.
 
-    x is projected to q, k and v, and each goes through a depthwise convolution and SiLU. In each head q and k get unit
-    length, and the memory of ``rule`` reads q, k and v with gates computed from x. What the heads answer goes through
-    RMSNorm a head, an output gate and an output projection. There is no residual and no norm on x: they belong to the
-    block around the layer. The memory itself is computed in at least float32, whatever the dtype of x.
+    x is projected to q, k and v, each of which goes through a depthwise convolution and SiLU. In each head q and k get
+    unit length, and the memory of ``rule`` reads q, k and v with gates computed from x, in at least float32. What it
+    answers goes through RMSNorm a head, an output gate and an output projection. Residual and norm on x belong to the
+    block around the layer.
 
-    How the weights begin is part of the layer: a fresh one already recalls what it reads. Where a model draws its
-    linear maps anew (``model.apply(init)``, or ``post_init`` of a ``PreTrainedModel`` of your own), call
-    ``reset_parameters`` of its memories after that; drawn like other maps they learn recall much later.
+    If your framework re-initialises linear layers, call ``reset_parameters()`` afterwards; otherwise recall takes much
+    longer to learn.
 
     Examples:
         >>> memory = NeuralMemory(dim=64, heads=4, rule="omeganet", window=4, chunk_size=16)
         >>> x = torch.randn(2, 100, 64)
         >>> y, state = memory(x)
-        >>> y_next, state = memory(x[:, :1], state)  # goes on, from any point
+        >>> y_next, state = memory(x[:, :1], state)  # continues, from any point
 
     Args:
         dim: width of x, a multiple of ``heads``.
         heads: memory heads of width dim / heads.
         rule: a name in ``RULES`` or a ``Rule``.
         window: c, the tokens in the inner loss; None: the rule's.
-        chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's. A rule that takes its step at
-            the end of a chunk (``lact``) has written nothing in a sequence that is shorter.
+        chunk_size: b, tokens between refreshes of the frozen memory; None: the rule's. With ``lact``, which takes its
+            step at the end of a chunk, nothing has been written before that.
         conv_size: taps of the convolution.
-        key_lag: by how many tokens keys are behind values in a fresh layer; see ``reset_parameters``. 0: a token's
-            value is written under its own key; 1: under that of the token before, so that a query is answered with
-            what came next.
+        key_lag: by how many tokens keys are behind values in a fresh layer. 0: a value is written under its own token's
+            key; 1: under that of the token before, so that a query retrieves what came next.
         eps: of the RMSNorm on what the memory answers.
         gate_rank: make eta and alpha channel-wise, through a map of this rank (Miras section 5.4: 32 or 64).
         hierarchy: one global and N local memories of the rule instead of one (TNT): a ``Hierarchy`` or a mapping of its
             fields. The chunks are then the hierarchy's: leave ``chunk_size`` out.
 
     Attributes:
-        writes: set to False, and nothing is written: the memory stays as the state has it, or without a state M_0. What
-            remains is a model without test-time memory, for comparison.
+        writes: set to False, and nothing is written: the memory stays as the state has it, or M_0.
 
     Raises:
-        ValueError: a width that is no multiple of ``heads``, an unknown rule, a size below 1, an ``eps`` not above 0, a
-            ``key_lag`` that the convolution does not reach, or a ``hierarchy`` that is wrong or given along with a
-            ``chunk_size``.
+        ValueError: a bad size, an unknown rule, a ``key_lag`` that the convolution does not reach, or a ``hierarchy``
+            that is wrong or given along with a ``chunk_size``.
     """
 
     state_type, input_projection = LayerState, "qkv"
@@ -129,33 +124,23 @@ class NeuralMemory(SequenceMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise W_q, W_k, W_v and the output projection W_o together, so that a fresh layer recalls what it reads.
+        """Initialise the projections W_q, W_k, W_v and W_o together, so that a fresh layer recalls what it reads. Ours
+        (docs/explanation/initialisation.md).
 
-        W_q and W_v begin orthogonal, but for a factor, with the norm that was drawn: heads keep apart what x keeps
-        apart, and W_o = W_v^T projects the memory's output back to what it was before W_v. Keys begin with the
-        projection and the convolution of queries, but ``key_lag`` tokens later: a token that comes back retrieves what
-        was written when it was there before. The taps are shifted by the lag, and those that the shift pushes out come
-        back at the latest tokens, small and not zero: a document's first token, which has none before it, would
-        otherwise have the key 0, where the gradient of x / |x| has no bound. Without a lag W_k begins as W_q rotated by
-        45 degrees: a query that equals the key of its own token would retrieve that token's value and nothing older.
+        W_q and W_v begin orthogonal, times a factor, and W_o as W_v^T. Keys begin as queries do, ``key_lag`` tokens
+        later; without a lag W_k is rotated by 45 degrees, so that a query does not find its own token's key. The taps
+        that a lag shifts out come back at the latest tokens: a document's first token would otherwise have the key 0,
+        where the gradient of x / |x| has no bound. The output gate begins at ``start_gate``. Where the memory has a
+        residual, W_v is scaled to ``START_VALUE``.
 
-        The gate at the output begins at 1 on average, lower in most Hebbian rules (``start_gate``): around zero its
-        sign would change from token to token, and training would close it for good. Where the memory has a residual,
-        W_v is then brought to ``START_VALUE``, however small a model's weights begin: keys have unit length, and a
-        memory that answers k + ... must take k back. If the value were much shorter than its key, little of what the
-        memory holds would be the value. The other weights stay as they are. From random projections a layer learns all
-        this in many hundreds of steps (docs/explanation/initialisation.md). Ours; no paper says how the projections
-        begin.
-
-        Nothing is drawn here: the orthogonal matrices are made of what was drawn. Where a model is made on the meta
-        device, the submodules' ``reset_parameters`` come first: ``Module.apply`` goes from the inside out.
+        Nothing is drawn: the orthogonal matrices are made of what was drawn, by the submodules' ``reset_parameters``.
         """
         with torch.no_grad():
             (w_q, w_k, w_v), (taps_q, taps_k, _) = (
                 w.unflatten(0, (3, -1)) for w in (self.qkv.weight, self.convolution.weight)
             )
             for w in (w_q, w_v):
-                w.copy_(_orthogonal(w))
+                w.copy_(orthonormal_columns(w.to(kept_dtype(w))) * (w.norm() / len(w) ** 0.5))
             w_k.copy_(w_q if self.key_lag else _rotate_by_45_degrees(w_q, self.heads))
             taps_k.copy_(taps_q.roll(-self.key_lag, 1))  # the last tap is the current token's
             self.out.weight.copy_(w_v.mT)
@@ -171,8 +156,7 @@ class NeuralMemory(SequenceMixer):
     def retrieve(self, x: Tensor, memory: Any) -> Tensor:
         """What the memory of a state answers to x, without writing: M*(q) (Titans, Eqs. 15 and 21).
 
-        From x to y it is ``forward``, without the recurrence and without the convolution. Here x is another stream of
-        tokens than the one that is written, and would need a convolution state of its own.
+        As ``forward``, but without the convolution, whose state belongs to the tokens that are written.
 
         Args:
             x: ``[batch, time, dim]``.
@@ -182,8 +166,7 @@ class NeuralMemory(SequenceMixer):
             y ``[batch, time, dim]`` in x's dtype, each token's from that token alone.
 
         Raises:
-            ValueError: another state than that of this layer's memory, such as a whole ``LayerState``; x of another
-                width or dtype.
+            ValueError: another state than that of this layer's memory; x of another width or dtype.
         """
         self.check_x(x, self.qkv)
         plain = type(self.qkv) is nn.Linear  # or else an adapter or a quantised layer, whose weight is not all
@@ -192,8 +175,7 @@ class NeuralMemory(SequenceMixer):
         return self._output(self.memory.retrieve(l2_normalise(q), memory), x)
 
     def write_inputs(self, x: Tensor, state: LayerState) -> tuple[Tensor, Tensor, Gates]:
-        """What the memory would be taught by x ``[batch, time, dim]`` after ``state``: keys and values
-        ``[batch, heads, time, dim / heads]``, and the gates, which a hierarchy has for each of its memories."""
+        """Keys, values ``[batch, heads, time, dim / heads]`` and gates of x ``[batch, time, dim]`` after ``state``."""
         _, k, v, _ = self._project(x, state.past, None)
         return k, v, self.gates(x)
 
@@ -217,11 +199,9 @@ class NeuralMemory(SequenceMixer):
     def _forward_in_groups(
         self, memory: OmegaMemory, x: Tensor, state: LayerState | None, length: Tensor | None
     ) -> tuple[Tensor, LayerState]:
-        """As ``_forward``. For the backward pass it keeps one state for every group of chunks, and no tensor as long as
-        x except x itself."""
-        read = partial(
-            checkpoint, self._forward_group, use_reentrant=False
-        )  # with random numbers: adapters have dropout
+        """As ``_forward``, keeping for the backward pass x and one state for every group of chunks."""
+        # With random numbers: adapters have dropout.
+        read = partial(checkpoint, self._forward_group, use_reentrant=False)
         like = x.new_zeros(len(x), self.heads, 0, x.shape[2] // self.heads, dtype=kept_dtype(x))
         params, reading = begin(memory.rule, memory.params, like, state.memory if state else None)
         past, outputs, start = state.past if state else None, [], 0
@@ -255,16 +235,10 @@ class NeuralMemory(SequenceMixer):
         return q, k, v.squeeze(2).transpose(1, 2).clamp(-LARGEST, LARGEST), past
 
     def _output(self, y: Tensor, x: Tensor) -> Tensor:
-        """The layer's output ``[batch, time, dim]``: what the heads answer, ``[batch, heads, time, dim / heads]``,
-        normed, gated by x and projected."""
+        """y ``[batch, heads, time, dim / heads]`` normed, gated by x and projected: ``[batch, time, dim]``."""
         y = self.norm(narrowed(y, self.norm.weight.dtype)).transpose(1, 2).flatten(2)
         gate = F.silu(self.gate(x))
         return self.out((y * gate).to(gate.dtype))  # a norm may be kept in float32 where maps are narrower
-
-
-def _orthogonal(w: Tensor) -> Tensor:
-    """An orthogonal matrix made of the square ``w``, times a factor that gives it the norm of w."""
-    return orthonormal_columns(w.to(kept_dtype(w))) * (w.norm() / len(w) ** 0.5)
 
 
 def _rotate_by_45_degrees(w: Tensor, heads: int) -> Tensor:

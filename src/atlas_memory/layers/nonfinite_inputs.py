@@ -1,7 +1,7 @@
 """Tokens that hold NaN or an infinity.
 
-Such a token must not change an output before it. Inside a layer it would: in a product over tokens 0 x NaN is NaN. So a
-layer reads zeros in its place, and NaN is put afterwards into the outputs that would have seen it, and into the state.
+Such a token must not change an output before it. In a product over tokens it would: 0 x NaN is NaN. So a layer reads
+zeros in its place, and NaN is put into the outputs and the state afterwards.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from ..ops.precision import are_finite, are_near
 from ..rules.autograd import is_cheap_to_read
 
 MAX_ABS = 1e10
-"""Entries of x are clamped to +-``MAX_ABS``, so that finite inputs give finite outputs and gradients: products of what
-is made of larger ones overflow in float32."""
+"""Entries of x are clamped to +-``MAX_ABS``: products of larger ones overflow in float32."""
 MAX_ABS_ATTENTION = 1e4
-"""The same for attention, whose backward pass takes exp of a difference of two scores: from about 1e9 on their rounding
-errors alone are too large."""
+"""The same for attention: beyond, rounding errors of scores alone are too large for exp in the backward pass."""
 MAX_ABS_FLOAT16 = 1e3
-"""The same in float16, whose largest number is 65,504. Gradients may overflow there."""
+"""The same in float16; gradients may overflow there."""
 
 
 def replace_nonfinite(x: Tensor, max_abs: float = MAX_ABS) -> tuple[Tensor, Tensor | None]:
@@ -37,8 +35,7 @@ def replace_nonfinite(x: Tensor, max_abs: float = MAX_ABS) -> tuple[Tensor, Tens
 
 
 def propagates_nan(x: Tensor) -> bool:
-    """Whether NaN may pass through the layer into output and state: where one token ``[batch, 1, dim]`` is read without
-    gradients, nothing stands beside it."""
+    """Whether NaN may pass through the layer: where one token ``[batch, 1, dim]`` is read alone, without gradients."""
     return x.shape[1] == 1 and not torch.is_grad_enabled()
 
 

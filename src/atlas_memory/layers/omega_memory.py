@@ -8,17 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..memory import (
-    Gates,
-    MemoryState,
-    Params,
-    Rule,
-    chunkwise,
-    fused_recurrent,
-    initial_state,
-    resolve_rule,
-    retrieve,
-)
+from ..memory import Gates, MemoryState, Params, Rule, chunkwise, fused_recurrent, initial_state, resolve_rule, retrieve
 from ..ops.chunk_layout import starts_chunk
 from ..ops.cuda_graphs import Graphs
 from ..ops.fused_recurrent import decode_token
@@ -40,7 +30,7 @@ class OmegaMemory(Stateful):
         >>> omega = OmegaMemory(dim=16, heads=2, rule="omeganet", window=4)
         >>> q, k, v = torch.randn(3, 1, 2, 50, 16)
         >>> y, state = omega(q, k, v)
-        >>> y_next, state = omega(q, k, v, state=state)  # reads on where it stopped
+        >>> y_next, state = omega(q, k, v, state=state)  # continues where it stopped
 
     Queries and keys are used as they come; ``l2_normalise`` them unless you have a reason not to.
 
@@ -85,7 +75,7 @@ class OmegaMemory(Stateful):
         self.norm_gain = nn.Parameter(torch.empty(heads, dim)) if norm else None
         self.norm_shift = nn.Parameter(torch.empty(heads, dim)) if norm else None
         if gate_rank is not None and not gates:
-            raise ValueError(f"gate_rank={gate_rank} is of the gates that gates=False leaves out: drop one of the two")
+            raise ValueError(f"gate_rank={gate_rank} needs gates=True")
         self.gates = GateProjection(dim * heads, heads, self.rule, gate_rank) if gates else None
         self._sums = self.rule.accumulators
         self.reset_parameters()
@@ -95,7 +85,7 @@ class OmegaMemory(Stateful):
 
     @property
     def grows(self) -> bool:  # type: ignore[override]
-        """Whether the state is longer the more has been read, as with ``Exponential`` features."""
+        """Whether the state grows with what is read, as with ``Exponential`` features."""
         return self.rule.features.infinite
 
     @property
@@ -151,8 +141,7 @@ class OmegaMemory(Stateful):
             if (found := decode_token(self.rule, self.params, q, k, v, gates, state)) is not None:
                 return found
         if not checked:
-            for name, z in (("q", q), ("k", k), ("v", v)):
-                self.check_heads(name, z)
+            self.check_heads(q, k, v)
         if gates is None:
             if self.gates is None:
                 raise ValueError(
@@ -169,25 +158,19 @@ class OmegaMemory(Stateful):
         return (y if checked else self.link_unused_parameters(y, state)), after
 
     def _fits(self, state: MemoryState, batch: int) -> bool:
-        """Whether the state is one of this memory for so many sequences, at a glance; False: ``check_memory_state``
-        knows more."""
+        """Whether the state seems to be this memory's, for so many sequences: cheaper than ``check_memory_state``."""
         for matrix, m_0 in zip(state.matrices, self.initial, strict=False):
             if matrix.weights.shape != (batch, *m_0.shape) or len(matrix.sums) != self._sums:
                 return False
         window = state.k.shape[-2] == self.rule.window.size - 1
         return window and len(state.matrices) == len(self.initial) and state.seen.dtype == torch.int64
 
-    def check_heads(self, name: str, z: Any) -> None:
-        """Raise ValueError unless ``z``, which the user calls ``name``, is ``[batch, heads, time, dim]``."""
-        if not isinstance(z, Tensor) or not z.is_floating_point():
-            got = z.dtype if isinstance(z, Tensor) else f"a {type(z).__name__}"
-            raise ValueError(f"{name} must be a floating-point tensor [batch, heads, time, dim], got {got}")
-        if z.dim() != 4 or z.shape[1] != self.heads or z.shape[3] != self.dim:
-            turned = z.dim() == 4 and z.shape[2] == self.heads and z.shape[3] == self.dim
-            raise ValueError(
-                f"{name} must be [batch, heads={self.heads}, time, dim={self.dim}], got {list(z.shape)}"
-                + ("; heads come before time: transpose(1, 2)" if turned else "")
-            )
+    def check_heads(self, *qkv: Tensor) -> None:
+        """Raise ValueError unless q, k and v, or q alone, are ``[batch, heads, time, dim]``."""
+        for name, z in zip("qkv", qkv, strict=False):
+            if not isinstance(z, Tensor) or z.dim() != 4 or z.shape[1] != self.heads or z.shape[3] != self.dim:
+                got = list(z.shape) if isinstance(z, Tensor) else f"a {type(z).__name__}"
+                raise ValueError(f"{name} must be [batch, heads={self.heads}, time, dim={self.dim}], got {got}")
 
     def empty_inputs(self, batch: int) -> tuple[Any, ...]:
         like = next(self.parameters())
@@ -199,13 +182,8 @@ class OmegaMemory(Stateful):
         return f"dim={self.dim}, heads={self.heads}, {self.rule}"
 
     def reads_in_groups(self, x: Tensor) -> bool:
-        """Whether a layer around this memory should read x ``[batch, time, ...]`` in groups of chunks, and make q, k
-        and v of one group at a time: where the memory computes a group again in the backward pass (``recompute``), the
-        layer can then compute projections and gates again with it, and need not keep them.
-
-        Not on a GPU, most of which a group of few chunks would leave idle, nor under a compiler, which would unroll the
-        loop over groups.
-        """
+        """Whether a layer should make q, k and v of x ``[batch, time, ...]`` for one group of chunks at a time, and
+        again in the backward pass (``recompute``): not on a GPU, which a group would not fill, nor under a compiler."""
         if self.recompute is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         return x.device.type == "cpu" and x.shape[1] > self.group and not is_transformed(x)
@@ -216,43 +194,32 @@ class OmegaMemory(Stateful):
         return (self.recompute or 1) * self.rule.window.chunk
 
     def retrieve(self, q: Tensor, state: MemoryState | None = None) -> Tensor:
-        """What the memory answers to q ``[batch, heads, time, dim]`` as it is now, without writing; shaped as q.
-
-        A fresh memory where ``state`` is None.
-
-        Raises:
-            ValueError: q of another number of heads or width, or a state of another rule, size or batch.
-        """
+        """What the memory answers to q ``[batch, heads, time, dim]``, without writing; shaped as q. ``state`` None: a
+        fresh memory. ValueError: q of another number of heads or width, or a state of another rule, size or batch."""
         self.check_state(state, MemoryState)
-        self.check_heads("q", q)
-        if state is not None and len(q) != len(state.seen):
-            raise ValueError(f"q has batch size {len(q)} but the state has {len(state.seen)}; give the same rows")
-        if state is not None:
-            check_memory_state(self.rule, q.shape[0], q.shape[1], q.shape[-1], state)
+        self.check_heads(q)
         if state is None:
-            kept = q.to(torch.promote_types(q.dtype, torch.float32))
-            state = initial_state(self.rule, self.params.initial, kept)
+            state = initial_state(self.rule, self.params.initial, q.to(torch.promote_types(q.dtype, torch.float32)))
+        else:
+            check_memory_state(self.rule, len(q), self.heads, self.dim, state)
         return retrieve(self.rule, self.params, q, state)
 
 
 def set_execution(
     module: nn.Module, *, recompute: int | None = None, compiled: bool = False, graphed: bool = False
 ) -> None:
-    """Set for every memory inside ``module`` how it is computed; what it computes stays the same. What a call does not
-    name is switched off: give all that is wanted at once.
+    """Set how every memory inside ``module`` is computed, not what. What a call does not name is switched off.
 
     Args:
         module: a layer or a model.
         recompute: how many chunks make a group. Of each group the backward pass keeps one state of the memory, and
-            computes the rest again; None: keep everything. On a CPU ``NeuralMemory`` keeps only its input besides, and
-            computes projections and gates again, too.
+            computes the rest again, on a CPU projections and gates too; None: keep everything.
         compiled: whether to compile the reading of a chunk; see ``chunkwise``.
-        graphed: whether to record calls on a GPU as CUDA graphs, when they come for the third time with the same
-            shapes, and then to replay them (docs/how-to/speed.md). A recording holds what the backward pass needs, and
-            has its own memory. Its backward pass runs once. On a CPU this changes nothing.
+        graphed: on a GPU, whether to record calls as CUDA graphs when they come for the third time with the same
+            shapes, and then to replay them. A recording holds what the backward pass needs, which runs once.
 
     Raises:
-        ValueError: ``recompute`` below 1, or a module without memories to set.
+        ValueError: ``recompute`` below 1, or a module without memories.
     """
     if recompute is not None:
         check_size("recompute, a number of chunks,", recompute, UNBOUNDED)

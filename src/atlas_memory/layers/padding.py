@@ -1,7 +1,6 @@
 """Padding of any pattern, moved to the right and back; and rows cut into segments at places of their own.
 
-A recurrence must not see padding at all: a padded token would change the memory, shift the window and advance the
-position. So every layer moves the real tokens of each row to the front, in their order, and puts the outputs back.
+A recurrence must not see padding at all, so layers read the real tokens of each row in front, and put outputs back.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def move_padding_right(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]
         mask: `[batch, time]`, bool or numbers; nonzero marks a real token.
 
     Returns:
-        x `[batch, time, ...]` with its padding on the right, where it is zero; how many tokens are real, `[batch]`
-        int64; and the order `[batch, time]` int64 for `restore_padding`: token j of row i came from `order[i, j]`.
+        x `[batch, time, ...]`, zero at its padding; how many tokens are real, `[batch]` int64; and the order
+        `[batch, time]` int64: token j of row i came from `order[i, j]`.
 
     Raises:
         ValueError: `check_mask`.
@@ -62,20 +61,15 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def check_mask(name: str, mask: Any, x: Tensor) -> None:
-    """Raise ValueError for a mask that does not fit x `[batch, time, ...]`, that is complex, or (seen on a CPU only)
-    has negative numbers or NaN, as masks have that are added to attention scores."""
+    """Raise ValueError for a mask that does not fit x `[batch, time, ...]`, or (seen on a CPU only) has negative
+    numbers or NaN, as masks have that are added to attention scores."""
     check_tensor(name, mask)
-    if mask.shape != x.shape[:2]:
+    if mask.shape != x.shape[:2] or mask.is_complex():
         raise ValueError(
-            f"{name} has shape {list(mask.shape)} but the tokens are [batch, time] = {list(x.shape[:2])}; give an "
-            "entry for every token of this call"
+            f"{name} has shape {list(mask.shape)} of {mask.dtype}, and must be bool or numbers {list(x.shape[:2])}"
         )
-    if mask.is_complex():
-        raise ValueError(f"{name} must be bool or numbers, got {mask.dtype}")
     if mask.dtype != torch.bool and is_cheap_to_read(mask) and not bool((mask >= 0).all()):
-        raise ValueError(
-            f"{name} has negative numbers or NaN; it is not added to anything: give 1 for real tokens, 0 for padding"
-        )
+        raise ValueError(f"{name} has negative numbers or NaN: give 1 for real tokens, 0 for padding")
 
 
 class SegmentLayout:

@@ -55,9 +55,9 @@ class ShortConvolution(nn.Module):
         if past is None:
             past = x.new_zeros(batch, self.size - 1, channels)
         if past.shape != (batch, self.size - 1, channels):
-            expected = [batch, self.size - 1, channels]
             raise ValueError(
-                f"state must carry past inputs of shape {expected}, got {list(past.shape)}: another batch or layer"
+                f"state must have past inputs {[batch, self.size - 1, channels]}, got {list(past.shape)}: it is of "
+                "another batch or layer"
             )
         past = past.to(x.dtype)
         inputs = torch.cat([past, x], 1)
@@ -72,19 +72,16 @@ class ShortConvolution(nn.Module):
 
 
 def check_lag(key_lag: int, conv_size: int) -> None:
-    """Raise ValueError unless a convolution of this size can hold keys back by so many tokens."""
+    """Raise ValueError unless a convolution of this size can delay keys by so many tokens."""
     check_size("conv_size", conv_size, LONGEST)
     if isinstance(key_lag, bool) or not isinstance(key_lag, int) or not 0 <= key_lag < conv_size:
-        raise ValueError(
-            f"key_lag must be an integer >= 0 and below conv_size={conv_size}, since the convolution makes the "
-            f"lag; got {key_lag!r}"
-        )
+        raise ValueError(f"key_lag must be an integer >= 0 and below conv_size={conv_size}, got {key_lag!r}")
 
 
 class _Convolution(Function):
-    """y_t = sum_j w_j x_{t+j}, for x ``[batch, time + taps - 1, channels]`` and w ``[channels, taps]``. It goes tap by
-    tap over blocks of time that stay in cache meanwhile. ``conv1d`` wants time as the last dimension: with the channels
-    last its backward pass takes three times as long (notes/diary.md)."""
+    """y_t = sum_j w_j x_{t+j}, for x ``[batch, time + taps - 1, channels]`` and w ``[channels, taps]``, tap by tap over
+    blocks of time that stay in cache. ``conv1d`` with the channels last takes three times as long in its backward
+    pass."""
 
     generate_vmap_rule = True
 
@@ -136,8 +133,7 @@ CACHED = 2**18
 
 
 def _blocks(x: Tensor, time: int) -> list[tuple[int, int]]:
-    """The blocks of time, (first, behind the last). One block under a compiler, which finds its own, and on a GPU, for
-    which many small blocks take longer."""
+    """The blocks of time, (first, behind the last). One block under a compiler, which finds its own, and on a GPU."""
     whole = x.device.type != "cpu" or torch.compiler.is_compiling()
     size = time if whole else max(1, CACHED // max(1, x.shape[0] * x.shape[2]))
     return [(start, min(start + size, time)) for start in range(0, time, size)]

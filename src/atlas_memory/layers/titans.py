@@ -32,7 +32,7 @@ START_ATTENTION = 0.3
 
 
 class PersistentTokens(nn.Module):
-    """Learned tokens `weight` `[count, dim]`, which start at the scale of normed tokens. ValueError for a bad count."""
+    """Learned tokens `weight` `[count, dim]`, at the scale of normed tokens. ValueError for a bad count."""
 
     def __init__(self, count: int, dim: int) -> None:
         super().__init__()
@@ -49,8 +49,7 @@ class PersistentTokens(nn.Module):
 class WithPersistentTokens(Stateful):
     """A mixer over `[p || x]`, persistent tokens p before the sequence x; its outputs at p are dropped.
 
-    A call without a state reads p first, in all rows, whether or not they have real tokens yet. So p is read once, and
-    padding on the left needs no further care.
+    A call without a state reads p first, in all rows, whether or not they have real tokens yet.
     """
 
     def __init__(self, mixer: nn.Module, tokens: PersistentTokens) -> None:
@@ -75,11 +74,9 @@ class WithPersistentTokens(Stateful):
 class MemoryGate(nn.Module):
     """Attention gated by a memory, `(norm(attention) + b) * silu(norm(memory))` (Titans, Secs. 4.1, 4.2 and 4.4).
 
-    The norms have the learned weights of Sec. 4.4. The bias b is ours. It begins at 1, and the weight of the
-    attention's norm at `START_ATTENTION`, so that a fresh gate passes on what the memory answers. Without b, the
-    attention's output would multiply the memory's answer by another random sign for every token and channel: small
-    models learned nothing from their memory in 300 steps, where they do now (notes/blocks.md).
-    """
+    The norms have the learned weights of Sec. 4.4. The bias b is ours; it begins at 1, and the weight of the
+    attention's norm at `START_ATTENTION`. Without b the attention would give the memory's answer another random sign
+    for every token and channel, and small models learn nothing from their memory (notes/blocks.md)."""
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -124,9 +121,9 @@ class MemoryAsContext(SequenceMixer):
     """The mixer "mac": attention within segments over persistent tokens, memories and tokens (Titans, Eqs. 21-25).
 
     M_s* reads the memory as it was when the segment began (the paper's M_0). A token attends to all p, and to the h and
-    x of itself and earlier tokens of its segment: h_j is made of x_j, so a later one would leak the future. The memory
-    then writes y token by token, and M* reads it after each write. Segments are counted from each row's first real
-    token. Rotary positions are those of the concatenation.
+    x of itself and earlier tokens of its segment: a later h_j, made of x_j, would leak the future. The memory then
+    writes y token by token, and M* reads it after each write. Segments are counted from each row's first real token.
+    Rotary positions are those of the concatenation.
 
     Args:
         dim: Width of the tokens.
@@ -157,10 +154,8 @@ class MemoryAsContext(SequenceMixer):
         self.persistent = PersistentTokens(persistent_tokens, dim) if persistent_tokens != 0 else None
         self.memory = NeuralMemory(dim, heads, eps=eps, **memory)
         if memory.get("hierarchy") is not None or self.memory.rule.features.infinite:
-            what = "Exponential features" if self.memory.rule.features.infinite else "a hierarchy"
             raise ValueError(
-                f"mac keeps a copy of the memory as each segment began, and {what} has none of constant size: take "
-                "Polynomial features and no hierarchy, or the memory in mag or mal"
+                "mac copies the memory as each segment begins: take Polynomial features and no hierarchy, or mag or mal"
             )
         self.q = nn.Linear(dim, dim, bias=False)
         self.kv = nn.Linear(dim, 2 * dim, bias=False)
@@ -171,10 +166,10 @@ class MemoryAsContext(SequenceMixer):
         seen = None if state is None else state.seen
         state = self._empty_state(x) if state is None else state
         check_count(state.seen)
-        if len(state.seen) != len(x):
-            raise ValueError(f"x has batch size {len(x)} but the state has {len(state.seen)}; give the same rows")
-        if state.keys.shape[3] != self.segment:
-            raise ValueError(f"state is of segments of {state.keys.shape[3]} tokens, this layer has {self.segment}")
+        if (got := (len(state.seen), state.keys.shape[3])) != (len(x), self.segment):
+            raise ValueError(
+                f"state has batch and segment {got}, this call {(len(x), self.segment)}: give that of these rows"
+            )
         if not x.shape[1]:
             return torch.zeros_like(x), state
         persistent = None if self.persistent is None else self.kv(self.persistent.weight[None].to(x.dtype))
@@ -200,8 +195,8 @@ class MemoryAsContext(SequenceMixer):
     def _forward_segment(
         self, x: Tensor, count: Tensor | None, persistent: Tensor | None, state: ContextState
     ) -> tuple[Tensor, ContextState]:
-        """Outputs and state for x `[batch, width, dim]`, whose first `count` `[batch]` tokens are real and belong to
-        the segment in which each row is; `persistent` are the keys and values of p, `[1, tokens, 2 dim]`."""
+        """Outputs and state for x `[batch, width, dim]`, whose first `count` `[batch]` tokens are real and of each
+        row's current segment; `persistent` are the keys and values of p, `[1, tokens, 2 dim]`."""
         real = length_mask(x, count)
         slot = state.seen % self.segment
         count = torch.full_like(slot, x.shape[1]) if count is None else count
@@ -256,10 +251,8 @@ class HybridState(State):
 class MemoryAsGate(SequenceMixer):
     """The mixer "mag": sliding-window attention gated by the memory beside it (Titans, Eqs. 26-28); see `MemoryGate`.
 
-    Persistent tokens are seen from every window of the attention, and read by the memory before x.
-
-    The arguments are those of `MemoryAsContext`; `attention_window` tokens are seen, itself included and p not.
-    """
+    Persistent tokens are seen from every window of the attention, and read by the memory before x. The arguments are
+    those of `MemoryAsContext`; `attention_window` tokens are seen, itself included and p not."""
 
     state_type, input_projection = HybridState, "attention.qkv"
 
@@ -294,10 +287,8 @@ class MemoryAsLayer(SequenceMixer):
     a norm before the attention as before every other layer.
 
     Eq. 31 prints SW-Attn(M(x)): a fresh attention takes a mean over its window, in which what the memory answers to one
-    token is lost. Its persistent tokens are in front of the sequence (`WithPersistentTokens`) and slide out of the
-    attention's window like any other token: Eq. 31 has no prefix, unlike Eq. 27.
-
-    The arguments are those of `MemoryAsGate`, but for the persistent tokens.
+    token is lost. Persistent tokens are those of `WithPersistentTokens`, and slide out of the window like any other:
+    Eq. 31 has no prefix, unlike Eq. 27. The other arguments are those of `MemoryAsGate`.
     """
 
     state_type, input_projection = HybridState, "attention.qkv"

@@ -3,12 +3,11 @@
     o_t = f(V_{start of t's global chunk}, q_t) + sum over i of f(W_t^(i), P_t q_t)                    (Eqs. 7 and 15)
     P_t = sum over tau <= t of k_tau k_tau^T / |k_tau|^2                                                      (App. C)
 
-f(W, q) is what the memory network with the weights W answers to q. V is the global memory, written in large chunks one
-after the other (Eq. 5), and q_t reads it as it was before its chunk. Each W^(i) is a local memory. It is written in
-small chunks, and goes back to its learned M_0 at every ``shard``-th token (Eqs. 6 and 14). The shards between are
-independent of one another, and are read together as rows of one batch. P_t projects the query onto the keys that a
-local memory has read in its shard or chunk. It is never made for each token: inside a block of tokens, P_t q_t is the
-causal product ``tril(q k^T) k``, and what came before the block is one d x d matrix.
+f(W, q) is what the memory network with the weights W answers to q. V is the global memory, written in large chunks
+(Eq. 5), and q_t reads it as it was before its chunk. Each W^(i) is a local memory, written in small chunks, and goes
+back to its learned M_0 at every ``shard``-th token (Eqs. 6 and 14), so that shards are read together as rows of one
+batch. P_t projects the query onto the keys that a local memory has read in its shard or chunk: inside a block of tokens
+by the causal product ``tril(q k^T) k``, and for what came before by one d x d matrix.
 
 Any rule can be the inner step; the paper's is ``RULES["tnt"]``.
 """
@@ -42,12 +41,9 @@ class Hierarchy:
     """Which memories there are, when their frozen memory is refreshed, and when they are reset.
 
     Attributes:
-        global_chunk: C_G, tokens in a chunk of the global memory. A query reads it as it was before the query's chunk,
-            and so up to as many tokens late.
-        local_chunks: C_L, tokens in a chunk of each local memory. A later stage of training, or decoding, may make them
-            smaller.
-        shard: S_L, tokens after which local memories are reset; a multiple of every local chunk, so that chunks counted
-            from the start of a shard or of the sequence are the same.
+        global_chunk: C_G, tokens in a chunk of the global memory, which queries read as it was before their chunk.
+        local_chunks: C_L, tokens in a chunk of each local memory. Later training, or decoding, may make them smaller.
+        shard: S_L, tokens after which local memories are reset; a multiple of every local chunk.
         project: what local memories are queried with: P_t q_t, with P_t summed over the keys of the "shard" so far
             (TNT, App. C) or of the "chunk" so far (Eq. 7); None: q_t itself.
 
@@ -62,19 +58,16 @@ class Hierarchy:
 
     def __post_init__(self) -> None:
         chunks = self.local_chunks
-        if not isinstance(chunks, list | tuple) or not chunks:
+        if not isinstance(chunks, list | tuple) or not 0 < len(chunks) <= MOST:
             raise ValueError(
-                f"hierarchy local_chunks must list the chunk of each local memory, such as [8, 16]; got {chunks!r}"
+                f"hierarchy local_chunks must list the chunk of each memory, such as [8, 16]; got {chunks!r}"
             )
         object.__setattr__(self, "local_chunks", tuple(chunks))
-        check_size("the length of hierarchy local_chunks", len(chunks), MOST)
         sizes = [("global_chunk", self.global_chunk), ("shard", self.shard)]
         for name, value in sizes + [("each of local_chunks", chunk) for chunk in chunks]:
             check_size(f"hierarchy {name}", value, LONGEST)
         if wrong := [chunk for chunk in chunks if self.shard % chunk]:
-            raise ValueError(
-                f"hierarchy shard={self.shard} must be a multiple of every local chunk, and {wrong[0]} does not fit"
-            )
+            raise ValueError(f"hierarchy shard={self.shard} must be a multiple of the local chunk {wrong[0]}")
         if self.project not in ("shard", "chunk", None):
             raise ValueError(f"hierarchy project must be 'shard', 'chunk' or None, got {self.project!r}")
 
@@ -85,18 +78,14 @@ class Hierarchy:
             return value
         known = [f.name for f in fields(cls)]
         if not isinstance(value, Mapping) or set(value) - set(known) or set(known[:3]) - set(value):
-            raise ValueError(
-                f"hierarchy must map {', '.join(known[:3])} and, if you like, {known[3]} to values; got {value!r}"
-            )
+            raise ValueError(f"hierarchy must map {', '.join(known)} (optional) to values; got {value!r}")
         return cls(**value)
 
     def rules(self, rule: Rule) -> tuple[Rule, ...]:
-        """``rule`` with the chunk and the ``read`` of the global memory, and of each local one. Raises ValueError for a
-        rule whose state grows, which cannot be reset."""
+        """The rules of the global memory and of each local one. ValueError for a rule whose state grows."""
         if rule.features.infinite:
             raise ValueError(
-                "a hierarchy resets its local memories, and those of Exponential features have columns for tokens of "
-                "the shards before; take Polynomial or Identity features"
+                "a hierarchy resets its memories, and Exponential features cannot be: take Polynomial ones"
             )
         local = (rule.vary(window={"chunk": chunk, "read": "after"}) for chunk in self.local_chunks)
         return (rule.vary(window={"chunk": self.global_chunk, "read": "frozen"}), *local)
@@ -104,13 +93,11 @@ class Hierarchy:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class HierarchicalState(State):
-    """What ``HierarchicalMemory`` carries; its size is constant, and every tensor has the batch first.
+    """What ``HierarchicalMemory`` carries; its size is constant.
 
     Attributes:
-        memories: the state of the global memory, and then that of each local one. Those of local ones count the tokens
-            of the current shard; where a shard has ended they are reset already.
-        projections: P, ``[batch, heads, dim, dim]``. With ``project="shard"`` there is one, of the current shard; with
-            "chunk" one for each local memory, of its current chunk; with None there is none.
+        memories: the state of the global memory, and then that of each local one, counting tokens of the current shard.
+        projections: P, ``[batch, heads, dim, dim]``: one with ``project="shard"``, one a local memory with "chunk".
     """
 
     memories: tuple[MemoryState, ...]
@@ -178,6 +165,7 @@ class HierarchicalMemory(Stateful):
         self.dim, self.heads = dim, heads
         self.memories = nn.ModuleList(OmegaMemory(dim, heads, rule, gates=False) for rule in self.rules)
         self.gates = HierarchicalGates(dim * heads, heads, self.rules, gate_rank) if gates else None
+        self._projections = {"shard": 1, "chunk": len(self.memories) - 1, None: 0}[self.hierarchy.project]
 
     def empty_inputs(self, batch: int) -> tuple[Any, ...]:
         like = next(self.parameters())
@@ -189,20 +177,17 @@ class HierarchicalMemory(Stateful):
     ) -> tuple[Tensor, HierarchicalState]:
         """Read and write every token in turn, as ``OmegaMemory.forward``. Gates have ``(N + 1) * heads`` heads, the
         global memory's first."""
-        for name, z in (("q", q), ("k", k), ("v", v)):
-            cast(OmegaMemory, self.memories[0]).check_heads(name, z)
+        cast(OmegaMemory, self.memories[0]).check_heads(q, k, v)
         if gates is None:
             if self.gates is None:
                 raise ValueError(
                     "this memory was made with gates=False: pass gates=Gates(eta=..., ...) with every call"
                 )
             gates = self.gates(k.transpose(1, 2).flatten(2))
-        elif not isinstance(gates, Gates):
-            raise ValueError(f"gates must be Gates(...), got a {type(gates).__name__}")
-        if gates.eta.shape[1] != len(self.memories) * self.heads:
+        if not isinstance(gates, Gates) or gates.eta.shape[1] != len(self.memories) * self.heads:
+            got = list(gates.eta.shape) if isinstance(gates, Gates) else f"a {type(gates).__name__}"
             raise ValueError(
-                f"gates must have {len(self.memories)} * {self.heads} heads, the global memory's first, "
-                f"got eta of shape {list(gates.eta.shape)}"
+                f"gates must have {len(self.memories)} * {self.heads} heads, the global memory's first, got {got}"
             )
         self._check_hierarchy(state)
         state = None if state is None else state.map(cast_to(kept_dtype(q)))
@@ -245,8 +230,7 @@ class HierarchicalMemory(Stateful):
     def _project_queries(
         self, layout: SegmentLayout, q: Tensor, k: Tensor, state: HierarchicalState | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What each local memory is queried with (q, or P_t q_t), from folded q and k; and P after the last token of
-        every shard."""
+        """What each local memory is queried with (q, or P_t q_t), from folded q and k; and P after each shard."""
         chunks = self.hierarchy.local_chunks
         if self.hierarchy.project is None:
             return (q,) * len(chunks), ()
@@ -263,17 +247,13 @@ class HierarchicalMemory(Stateful):
                 results.append(project_queries_by_chunk(wide, keys, carried[i], layout.lengths, phase, chunk))
         return tuple(y.to(q.dtype) for y, _ in results), tuple(end for _, end in results)
 
-    @property
-    def _projections(self) -> int:
-        """How many sums P of keys a state has."""
-        return {"shard": 1, "chunk": len(self.memories) - 1, None: 0}[self.hierarchy.project]
-
     def _check_hierarchy(self, state: HierarchicalState | None) -> None:
         self.check_state(state, HierarchicalState)
-        for name, ours in (("memories", len(self.memories)), ("projections", self._projections)):
-            if state is not None and len(getattr(state, name)) != ours:
-                found = len(getattr(state, name))
-                raise ValueError(f"state has {found} {name}, this hierarchy {ours}: it is another layer's")
+        ours = len(self.memories), self._projections
+        if state is not None and (found := (len(state.memories), len(state.projections))) != ours:
+            raise ValueError(
+                f"state has {found} memories and projections, this hierarchy {ours}: it is another layer's"
+            )
 
     def _initial_state(self, q: Tensor) -> HierarchicalState:
         """The state before the first token, for a batch like that of q."""
@@ -282,9 +262,8 @@ class HierarchicalMemory(Stateful):
         return HierarchicalState(tuple(memories), (_zero_projection(q),) * self._projections)
 
     def retrieve(self, q: Tensor, state: HierarchicalState | None = None) -> Tensor:
-        """The sum of what all memories of a state (None: fresh ones) answer to q, without writing; q and the result are
-        ``[batch, heads, time, dim]``. No query is projected: P_t includes the key of the token that queries, and a
-        query alone has no key."""
+        """The sum of what all memories of a state (None: fresh ones) answer to q ``[batch, heads, time, dim]``, without
+        writing. No query is projected: P_t includes the key of the querying token, and a query alone has none."""
         self._check_hierarchy(state)
         states = (None,) * len(self.memories) if state is None else state.memories
         memories = cast(list[OmegaMemory], self.memories)
@@ -302,12 +281,10 @@ def _zero_projection(q: Tensor) -> Tensor:
 
 
 def project_queries(q: Tensor, k: Tensor, carried: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
-    """P_t q_t with P summed from the first token of each row on.
+    """P_t q_t, shaped as q, with P summed from the first token of each row on; and P after the last real token.
 
-    q and k are ``[batch, heads, time, dim]``, k of any length; ``carried`` ``[batch, heads, dim, dim]`` is P before the
-    first token here; and ``length`` ``[batch]`` counts the real tokens of each row, the rest being right padding. The
-    result is P_t q_t ``[batch, heads, time, dim]``, and P after the last real token.
-    """
+    q and k are ``[batch, heads, time, dim]``, k of any length; ``carried`` ``[batch, heads, dim, dim]`` is P before
+    them; ``length`` ``[batch]`` counts the real tokens of each row, the rest being right padding."""
     time, dim = q.shape[-2:]
     block = min(time, dim)  # where both parts cost the same
     count = -(-time // block)
@@ -321,8 +298,8 @@ def project_queries(q: Tensor, k: Tensor, carried: Tensor, length: Tensor | None
 def project_queries_by_chunk(
     q: Tensor, k: Tensor, carried: Tensor, length: Tensor | None, phase: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """P_t q_t with P summed from the first token of each chunk on; arguments and results as for ``project_queries``,
-    and ``phase`` ``[batch]``: how far in its chunk, to which ``carried`` belongs, each row is; None: at the start."""
+    """As ``project_queries``, with P summed from the first token of each chunk on. ``phase`` ``[batch]``: each row's
+    place in the chunk to which ``carried`` belongs; None: 0."""
     layout = ChunkLayout(chunk, q.shape[-2], phase, length)
     by_chunk = layout.chunks(q)
     unit = _unit_keys(layout.place(k), layout.inside(k.device))

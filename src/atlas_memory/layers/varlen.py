@@ -1,8 +1,7 @@
 """Packed rows: rows that hold several sequences, such as documents, each read as if it were alone.
 
-A sequence begins with everything empty: memory, window, momentum, convolution and attention. Packed rows are therefore
-cut where sequences begin, the sequences read in groups of similar length, and the results put back. No other file of
-the layers knows of packing.
+A sequence begins with an empty state. Packed rows are therefore cut where sequences begin, the sequences read in groups
+of similar length, and the results put back.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class SequenceGroup:
     """Sequences, or the part of them in this call, that are read as one batch, right padded to the longest.
 
     Attributes:
-        index: `[sequences, longest]` int64, where their tokens are in the flattened rows `[batch * time]`.
+        index: `[sequences, longest]` int64, places of their tokens in the flattened rows `[batch * time]`.
         real: `[sequences, longest]` bool, False at padding; None: all are equally long.
-        row: `[sequences]`, the row in which each is; they are in the order of their tokens.
+        row: `[sequences]`, the row of each, in the order of tokens.
         continues: `[sequences]` bool, whether a sequence began before this call.
     """
 
@@ -50,8 +49,7 @@ class SequenceGroup:
         return y.flatten(0, 1) if self.real is None else y[self.real]
 
     def initial_state(self, layer: nn.Module, x: Tensor, state: State | None) -> State | None:
-        """The state with which each sequence of the rows x begins: that of its row, or a fresh one. Raises ValueError
-        for one that grows with what was read."""
+        """The state with which each sequence begins: that of its row, or a fresh one. ValueError for one that grows."""
         if state is None or not self.continues.any():
             return None
         if (first := next(state.tensors(), None)) is None:
@@ -64,10 +62,8 @@ class SequenceGroup:
         def choose(held: Tensor) -> Tensor:
             new = next(fresh)
             if held.shape[1:] != new.shape[1:]:
-                raise ValueError(
-                    f"a {type(layer).__name__} has a state that grows with what it reads (up to a horizon, if it has "
-                    "one): give document_starts to a call that begins without a state"
-                )
+                name = type(layer).__name__
+                raise ValueError(f"{name} has a state that grows: give document_starts to a call without a state")
             return torch.cat([held, new.to(held.dtype)])[source.to(held.device)]
 
         return state.map(choose)
@@ -78,11 +74,9 @@ class PackedRows:
     """How rows `[batch, time]` are cut into sequences.
 
     Attributes:
-        groups: The sequences, in groups of similar length, so that padding at most doubles what is read (except where a
-            state grows with what is read).
-        order: `[batch * time]`, where each token of the rows is among the tokens of all groups, one group behind the
-            other; None: they are in order.
-        last: `[batch]`, which sequence is the last of each row, counted over all groups.
+        groups: The sequences, in groups of similar length; in one where a state grows.
+        order: `[batch * time]`, where each token is among those of all groups; None: they are in order.
+        last: `[batch]`, which sequence, over all groups, is the last of each row.
         shape: (batch, time).
     """
 
@@ -99,10 +93,9 @@ class PackedRows:
 
         Args:
             starts: `[batch, time]`, nonzero at the first token of every sequence; or what was made of them.
-            layer: The layer that is to read x. If its state grows with what it reads, all sequences are one group,
-                whose states are then of one length.
+            layer: The layer that is to read x.
             mask: `[batch, time]`, nonzero at real tokens; a start that is marked at padding is that of the next real
-                token. Where no more follows in this call, the sequence has begun and is empty.
+                token. Where none follows in this call, the sequence has begun and is empty.
         """
         if starts is None or isinstance(starts, PackedRows):
             return starts
@@ -161,9 +154,8 @@ class PackedRows:
 
 
 def _group_by_length(length: Tensor) -> list[Tensor]:
-    """Sequences of `length` `[sequences]` in groups of similar length. If padding all to the longest makes at most
-    twice as many tokens, they are one group; else those longer than half the longest are, and the rest is grouped so
-    again. Padding, and the number of groups, which are read in turn, then cost at most as much again as the tokens."""
+    """Sequences of `length` `[sequences]` in groups of similar length. If padding all to the longest would more than
+    double the tokens, those longer than half the longest are a group, and the rest is grouped so again."""
     groups = []
     order = length.argsort(descending=True, stable=True)
     while len(order):
@@ -184,8 +176,8 @@ def previous_real_token(mask: Tensor) -> Tensor:
 
 
 def starts_at_real_tokens(starts: Tensor, mask: Tensor) -> Tensor:
-    """Where sequences begin, bool `[batch, time]`, with a start that is marked at padding moved to the real token
-    behind it, or to the last place where none is behind it."""
+    """Where sequences begin, bool `[batch, time]`: a start at padding is moved to the next real token, or to the
+    end."""
     marks, before = starts.cumsum(1), previous_real_token(mask)
     earlier = torch.where(before < 0, 0, marks.gather(1, before.clamp(min=0)))
     place = mask.bool().clone()
@@ -211,15 +203,12 @@ def _call(layer: nn.Module, x: Tensor, state: Any, mask: Tensor | None, options:
     """`layer(x, state, mask, **options)`; ValueError where it returns no y, shaped as x, and `State`."""
     found, name = layer(x, state, mask, **options), type(layer).__name__
     pair = isinstance(found, tuple) and len(found) == 2
-    y, after = found if pair else (found, None)
-    if not pair or not isinstance(y, Tensor) or y.shape != x.shape:
-        got = list(y.shape) if pair and isinstance(y, Tensor) else f"a {type(y).__name__}"
+    y, after = found if pair else (None, None)
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        got = list(y.shape) if isinstance(y, Tensor) else f"a {type(y if pair else found).__name__}"
         raise ValueError(f"{name} must return (y, state), y [batch, time, dim] as x is, {list(x.shape)}; got {got}")
     if isinstance(layer, Stateful) and not isinstance(after, State):
-        raise ValueError(
-            f"{name} must return a State beside y, got a {type(after).__name__}: make it a frozen dataclass of "
-            "tensors, the batch first in each, that derives from State (atlas_memory.memory)"
-        )
+        raise ValueError(f"{name} must return a State (atlas_memory.memory) beside y, got a {type(after).__name__}")
     for at, tensor in after.named_tensors() if isinstance(after, State) else ():
         if tensor.shape[:1] != x.shape[:1]:
             raise ValueError(
@@ -244,9 +233,9 @@ class SequenceMixer(Stateful):
         Args:
             x: `[batch, time, dim]`, time may be 0. Entries are clamped (nonfinite_inputs.py). From a token with NaN or
                 infinity on, outputs and state of its row are NaN.
-            state: What an earlier call returned, to continue from; None: nothing has been read.
-            mask: `[batch, time]`, nonzero at real tokens, in any pattern. Others are skipped as if absent; their
-                outputs are zero. None: all are real.
+            state: What an earlier call returned; None: nothing has been read.
+            mask: `[batch, time]`, nonzero at real tokens, in any pattern. Outputs at the others are zero, and all else
+                is as if these were absent. None: all are real.
             document_starts: `[batch, time]`, nonzero at the first token of every document, which is read as if nothing
                 had been before. A row whose first token is not marked continues from `state`. None: none begins.
 

@@ -8,13 +8,10 @@
     rule.py        Window (c and b), Rule, RULES
     gates.py       alpha, eta, theta, gamma, delta           state.py   what calls hand on; initialisation.py: M_0
 
-Letters are ATLAS's: k, v, q keys, values and queries, phi the feature map, M the memory, W a matrix of it, M_0 the
-memory before the first token, M_f the frozen memory, at which gradients are taken, S momentum, c window, b chunk.
-Gates: alpha retention (1 keeps), eta step size, theta momentum decay, gamma window gates, delta a threshold of the
-bias. phi* are the infinitely many features of ``Exponential``. Titans calls the momentum decay eta and the step theta,
-and its alpha is 1 - ours. docs/explanation/notation.md has all letters. The public names are in
-``atlas_memory.memory``.
-"""
+Letters are ATLAS's (docs/explanation/notation.md). Gates: alpha retention (1 keeps), eta step size, theta momentum
+decay, gamma window gates, delta a threshold of the bias. Titans calls the momentum decay eta and the step theta, and
+its alpha is 1 - ours. phi* are the infinitely many features of ``Exponential``. The public names are in
+``atlas_memory.memory``."""
 
 DEFAULT_RULE = "gated-deltanet"
 """One of the cheapest. Forward and backward of ``NeuralMemory(128, 8, rule)`` over 2 x 256 tokens take one core 0.02 s

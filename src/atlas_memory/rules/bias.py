@@ -1,8 +1,7 @@
 """Attentional bias: the inner loss l(M; k, v) that the memory minimises while it reads (Miras's name for it).
 
-A bias is a function of the prediction M(phi(k)) and the value v; e = M(phi(k)) - v is the error. Its values and their
-gradients must be finite where e is zero, as at padding, so |e| is smoothed (``SMOOTH``) in the biases here.
-"""
+A bias is a function of the prediction M(phi(k)) and the value v; e = M(phi(k)) - v is the error. Its derivatives must
+be finite where e is zero, as at padding, so |e| is smoothed (``SMOOTH``)."""
 
 from __future__ import annotations
 
@@ -30,21 +29,20 @@ class Bias:
     is_linear = False
     """Whether the derivative does not depend on the prediction."""
     is_quadratic = False
-    """Whether the derivative is ``curvature`` times the error, which bounds steps better under a layer norm
-    (``NetworkBase.curvature_bound``)."""
+    """Whether the derivative is ``curvature`` times the error; see ``NetworkBase.curvature_bound``."""
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:
         """The loss of each token, summed over its coordinates: ``[..., dim], [..., dim] -> [...]``."""
-        raise NotImplementedError(f"{type(self).__name__} has no method value(prediction, v)")
+        raise NotImplementedError
 
     def derivative(self, prediction: Tensor, v: Tensor) -> Tensor:
         """The derivative of ``value`` by the prediction, ``[..., dim]``."""
-        raise NotImplementedError(f"{type(self).__name__} has no method derivative(prediction, v)")
+        raise NotImplementedError
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """A bound on the second derivative by the prediction, ``[...]``; or where that has none, or is far from what a
-        full step meets, one on |derivative| / |error|. It bounds the step (step.py)."""
-        raise NotImplementedError(f"{type(self).__name__} has no method curvature(prediction, v)")
+        """A bound on the second derivative by the prediction, ``[...]``; or, where a full step meets another one, on
+        |derivative| / |error|. It bounds the step (step.py)."""
+        raise NotImplementedError
 
     def start_delta(self, dim: int) -> float:
         """Where the gate delta begins in a layer, for heads of ``dim``."""
@@ -79,8 +77,7 @@ class L2(Bias):
 class DotProduct(Bias):
     """-<M(phi(k)), v>: the Hebbian write +v k^T (ATLAS Eqs. 19-20, 25; with the printed sign they would erase).
 
-    It has no minimum. Its curvature counts as 1, so that a normalised step changes the prediction for a key by at most
-    about eta |v| a token, and a deep memory grows at most linearly.
+    It has no minimum. Its curvature counts as 1, so that a deep memory grows at most linearly.
     """
 
     is_linear = True
@@ -115,8 +112,7 @@ class Lp(Bias):
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
         """The largest over the coordinates: up to p = 3 of |derivative| / |error|, so that a full step takes no
-        coordinate beyond its value; above 3 of half the second derivative, which is more. (The second derivative has no
-        bound near zero for p < 2, and would halve the steps for p = 3.)"""
+        coordinate beyond its value; above 3 of half the second derivative, which is more."""
         weight = (self._error(prediction, v).square() + SMOOTH).pow(0.5 * self.p - 1.0)
         return self.p * max(1.0, 0.5 * (self.p - 1.0)) * max_entry(weight)
 
@@ -134,10 +130,9 @@ class Huber(Bias):
     * "mixture": 1/2 |e|_2^2 where |e|_2 <= delta_t, else delta_t |e|_1 (Miras Eq. 16, Yaad's; printed so, not
       continuous).
 
-    Beyond delta the printed mixture passes on signs alone. A coordinate near zero changes its sign from write to write,
-    and the memory becomes chaotic: a change of 1e-7 becomes one of 1 after some hundred writes. ``corner`` (ours)
-    rounds the absolute values of the mixture, |e_j| = sqrt(e_j^2 + (corner delta)^2 / d) with d coordinates, so that
-    smaller ones than corner delta / sqrt(d) are written in proportion. 0 is as printed, but for ``SMOOTH``.
+    Beyond delta the printed mixture passes on signs alone, so that coordinates near zero make the memory chaotic.
+    ``corner`` (ours) rounds its absolute values, |e_j| = sqrt(e_j^2 + (corner delta)^2 / d) with d coordinates: smaller
+    ones than corner delta / sqrt(d) are written in proportion. 0 is as printed, but for ``SMOOTH``.
     """
 
     over: str = "norm"
@@ -152,8 +147,7 @@ class Huber(Bias):
             raise ValueError(f"Huber corner must be >= 0, got {self.corner!r}")
 
     def start_delta(self, dim: int) -> float:
-        """About twice the usual error, so that outliers alone meet the linear part; in the mixture, through whose
-        absolute values hardly any outer gradient flows, four times that."""
+        """About twice the usual error, so that outliers alone meet the linear part; in the mixture four times that."""
         usual = 1.0 if self.over == "coordinates" else dim**0.5
         return (8.0 if self.over == "mixture" else 2.0) * usual
 
@@ -175,8 +169,7 @@ class Huber(Bias):
         return torch.where(e.norm(dim=-1, keepdim=True) <= delta, e, outside)
 
     def curvature(self, prediction: Tensor, v: Tensor) -> Tensor:
-        """1; in the mixture beyond delta a bound on the second derivative if there is a ``corner``, else one on
-        |derivative| / |error|."""
+        """1; in the mixture beyond delta as the ``corner`` bounds it, or |derivative| / |error|."""
         if self.over != "mixture":
             return torch.ones_like(prediction[..., 0])
         e, delta = _error(prediction, v)

@@ -1,7 +1,7 @@
 """Feature maps phi: what the memory's first matrices see instead of the raw key or query (ATLAS, section 3.1, Eq. 5).
 
-``expand(x)`` is phi(x), and ``kernel(x, y)`` is phi(x) . phi(y), which may be known without forming phi: ``chunkwise``
-uses it inside a chunk. ``sqrt_a`` are coefficients that an outer model may learn; only ``Polynomial`` has them.
+``expand(x)`` is phi(x), and ``kernel(x, y)`` phi(x) . phi(y), which may be known without forming phi. ``sqrt_a`` are
+coefficients that an outer model may learn; only ``Polynomial`` has them.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class Features:
     methods follow from these."""
 
     infinite = False
-    """Whether phi(x) has infinitely many entries, and only a kernel. A matrix that multiplies it then has a column for
-    each key."""
+    """Whether phi(x) has infinitely many entries, and only a kernel; a matrix then has a column for each key."""
     horizon: int | None = None
     """Of an infinite-dimensional map: after how many tokens a key is forgotten; None: never."""
     constant: float = 1.0
@@ -70,7 +69,7 @@ class Features:
     @property
     def max_abs(self) -> float | None:
         """Entries of keys are clamped to +-``max_abs``, so that nothing overflows in float32. None: |phi(k)|^2 is
-        computed in every call, and a token where it is too large is treated as NaN."""
+        computed, and a token where it is too large counts as NaN."""
         return None
 
     def size(self, dim: int) -> int:
@@ -82,8 +81,8 @@ class Features:
         raise NotImplementedError(f"{type(self).__name__} has no method expand(x, sqrt_a=None)")
 
     def own(self, dim: int) -> slice:
-        """Which entries of phi(x) are x itself, in a fresh layer; entries before them must be ``constant``. A fresh
-        memory sees these alone (initialisation.py); if there are none, all entries through a random matrix."""
+        """Which entries of phi(x) are x itself, in a fresh layer; those before must be ``constant``. A fresh memory
+        sees these alone (initialisation.py), or all through a random matrix if there are none."""
         return slice(0, 0)
 
     def initial_sqrt_a(self) -> Tensor | None:
@@ -101,10 +100,6 @@ class Features:
     def columns(self, x: Tensor, keys: Tensor, sqrt_a: Tensor | None = None) -> Tensor:
         """What multiplies the columns of a matrix: phi(x) ``[..., size(dim)]``, whatever the ``keys``."""
         return self.expand(x, sqrt_a)
-
-    def expansion_cost(self, dim: int) -> int:
-        """Multiply-adds of the matrix products that make phi(x), for x of length ``dim``."""
-        return 0
 
 
 @dataclass(frozen=True)
@@ -129,10 +124,9 @@ class Identity(Features):
 class Polynomial(Features):
     """All monomials of degree <= ``degree``, weighted so that phi(x).phi(y) = sum_j a_j (x.y)^j  (ATLAS Eq. 5).
 
-    Each distinct monomial of degree j carries sqrt(multinomial coefficient) and sqrt(a_j); the bare monomials that the
-    paper prints would not give that kernel. ``sqrt_a`` is learned, one number a degree, so that a_j = sqrt_a_j^2 >= 0.
-    It starts at a_j = 1/j!, the Taylor series of exp, but for sqrt(a_0), which starts at ``constant``: all keys have it
-    in common, and Hebbian writes add up there.
+    Each monomial of degree j carries sqrt(multinomial coefficient) and sqrt(a_j); the bare ones that the paper prints
+    would not give that kernel. ``sqrt_a`` is learned, a_j = sqrt_a_j^2 >= 0. It starts at the Taylor series of exp,
+    a_j = 1/j!, but for sqrt(a_0) = ``constant``, which all keys share and Hebbian writes add up.
     """
 
     degree: int = 2
@@ -152,9 +146,6 @@ class Polynomial(Features):
 
     def own(self, dim: int) -> slice:
         return slice(1, 1 + dim)
-
-    def expansion_cost(self, dim: int) -> int:
-        return dim**2 * (dim + 1) if self.degree > 1 else 0
 
     def initial_sqrt_a(self) -> Tensor:
         """``constant``, then sqrt(1/j!) for j = 1..degree: ``[degree + 1]`` float64."""
@@ -195,9 +186,7 @@ class Polynomial(Features):
         if sqrt_a is None:
             sqrt_a = self.initial_sqrt_a()
         if sqrt_a.shape != (self.degree + 1,):
-            raise ValueError(
-                f"sqrt_a must have shape [{self.degree + 1}] (degrees 0..{self.degree}), got {list(sqrt_a.shape)}"
-            )
+            raise ValueError(f"sqrt_a must have shape [{self.degree + 1}], one a degree, got {list(sqrt_a.shape)}")
         return sqrt_a.to(like)
 
 
@@ -205,11 +194,9 @@ class Polynomial(Features):
 class Exponential(Features):
     """phi(x).phi(y) = exp(x.y): phi* of ATLAS Eqs. 22-23, all monomials of all degrees, each weighted as in Polynomial.
 
-    A matrix W that multiplies phi*(x) is held as attention holds its cache: the keys x_j that were read, and a column
-    of coefficients for each. The learned M_0 multiplies x itself, by the first ``dim`` columns:
-    W phi*(x) = W_0 x + sum_j column_j exp(x_j . x). The state grows with the tokens read, unless there is a
-    ``horizon``: at the end of each chunk, keys that are so many tokens old leave the memory.
-    """
+    A matrix W that multiplies phi*(x) is kept as attention keeps its cache: the keys x_j that were read, and a column
+    of coefficients for each. The learned M_0 multiplies x itself, W phi*(x) = W_0 x + sum_j column_j exp(x_j . x). At
+    the end of each chunk keys that are ``horizon`` tokens old leave the memory; None: the state grows."""
 
     horizon: int | None = None
 
@@ -249,10 +236,10 @@ Constant = Callable[[int, int], Tensor]
 def cached_constant(
     shape: Callable[[int, int], tuple[int, ...]],
 ) -> Callable[[Constant], Callable[[int, int, Tensor], Tensor]]:
-    """A decorator for a function of two integers that makes a constant of this ``shape``. The result has a third
-    argument, in whose dtype and on whose device the constant is, and a cache: a GPU would have to wait for a copy, and
-    a CUDA graph cannot have one. A compiler for a CPU makes a constant of its own; for other devices it calls a custom
-    operator, which looks into the cache."""
+    """A decorator for a function of two integers that makes a constant of this ``shape``. The result takes a third
+    argument, whose dtype and device the constant has, and a cache: a GPU would wait for a copy, and a CUDA graph cannot
+    have one. A compiler makes a constant of its own for a CPU; elsewhere it calls a custom operator, which reads the
+    cache."""
 
     def decorate(make: Constant) -> Callable[[int, int, Tensor], Tensor]:
         @lru_cache(maxsize=64)
@@ -290,8 +277,7 @@ def _multinomials(dim: int, degree: int) -> list[float]:
     return [math.factorial(degree) / n for n in repeats]
 
 
-# A compiler cannot trace itertools. This is all that torch.compiler.assume_constant_result sets, which would import
-# the compiler.
+# What torch.compiler.assume_constant_result sets, which would import the compiler; it cannot trace itertools.
 _multinomials._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -312,10 +298,7 @@ class PolynomialFeatures(nn.Module):
 
     Args:
         dim: length of the inputs.
-        degree: highest degree of the monomials, >= 1.
-
-    Raises:
-        ValueError: a ``dim`` or ``degree`` below 1.
+        degree: highest degree of the monomials, >= 1; ValueError for another.
     """
 
     def __init__(self, dim: int, degree: int = 2) -> None:
@@ -331,16 +314,9 @@ class PolynomialFeatures(nn.Module):
         return self.map.size(self.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """phi(x): ``[..., dim] -> [..., size]``; ValueError for an x of another width."""
-        self._check(x)
+        """phi(x): ``[..., dim] -> [..., size]``."""
         return self.map.expand(x, self.sqrt_a)
 
     def kernel(self, x: Tensor, y: Tensor) -> Tensor:
-        """phi(x_i) . phi(y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``; ValueError for another width."""
-        self._check(x)
-        self._check(y)
+        """phi(x_i) . phi(y_j): ``[..., n, dim], [..., m, dim] -> [..., n, m]``."""
         return self.map.kernel(x, y, self.sqrt_a)
-
-    def _check(self, x: Tensor) -> None:
-        if x.shape[-1] != self.dim:
-            raise ValueError(f"inputs must be [..., {self.dim}], got {list(x.shape)}: dim={self.dim} is their length")

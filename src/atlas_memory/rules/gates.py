@@ -16,19 +16,16 @@ from .autograd import is_cheap_to_read
 class Gates:
     """How much of each token to keep, to write and to weigh.
 
-    Values out of range are refused on a CPU, in calls of more than one token. NaN is not refused, and makes all later
-    outputs NaN.
+    Values out of range are refused on a CPU, in calls of more than one token. NaN makes all later outputs NaN.
 
     Attributes:
-        eta: step size >= 0, ``[batch, heads, time]``; or channel-wise, ``[batch, heads, time, dim]``, each channel for
-            rows / dim adjoining rows of a matrix (Miras section 5.4), but for Muon, whose steps mix rows. Where steps
-            are normalised, and in delta rules with unit keys, a share of a full write, from 0 to 1; above 2 memories
-            may diverge.
+        eta: step size >= 0, ``[batch, heads, time]``; or channel-wise, ``[batch, heads, time, dim]``, each for rows /
+            dim rows of a matrix (Miras section 5.4), but for Muon. Where steps are normalised, and in delta rules with
+            unit keys, a share of a full write; above 2 memories may diverge.
         alpha: retention in [0, 1], shaped as eta may be; multiplies the old memory. None: 1. ``Keep`` does not read it.
         theta: momentum decay in [0, 1], ``[batch, heads, time]``. None: 0. Read by momentum and Muon.
         gamma: window gates in [0, 1], ``[batch, heads, time, c]``; entry j of token t weighs token t - j. None: 1.
-        delta: the threshold or shift of a bias that has one (``Huber``, ``RobustL2``), > 0, ``[batch, heads, time]``.
-            None: 1. Other biases do not read it.
+        delta: the threshold or shift of ``Huber`` and ``RobustL2``, > 0, ``[batch, heads, time]``. None: 1.
         length: ``[batch]`` int64, how many tokens of each row are real; the rest is right padding, neither written nor
             counted, its outputs undefined. None: all.
     """
@@ -47,21 +44,18 @@ class Gates:
             gate = getattr(self, name)
             if gate is None and name != "eta":
                 continue
-            if not isinstance(gate, Tensor) or not gate.is_floating_point():
-                got = gate.dtype if isinstance(gate, Tensor) else repr(gate)
-                raise ValueError(f"gate {name} must be a floating-point tensor of shape {shape}, got {got}")
             expected = [*shape, size] if name == "gamma" else shape
             per_channel = [*shape, q.shape[-1]] if name in ("eta", "alpha") else expected
-            if list(gate.shape) not in (expected, per_channel):
-                turned = list(gate.shape[:3]) == [shape[0], shape[2], shape[1]]
+            floats = isinstance(gate, Tensor) and gate.is_floating_point()
+            if not floats or list(gate.shape) not in (expected, per_channel):
+                got = f"{gate.dtype} of shape {list(gate.shape)}" if isinstance(gate, Tensor) else repr(gate)[:80]
                 raise ValueError(
-                    f"gate {name} must have shape {expected} to go with q, got {list(gate.shape)}"
-                    + ("; heads come before time: transpose(1, 2)" if turned else "")
+                    f"gate {name} must have shape {expected}, [batch, heads, time] as q, and floating point; got {got}"
                 )
             if shape[2] > 1 and is_cheap_to_read(gate):  # in decoding the check would cost too much
                 self._check_range(name, gate.detach())
         if self.length is not None:
-            self._check_length(self.length, shape)
+            check_length(self.length, shape)
 
     @staticmethod
     def _check_range(name: str, gate: Tensor) -> None:
@@ -73,14 +67,6 @@ class Gates:
             meant = {"eta": "at least 0", "delta": "above 0"}.get(name, "from 0 to 1")
             how = "F.softplus" if name == "delta" else "torch.sigmoid"
             raise ValueError(f"gate {name} must be {meant}, got {least:.4g} to {most:.4g}: {how}(x) makes it of any x")
-
-    @staticmethod
-    def _check_length(length: Tensor, shape: list[int]) -> None:
-        if not isinstance(length, Tensor) or list(length.shape) != shape[:1] or length.dtype != torch.int64:
-            got = f"{length.dtype} of shape {list(length.shape)}" if isinstance(length, Tensor) else repr(length)
-            raise ValueError(f"gates.length must be a tensor, int64 of shape {shape[:1]}, got {got}")
-        if is_cheap_to_read(length) and length.numel() and not 0 <= int(length.min()) <= int(length.max()) <= shape[2]:
-            raise ValueError(f"gates.length must be from 0 to time={shape[2]}, got {length.tolist()}")
 
     def complete(self, q: Tensor, size: int) -> CompleteGates:
         """The gates for q ``[batch, heads, time, dim]`` and a window of ``size``, each None replaced by its meaning."""
@@ -115,6 +101,13 @@ class CompleteGates(NamedTuple):
     def at(self, t: int) -> CompleteGates:
         """The gates of one token: ``[batch, heads]``, gamma ``[batch, heads, c]``, channels ``[batch, heads, dim]``."""
         return CompleteGates(*(gate[:, :, t] for gate in self))
+
+
+def check_length(length: Tensor, shape: list[int]) -> None:
+    """Raise ValueError unless ``length`` counts tokens of each row of ``shape``, ``[batch, heads, time]``."""
+    counts = isinstance(length, Tensor) and list(length.shape) == shape[:1] and length.dtype == torch.int64
+    if not counts or (is_cheap_to_read(length) and not bool(((length >= 0) & (length <= shape[2])).all())):
+        raise ValueError(f"gates.length must be {shape[0]} int64 numbers from 0 to time={shape[2]}, got {length!r}")
 
 
 def rows(gate: Tensor, matrix: Tensor) -> Tensor:

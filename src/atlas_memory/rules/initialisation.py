@@ -1,12 +1,9 @@
 """How M_0 begins: the matrices of a fresh memory. The papers do not say how theirs begin.
 
-A fresh memory should separate what its keys separate. A write under one key is felt at another in proportion to the
-squared cosine between their hidden units: for random keys 32 wide 1/32 on average if hidden units are an ``isometry``
-of the key, twice that under a normal random matrix, and 0.2 on feature-mapped keys, which all share the constant 1. So
-the first matrix ignores the constant. It sees the entries of phi(x) that are x itself and, in the directions that
-hidden units have beyond the width of x, the other entries, all directions with the same share.
-
-docs/explanation/initialisation.md has what this is worth.
+A write under one key is felt at another in proportion to the squared cosine between their hidden units. So the first
+matrix is an ``isometry`` that ignores the constant of phi: it sees the entries that are x itself and, in the directions
+that hidden units have beyond the width of x, the others, all directions with the same share
+(docs/explanation/initialisation.md).
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ LEAST = 1e-6
 
 
 class FeatureLayout(NamedTuple):
-    """The entries of phi(x): how many; which are x itself; the squared length of those behind, for a unit x; and the
-    value of those before."""
+    """phi(x): its size, the entries that are x itself, the squared length of those behind and the value of those
+    before."""
 
     size: int
     own: slice
@@ -37,8 +34,7 @@ def normal(heads: int, rows: int, columns: int) -> Tensor:
 
 
 def isometry(heads: int, rows: int, columns: int) -> Tensor:
-    """A random ``[heads, rows, columns]`` with orthogonal columns, rows >= columns; the entries of W x, for a unit x,
-    have the mean square 1 / columns, where activations are nearly linear."""
+    """Random with orthogonal columns, rows >= columns: W x has the mean square 1 / columns for a unit x."""
     return orthonormal_columns(_noise(heads, rows, columns)) * (rows / columns) ** 0.5
 
 
@@ -49,8 +45,8 @@ def orthonormal_columns(matrix: Tensor) -> Tensor:
 
 
 def on_keys(matrix: Tensor, phi: FeatureLayout) -> Tensor:
-    """A matrix for phi(x), ``[heads, rows, phi.size]``, from one for x, ``[heads, rows, dim]``: zero for other entries
-    of phi(x) than x; where x is not among them random, so that products are about as long as with x."""
+    """A matrix for phi(x), ``[heads, rows, phi.size]``, from one for x: zero for other entries of phi(x) than x;
+    random, with products about as long, where x is not among them."""
     if phi.own.start < phi.own.stop:
         return F.pad(matrix, (phi.own.start, phi.size - phi.own.stop))
     return _noise(*matrix.shape[:2], phi.size) * (matrix.square().mean() / max(phi.others, LEAST)).sqrt()

@@ -1,18 +1,14 @@
 """The memory network M(W, x): explicit weights per sequence and head, with closed-form inner gradients.
 
 A network is its matrices W_l, in the order in which they act. A *feature-mapped* matrix multiplies phi(x), the others
-hidden activations. For one token, dl/dW_l = delta_l f_l^T, with f_l the matrix's input and delta_l the error at its
-output. Each network says
-
-* ``matrix_input``: the input of its l-th matrix, given what the matrices before it put out;
-* ``pre_norm_error`` and ``back``: back-propagation to delta_l, first through the ending, then to the matrices;
-* ``jacobian_bounds`` and ``curvature_bound``, which bound steps, and ``shares``, how they share one (step.py).
+hidden activations. For one token dl/dW_l = delta_l f_l^T, with f_l the matrix's input and delta_l the error at its
+output, to which ``pre_norm_error`` and ``back`` lead. ``jacobian_bounds`` and ``curvature_bound`` bound steps,
+``shares`` divide them among matrices (step.py).
 
 All networks end as M(x) = x + LN(pre_norm(x)), with the residual x and the layer norm LN (Miras section 5.3, TTT) if
-asked for. The pre-norm output is what the last matrix puts out. The residual is the raw key, where keys are
-feature-mapped. The memories of ATLAS have no biases (Eqs. 42-43); TTT's have: a first layer's is the constant in phi of
-``Polynomial(1)``, a hidden layer's is ``MLP.bias``.
-"""
+asked for; the pre-norm output is that of the last matrix, the residual the raw key. The memories of ATLAS have no
+biases (Eqs. 42-43); of TTT's, a first layer's is the constant in phi of ``Polynomial(1)``, a hidden layer's
+``MLP.bias``."""
 
 from __future__ import annotations
 
@@ -89,18 +85,16 @@ Norm = tuple[Tensor, Tensor]
 NORM_EPS = 1e-6
 
 POWER_STEPS = 4
-"""Power iterations that estimate a spectral norm."""
 
 
 def squared_spectral_norm(matrix: Tensor) -> Tensor:
-    """The square of the largest singular value, ``[..., rows, columns] -> [...]``, by power iteration: an estimate from
-    below, by at most a third for random matrices."""
+    """The square of the largest singular value, ``[..., rows, columns] -> [...]``, by power iteration from below."""
     (rows, columns), tiny = matrix.shape[-2:], torch.finfo(matrix.dtype).tiny
     start = torch.arange(1, rows + 1, dtype=matrix.dtype, device=matrix.device).square().mul(0.7).cos()
     size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
     unit = (matrix / size).reshape(-1, rows, columns)  # squares of huge entries must not overflow
-    # The gradient of a singular value needs none through the direction u. The squared norm of ``fixed`` is between
-    # 1 / rows and the number of columns, so that a few powers of it neither over- nor underflow.
+    # The gradient of a singular value needs none through u. |fixed|^2 is from 1 / rows to the columns: powers stay
+    # finite.
     u, fixed = start.expand(len(unit), 1, rows), unit.detach() * rows**-0.5
     transposed = fixed.mT
     for _ in range(POWER_STEPS):
@@ -125,23 +119,22 @@ def layer_norm_vjp(x: Tensor, norm: Norm | None, error: Tensor) -> Tensor:
 
 
 Apply = Callable[[int, Tensor], Tensor]
-"""The function of (l, u) that gives W_l phi(u) where matrix l is feature-mapped, else W_l u."""
+"""(l, u) -> W_l phi(u) where matrix l is feature-mapped, else W_l u."""
 
 EARLIER_SHARE = 0.1
-"""The share of a step that all matrices before the last one have together (step.py)."""
+"""The share of a step of all matrices before the last one together."""
 
 START_GATES = 1.0
-"""A gate of a fresh ``GatedMLP`` is 1 plus a term of x with the standard deviation ``START_GATES`` / sqrt(dim)."""
+"""A fresh gate of ``GatedMLP`` is 1 plus a term of x with this standard deviation over sqrt(dim)."""
 
 MatrixInput = tuple[Tensor, tuple[Tensor, ...]]
-"""The input of a matrix, ``[..., time, width]``, not mapped; and what ``back`` needs, such as slopes of activations."""
+"""A matrix's input ``[..., time, width]``, not mapped, and what ``back`` needs."""
 
 
 @dataclass(frozen=True)
 class ForwardCache:
-    """One forward pass at fixed weights: ``prediction``, M(x); ``inputs[l]``, the input of matrix l, x itself where it
-    is feature-mapped; ``hidden``, what ``back`` needs of the hidden units; ``pre_norm``, what the last matrix puts out;
-    all ``[..., time, width]``."""
+    """One forward pass at fixed weights, ``[..., time, width]`` all: ``prediction``, M(x); ``inputs[l]`` of matrix l, x
+    itself where it is feature-mapped; ``hidden``, what ``back`` needs; ``pre_norm``, the last matrix's output."""
 
     prediction: Tensor
     inputs: tuple[Tensor, ...]
@@ -197,14 +190,13 @@ class NetworkBase:
         """A bound on how fast the error at the pre-norm output grows with that output, ``[..., time]``.
 
         ``curvature`` ``[..., time]`` is that of the loss, and ``slope`` ``[..., time, dim]`` its derivative by the
-        prediction if the loss is quadratic, else None. Without a layer norm the bound is the curvature. A layer norm
-        keeps z = (output - mean) / std on a sphere. Along the error, a tangent of it, the second derivative of a
-        quadratic loss is at most
+        prediction if the loss is quadratic, else None. A layer norm keeps z = (output - mean) / std on a sphere. Along
+        the error, a tangent of it, the second derivative of a quadratic loss is at most
 
             (curvature gain^2 - <slope, gain z> / dim) / std^2.
 
-        The second term is the bend of the sphere; at least half of the first counts, since a step leads to where the
-        bend is another one. A std above 1 counts as 1: steps that grew with a memory would let it grow without end.
+        At least half of the first term counts, since the sphere's bend, the second, changes along a step. A std above 1
+        counts as 1: steps that grow with a memory would let it grow without end.
         """
         if not self.norm:
             return curvature
@@ -240,8 +232,8 @@ class NetworkBase:
         raise NotImplementedError
 
     def matrix_input(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> MatrixInput:
-        """The input of matrix i (x itself where it is feature-mapped), given x ``[..., time, dim]`` and the ``outputs``
-        of the matrices before it; with ``slopes``, also its part of ``ForwardCache.hidden``."""
+        """The input of matrix i, given x ``[..., time, dim]`` and the ``outputs`` of the matrices before it; with
+        ``slopes``, also its part of ``ForwardCache.hidden``."""
         raise NotImplementedError
 
     def back(self, weights: Sequence[Tensor], cache: ForwardCache, error: Tensor) -> tuple[Tensor, ...]:
@@ -249,8 +241,7 @@ class NetworkBase:
         raise NotImplementedError
 
     def jacobian_bounds(self, weights: Sequence[Tensor], cache: ForwardCache) -> tuple[Tensor, ...]:
-        """Bounds on |d pre-norm / d (W_l f_l)|^2, each ``[..., time]``; 1 for the last matrix. They are made of
-        ``squared_spectral_norm``, an estimate from below."""
+        """Bounds on |d pre-norm / d (W_l f_l)|^2, each ``[..., time]``; 1 for the last matrix."""
         raise NotImplementedError
 
 
@@ -287,8 +278,7 @@ class Linear(NetworkBase):
 class MLP(NetworkBase):
     """M(x) = x + W_L sigma(... sigma(W_1 phi(x))): ``depth`` matrices of width ``expansion * dim``.
 
-    ATLAS Eq. 42 is depth 2, with our W_1 and W_2 called W_2 and W_1. ``bias``: the last column of the matrices after
-    the first is a bias.
+    ATLAS Eq. 42 is depth 2 (our W_1 and W_2 are its W_2 and W_1). ``bias``: later matrices' last column is one.
     """
 
     depth: int = 2
@@ -362,8 +352,7 @@ class GatedMLP(NetworkBase):
 
     def start(self, heads: int, dim: int, phi: FeatureLayout) -> tuple[Tensor, ...]:
         """Where phi has a constant, it opens all gates alike, and the rest is as in ``MLP``. Elsewhere, under a layer
-        norm and without a residual, gates and values are isometries of x with entries of variance 1, since a product of
-        two small numbers is too small."""
+        norm and without a residual, gates and values are isometries of x with entries of variance 1."""
         width = self.expansion * dim
         last = normal(heads, dim, width)
         if not (phi.own.start and self.residual) or self.norm:
@@ -374,7 +363,6 @@ class GatedMLP(NetworkBase):
         return gate, mapped_isometry(heads, width, dim, phi), last
 
     def matrix_input(self, i: int, x: Tensor, outputs: Sequence[Tensor], slopes: bool = False) -> MatrixInput:
-        # For ``back``: what multiplies the errors at gate and value.
         if i < 2:
             return x, ()
         gate, value = outputs
@@ -406,5 +394,4 @@ def _check(network: MLP | GatedMLP, *sizes: str) -> None:
     for name in sizes:
         check_size(f"{type(network).__name__} {name}", getattr(network, name), MOST)
     if network.activation not in ACTIVATIONS:
-        said = suggest(network.activation, ACTIVATIONS)
-        raise ValueError(f"{type(network).__name__} has no activation {network.activation!r}; {said}")
+        raise ValueError(f"activation {network.activation!r}: {suggest(network.activation, ACTIVATIONS)}")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .gates import pick, rows
 from .step import InnerOptimiser, Rates, Sums, TokenGates, over
-from .validation import LARGEST, MOST, check_positive, check_size
+from .validation import MOST, check_positive, check_size
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,10 @@ class DeltaGradientDescent(InnerOptimiser):
     """W_t = W_{t-1} (alpha_t I - s_t f_t f_t^T) - s_t g_t: the answer of the matrix to f_t is removed before the new is
     written (Nested Learning, Eqs. 57 and 88). Only for windows of one token.
 
-    It is removed from W_{t-1}, not from the frozen matrix. With the dot-product bias, where g_t = -v_t k_t^T, this is
-    the delta rule to the letter at any chunk size. With ``after_decay`` it is removed from what alpha has left,
-    W_{t-1} alpha_t (I - s_t f_t f_t^T), as in Gated DeltaNet. A gate gamma weighs it as it weighs g_t.
-
-    Where steps are ``normalised``, lambda (step.py) has |f_t|^2 + FLOOR more. Raw steps, s = eta, are stable up to
-    eta = 2 with unit keys, as long as g does not depend on the memory.
-    """
+    It is removed from W_{t-1}, not from the frozen matrix: with the dot-product bias this is the delta rule to the
+    letter at any chunk size. With ``after_decay`` it is removed from what alpha has left, W_{t-1} alpha_t (I - s_t f_t
+    f_t^T), as in Gated DeltaNet. A gate gamma weighs it as it weighs g_t. Normalised steps have |f_t|^2 + FLOOR more in
+    lambda (step.py). Raw ones are stable up to eta = 2 with unit keys and a g that does not depend on the memory."""
 
     normalised: bool = True
     after_decay: bool = False
@@ -89,25 +86,21 @@ class Muon(InnerOptimiser):
     """Momentum whose steps are orthogonalised, a matrix at a time.
 
     ATLAS prints S_t = theta_t S_{t-1} + g_t (Eq. 33) and W_t = alpha_t W_{t-1} - eta_t NS_steps(S_t) (Eq. 32), here
-    ``Muon(normalised=False)``. Its step has the length eta however little is left to learn, and its direction then
-    depends on the smallest differences: outer gradients grow with every step.
-
-    ``normalised``, the default, has eta inside S, as the paper's second form has it (Eqs. 57-58), as a normalised step
-    size s_t, and orthogonalises the wider matrix [S, L I], which has no singular value below L (both ours):
+    ``Muon(normalised=False)``. Its step has the length eta however little is left to learn, and outer gradients grow.
+    ``normalised``, the default, has eta inside S (Eqs. 57-58), as a normalised step size s_t, and orthogonalises the
+    wider matrix [S, L I], which has no singular value below L (both ours):
 
         S_t = theta_t S_{t-1} + s_t g_t,     W_t = alpha_t W_{t-1} - (S_t S_t^T / L^2 + I)^(-1/2) S_t,
 
     with L = ``limit`` times the square root of the number of rows. A singular value of S that is small against L is
-    written as it is, one that is large comes to L. (If the largest is tens of L, five iterations do not converge, and
-    small ones are written smaller.)
+    written as it is, one that is large comes to L.
 
     Args:
         steps: iterations of Newton-Schulz.
         every: a step is taken after every so many tokens, a divisor of the chunk: 1 is the paper's Eq. 40; None, one at
             the chunk's end, is LaCT's.
-        precise: with ``normalised=False``, compute float32 inputs in float64. The printed Newton-Schulz multiplies
-            rounding errors by up to 3.4445^5 = 485, so that forms differ by 1e-5 to 1e-3 in float32. False is up to
-            three times as fast on a CPU, and trains as well.
+        precise: with ``normalised=False``, compute float32 inputs in float64: the printed Newton-Schulz multiplies
+            rounding errors by up to 485. False is up to three times as fast on a CPU.
         normalised, online: see step.py.
         limit: L, over the root of the number of rows.
         read_pending: with ``every`` above 1, answer with W_t - S_t, except just after a step.
@@ -130,10 +123,7 @@ class Muon(InnerOptimiser):
     raw_eta = 0.25
 
     def __post_init__(self) -> None:
-        for name in ("steps", "every"):
-            value = getattr(self, name)
-            if not (value is None and name == "every"):
-                check_size(f"Muon {name}", value, MOST if name == "steps" else LARGEST)
+        check_size("Muon steps", self.steps, MOST)
         check_positive("Muon limit", self.limit)
         if self.read_pending and not self.normalised:
             raise ValueError("Muon read_pending=True needs normalised=True: with raw steps S has no measure that W has")
@@ -145,7 +135,7 @@ class Muon(InnerOptimiser):
 
     @property
     def is_online(self) -> bool:
-        """``online``, where steps are normalised: else there is no size s_t by which D could grow."""
+        """``online``, where steps are normalised and D has a size s_t."""
         return self.online and self.normalised
 
     def sums(self, online: bool) -> int:
@@ -160,7 +150,7 @@ class Muon(InnerOptimiser):
     def direction(
         self, s: Tensor, orthogonalise: Callable[[Tensor, int], Tensor], saturate: Callable[[Tensor, int], Tensor]
     ) -> Tensor:
-        """O(S), shaped as the sum S, ``[..., rows, columns]``."""
+        """O(S), shaped as S, ``[..., rows, columns]``."""
         most = self.most(s.shape[-2])
         return most * saturate(s / most, self.steps) if self.normalised else orthogonalise(s, self.steps)
 

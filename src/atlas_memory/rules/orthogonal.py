@@ -1,5 +1,4 @@
-"""Newton-Schulz, which drives the singular values of S towards 1 (ATLAS Eqs. 32 and 40), and a form of it that leaves
-small ones as they are. They are O of Muon."""
+"""O of Muon: Newton-Schulz (ATLAS Eqs. 32 and 40), and a form that leaves small singular values as they are."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ CONVERGENT = (15 / 8, -10 / 8, 3 / 8)
 def orthogonalise(s: Tensor, steps: int = 5) -> Tensor:
     """NS(S), as printed: X_0 = S / |S|_F, then ``steps`` times X <- a X + b (X X^T) X + c (X X^T)^2 X.
 
-    There is no eps: NS(c S) = NS(S) for every c > 0, and NS(0) = 0 with a zero gradient. ``newton_schulz``
-    (ops/newton_schulz.py) is the same, faster.
+    There is no eps: NS(c S) = NS(S) for every c > 0, and NS(0) = 0 with a zero gradient.
     """
     scaled = s * reciprocal_or_zero(s.detach().abs().amax((-2, -1), keepdim=True))  # squares must not overflow
     return _iterated(scaled * scaled.square().sum((-2, -1), keepdim=True).clamp_min(0.25).rsqrt(), COEFFICIENTS, steps)
@@ -26,10 +24,8 @@ def orthogonalise(s: Tensor, steps: int = 5) -> Tensor:
 def saturate(s: Tensor, steps: int = 5) -> Tensor:
     """(S S^T + I)^(-1/2) S: the columns of S in the orthogonalised [S, I], which has no small singular values.
 
-    It is the ``CONVERGENT`` iteration from [S, I] / sqrt(|S|_F^2 + 1).
-    A singular value sigma becomes sigma / sqrt(sigma^2 + 1), or less where S is so large that ``steps`` iterations do
-    not converge: a small one stays, a large one comes to 1, and none grows, unlike in NS(S).
-    """
+    The ``CONVERGENT`` iteration from [S, I] / sqrt(|S|_F^2 + 1). A singular value sigma becomes sigma / sqrt(sigma^2 +
+    1), or less where ``steps`` iterations do not converge."""
     rows = s.shape[-2]
     size = s.detach().abs().amax((-2, -1), keepdim=True).clamp_min(1.0)
     both = torch.cat([s, torch.eye(rows, dtype=s.dtype, device=s.device).expand(*s.shape[:-1], rows)], -1) / size

@@ -6,15 +6,13 @@ of a memory, and ``step`` what the inner optimiser subtracts from it.
 **Linear retention** (``Decay``, ``Keep``) is W_t = alpha_t W_{t-1} - step at every token.
 
 **Non-linear retention** (Miras, section 5.2; all others here) computes W from an accumulator A of the same shape,
-A_t = alpha_t A_{t-1} - step, by W_t = ``mirror_map``(A_t). It does so at one token of each chunk, the chunk-boundary
-update, as Miras trains it (section 5.4): at the chunk's last token, Memora's at its first (``lag``). At the other
-tokens W_t = alpha_t W_{t-1} - step. With ``chunk=1`` this is the paper's recurrence. The next chunk takes its
-gradients at ``mirror_map``(A_b), A_b after the last token, and its accumulator begins as ``restart`` says.
+A_t = alpha_t A_{t-1} - step, by W_t = ``mirror_map``(A_t), at one token of each chunk, the chunk-boundary update
+(section 5.4): the last, or with a ``lag`` the first. Elsewhere W_t = alpha_t W_{t-1} - step. With ``chunk=1`` this is
+the paper's recurrence. The next chunk takes its gradients at ``mirror_map``(A_b), and its accumulator begins as
+``restart`` says.
 
-**Decay targets.** As printed, alpha takes W and A to zero. A memory of several matrices does not come back from there,
-a simplex with logits of zero is uniform, and W = A / |A|^2 grows without end. ``to_initial`` (ours, and the named
-rules') lets them decay to what they began with: A_t = alpha_t A_{t-1} + (1 - alpha_t) A_0 - step.
-"""
+**Decay targets.** As printed, alpha takes W and A to zero. ``to_initial`` (ours, and the named rules') lets them decay
+to what they began with, A_t = alpha_t A_{t-1} + (1 - alpha_t) A_0 - step (docs/explanation/decay-targets.md)."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ from .validation import check_positive
 
 
 class OldMatrix(NamedTuple):
-    """One matrix before a token, ``[..., rows, columns]`` each: W; W before the chunk (``frozen``); the accumulator A
-    (``dual``), where there is one; the learned M_0; and what W and A decay to, None for zero."""
+    """One matrix before a token, ``[..., rows, columns]`` each: W; ``frozen``, W before the chunk; ``dual``, the
+    accumulator A if there is one; M_0; and what W and A decay to, None for zero."""
 
     weights: Tensor
     frozen: Tensor
@@ -43,8 +41,7 @@ class OldMatrix(NamedTuple):
 
 
 class NewMatrix(NamedTuple):
-    """The matrix after the token: W; ``mirrored``, at which the next chunk's gradients are taken if the token ends its
-    chunk; and A."""
+    """The matrix after the token: W; ``mirrored``, W with which a next chunk would begin; and A."""
 
     weights: Tensor
     mirrored: Tensor
@@ -52,7 +49,7 @@ class NewMatrix(NamedTuple):
 
 
 def padded_to(decay_target: Tensor, like: Tensor) -> Tensor:
-    """``decay_target``, with zeros for the further columns of ``like``, W: on phi* those of keys."""
+    """``decay_target``, with zeros for the further columns of W (``like``), on phi* those of keys."""
     more = like.shape[-1] - decay_target.shape[-1]
     return F.pad(decay_target, (0, more)) if more else decay_target
 
@@ -63,7 +60,7 @@ def decayed(alpha: Tensor, matrix: Tensor, decay_target: Tensor | None) -> Tenso
 
 
 def _directed(matrix: Tensor) -> Tensor:
-    """The matrix with a unit vector in place of every row of zeros, which has no length or direction to keep."""
+    """The matrix with a unit vector in place of every row of zeros."""
     count, columns = matrix.shape[-2:]
     units = F.one_hot(torch.arange(count, device=matrix.device) % columns, columns)
     return torch.where(matrix.any(-1, keepdim=True), matrix, units.to(matrix.dtype))
@@ -84,8 +81,7 @@ class AnyRetention:
     """Whether all rows of W have one sum that no write can change, as on a simplex."""
 
     supports_infinite_features = False
-    """Whether what is kept of W A, for any matrix A, is what is kept of W times A, as ``InnerOptimiser`` has it. A
-    class with a ``keep`` of its own declares it anew."""
+    """As ``InnerOptimiser`` has it. A class with a ``keep`` of its own declares it anew."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -117,7 +113,8 @@ class LinearRetention(AnyRetention):
         return initial, None
 
     def keep(self, old: OldMatrix, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> NewMatrix:
-        """One matrix after a token; ``alpha`` is ``[batch, heads]`` or channel-wise, ``[batch, heads, dim]``."""
+        """One matrix after a token, the ``first`` or ``last`` of its chunk; ``alpha``: ``[batch, heads]``, or with
+        ``dim``."""
         new = decayed(alpha, old.weights, old.decay_target) - step
         return NewMatrix(new, new, None)
 
@@ -126,10 +123,8 @@ class LinearRetention(AnyRetention):
 class Decay(LinearRetention):
     """M_t = alpha_t M_{t-1} + update, alpha_t in [0, 1] a token and head (ATLAS Eq. 32).
 
-    As printed, the learned M_0 decays with everything else, so that a model trained on short texts meets a memory
-    without it only in longer ones. ``to_initial`` lets the memory decay to M_0, M_t = alpha_t M_{t-1} +
-    (1 - alpha_t) M_0 + update: a soft form of TNT's resets (TNT Eq. 6), not in ATLAS.
-    """
+    ``to_initial`` lets the memory decay to M_0, M_t = alpha_t M_{t-1} + (1 - alpha_t) M_0 + update: a soft form of
+    TNT's resets (TNT Eq. 6), not in ATLAS."""
 
     to_initial: bool = False
 
@@ -163,7 +158,6 @@ class NonLinearRetention(AnyRetention):
         return mirrored, self.restart(initial, mirrored)
 
     def keep(self, old: OldMatrix, step: Tensor, alpha: Tensor, first: Tensor | bool, last: Tensor | bool) -> NewMatrix:
-        """One matrix after a token; ``first`` and ``last`` say whether the token is the first or last of its chunk."""
         assert old.dual is not None
         linear = decayed(alpha, old.weights, old.decay_target) - step
         a = decayed(alpha, old.dual, old.dual_target) - step
@@ -176,7 +170,7 @@ class NonLinearRetention(AnyRetention):
         raise NotImplementedError(f"{type(self).__name__} has no method mirror_map(a, frozen, initial)")
 
     def restart(self, a: Tensor, mirrored: Tensor) -> Tensor:
-        """The accumulator with which the next chunk begins; by default A."""
+        """A, with which the next chunk begins."""
         return a
 
 
@@ -212,12 +206,9 @@ def _as_logits(matrix: Tensor) -> Tensor:
 class Softmax(NonLinearRetention):
     """W = scale * columns * softmax(A / scale) along each row: the KL retention with entropy on the scaled simplex
     (Miras Eqs. 21 and 27, Memora's). A is scale log W up to a constant a row, so that with scale = 1 the paper's
-    alpha_t log W_{t-1} - eta_t grad is the accumulator's recurrence. The paper does not say whether the simplex is a
-    row, a column or the matrix, nor its size; ``scale`` is the mean of the entries. It divides A, so that a step moves
-    entries near their mean by as much as it moves A.
-
-    ``lag``: the token of the chunk-boundary update is the chunk's first, Memora's "lag token".
-    """
+    alpha_t log W_{t-1} - eta_t grad is the accumulator's recurrence. The paper leaves the simplex and its size open;
+    ``scale`` is the mean of the entries. ``lag``: the chunk-boundary update is at the chunk's first token, Memora's
+    "lag token"."""
 
     scale: float = 1.0
     lag: bool = True
@@ -258,9 +249,8 @@ class Sigmoid(NonLinearRetention):
 class ElasticNet(NonLinearRetention):
     """W = soft(A, threshold) = sign(A) max(|A| - threshold, 0): many entries are exactly zero.
 
-    With ``local``, the next chunk's A begins as W, so that what falls below the threshold is lost (Miras Eq. 22, whose
-    lambda is our alpha and whose zeta is our eta). Otherwise A continues, and it can come back (FTRL, Eq. 23).
-    """
+    With ``local``, the next chunk's A begins as W, so that what falls below the threshold is lost (Miras Eq. 22; lambda
+    is our alpha, zeta our eta). Otherwise A continues, and it can come back (FTRL, Eq. 23)."""
 
     threshold: float = 0.01
     local: bool = True
@@ -280,8 +270,7 @@ class ElasticNet(NonLinearRetention):
 class FDivergence(NonLinearRetention):
     """W = W_f * max(0, 1 + A - zeta), zeta such that the mean of each row is ``scale``: Pearson's divergence,
     f(u) = (u - 1)^2 / 2, on the scaled simplex (Miras Eq. 18, g = (f')^-1). A, minus the sum of the chunk's steps,
-    starts at zero in each chunk, and alpha is not read. The KL divergence is ``Softmax`` with alpha = 1.
-    """
+    starts at zero in each chunk; alpha is not read."""
 
     scale: float = 1.0
 
@@ -300,9 +289,9 @@ class FDivergence(NonLinearRetention):
         return self.scale * initial.shape[-1] * initial.softmax(-1), torch.zeros_like(initial)
 
     def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
-        # In each row, with w_j the entries of W_f, x = zeta - 1 solves sum_j w_j max(0, a_j - x) = scale * columns.
-        # Only the largest a_j lie above x. Any number of them gives an x of its own (``level``), and the right number
-        # is the largest for which the smallest of them still lies above the x that they give.
+        # In each row, x = zeta - 1 solves sum_j w_j max(0, a_j - x) = scale * columns, w_j the entries of W_f. Each
+        # number of largest a_j gives an x (``level``); the right one is the largest whose smallest a_j lies above that
+        # x.
         ordered, order = a.sort(-1, descending=True)
         mass = frozen.gather(-1, order).cumsum(-1)
         level = ((frozen * a).gather(-1, order).cumsum(-1) - self.scale * a.shape[-1]) / mass.clamp_min(1e-30)

@@ -37,10 +37,9 @@ class Window:
 
     ``size`` = c: the inner loss at token t is a sum over the last c tokens, token i weighted by a gate gamma_i^(t).
     ``chunk`` = b: gradients of b tokens are taken at one *frozen* memory, that before their chunk (step.py); b = 1 is
-    the exact recurrence. A window reaches back over the start of its chunk. Chunks are counted from a sequence's first
-    token, wherever calls or padding fall.
-    ``read``: which memory answers q_t: "after" the write of token t, M_t (ATLAS); "before" it, M_{t-1} (Hope); or the
-    "frozen" one before the chunk (TNT's global memory).
+    the exact recurrence. Chunks are counted from a sequence's first token, and windows reach over their starts.
+    ``read``: which memory answers q_t: "after" the write of token t (ATLAS), "before" it (Hope), or the "frozen" one
+    (TNT's global memory).
     """
 
     size: int = 1
@@ -89,10 +88,7 @@ def check_part(axis: str, part: Any) -> None:
     """Raise ValueError unless ``part`` is an instance of a frozen dataclass of this axis."""
     base = BASES[axis]
     if not isinstance(part, base) or not is_dataclass(part):
-        raise ValueError(
-            f"{axis} of a rule must be an instance of a dataclass that derives from {base.__name__}, such as "
-            f"{BUILT_IN[axis][0]()!r}, got {part!r}"
-        )
+        raise ValueError(f"{axis} of a rule must be a dataclass that derives from {base.__name__}, got {part!r}")
     try:
         hash(part)
     except TypeError as error:
@@ -113,7 +109,6 @@ PRINTED: dict[str, dict[str, Any]] = {
     "retention": {"to_initial": False, "scale": 1.0},
     "optimiser": {"normalised": False, "online": False, "read_pending": False},
 }
-"""Fields of ``Rule.printed``, where a part has them."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +116,8 @@ class Rule:
     """How keys are mapped, what learns, what it minimises, what it keeps, how it steps, and over which window.
 
     Raises:
-        ValueError: a part that is no instance of a dataclass of its axis, or parts that do not go together. What a part
-            of your own computes is checked by ``atlas_memory.testing.check_rule``.
+        ValueError: a part that is no instance of a dataclass of its axis, or parts that do not go together.
+            ``atlas_memory.testing.check_rule`` checks what parts of your own compute.
     """
 
     features: FeatureMap = field(default_factory=Polynomial)
@@ -138,29 +133,21 @@ class Rule:
         self._check_steps()
         optimiser, retention = self.optimiser, self.retention
         name, of = type(optimiser).__name__, type(retention).__name__
-        if self.features.infinite:
-            self._check_infinite()
+        for part in (retention, optimiser):
+            if self.features.infinite and not part.supports_infinite_features:
+                raise ValueError(
+                    f"{type(part).__name__} reads entries of a matrix, which {type(self.features).__name__} features "
+                    "do not give: take Polynomial features; a class of your own that reads none sets "
+                    "supports_infinite_features = True"
+                )
         if optimiser.erases and (self.window.size > 1 or retention.has_mirror_map):
             raise ValueError(
-                f"{name} is for a window of one token, with Decay or Keep as retention; got a window of "
-                f"{self.window.size} and {of}: take another optimiser, or change these"
+                f"{name} is for a window of one token, with Decay or Keep as retention, got {self.window.size} and {of}"
             )
         if retention.lag and optimiser.estimates_change:
             raise ValueError(f"a lag token is for gradient descent and momentum: with {name} take {of}(lag=False)")
         if self.window.read == "before" and retention.has_mirror_map:
             raise ValueError(f"{of} is not for read='before': take 'after', or 'frozen'")
-
-    def _check_infinite(self) -> None:
-        for part, others in (
-            (self.retention, "Decay or Keep"),
-            (self.optimiser, "GradientDescent, DeltaGradientDescent or Momentum"),
-        ):
-            if not part.supports_infinite_features:
-                raise ValueError(
-                    f"{type(part).__name__} reads the entries of a matrix, of which {type(self.features).__name__} "
-                    f"features have infinitely many columns: take {others}, or Polynomial features; a class of your "
-                    "own that reads none sets supports_infinite_features = True"
-                )
 
     def _check_steps(self) -> None:
         name, every = type(self.optimiser).__name__, self.every
@@ -170,8 +157,7 @@ class Rule:
             raise ValueError(f"{name} every={every} needs a momentum that holds the pending update, and has none")
         if self.window.chunk % every:
             raise ValueError(
-                f"{name} every={every} does not divide the chunk of {self.window.chunk} tokens: make the chunk a "
-                "multiple of it, or take None, a step at the end of every chunk"
+                f"{name} every={every} does not divide the chunk of {self.window.chunk} tokens: take a divisor, or None"
             )
 
     def vary(self, **parts: Mapping[str, Any]) -> Rule:
@@ -189,7 +175,7 @@ class Rule:
                 raise ValueError(f"a rule has no part {name!r}; {suggest(name, known)}")
             if not isinstance(options, Mapping):
                 raise ValueError(
-                    f"options of {name!r} must be a mapping of field to value, got {options!r}; for an instance, use "
+                    f"options of {name!r} must map fields to values, got {options!r}; for an instance, use "
                     f"dataclasses.replace(rule, {name}=...)"
                 )
             part, options = getattr(self, name), dict(options)
@@ -197,8 +183,7 @@ class Rule:
                 kinds = kinds_of(name)
                 if not isinstance(kind, str) or kind not in kinds:
                     raise ValueError(
-                        f"{name} has no kind {kind!r}; {suggest(kind, kinds)} Register a class of your own first: "
-                        f"KINDS[{name!r}] += ({kind},)"
+                        f"{name} has no kind {kind!r}; {suggest(kind, kinds)} Your own: KINDS[{name!r}] += ({kind},)"
                     )
                 part = part if type(part) is kinds[kind] else default_part(name, kinds[kind], options)
             allowed = [f.name for f in fields(part)]
@@ -211,15 +196,13 @@ class Rule:
         return replace(self, **changed)
 
     def printed(self) -> Rule:
-        """The rule as its paper prints it (reference/ has the papers as pages): the library's own changes are set back.
+        """The rule as its paper prints it (the pages of reference/), without the library's own changes.
 
-        * Steps are eta, and gradients those at the memory before the chunk (ATLAS Eqs. 15-16, Titans Eqs. 16-18, Miras
-          Eq. 28, TTT sec. 2.4, TNT Eq. 3, Nested Learning Eq. 90). Muon takes eta_t NS(S_t) (ATLAS Eqs. 32-33).
-        * alpha takes the memory to zero (ATLAS Eq. 32, Titans Eq. 13, Miras Eqs. 24-27, Nested Learning Eq. 88).
-        * L2 is |M(k) - v|^2 (ATLAS Eq. 9, Titans Eq. 12, TTT Eq. 4), absolute values in Huber's loss have corners
-          (Miras Eq. 26), and a softmax is scaled by the number of columns alone (Miras Eq. 21).
-        * sqrt(a_0) of polynomial features starts at 1 (ATLAS Eq. 5), and phi* forgets no key (ATLAS Eqs. 22-27).
-        * With one step a chunk, ``every=None``, a chunk is read before it is written (LaCT).
+        Steps are eta, not normalised, and gradients those at the memory before the chunk; Muon takes eta_t NS(S_t)
+        (ATLAS Eqs. 32-33). alpha takes the memory to zero. L2 has the scale 1, absolute values in Huber's loss have
+        corners (Miras Eq. 26), and a softmax is scaled by the number of columns (Miras Eq. 21). sqrt(a_0) of polynomial
+        features starts at 1, and phi* forgets no key. With one step a chunk, ``every=None``, a chunk is read before it
+        is written (LaCT).
 
         Window, chunk, and features, bias and retention of your own stay. A deep memory diverges so at the usual eta.
         """
@@ -272,8 +255,8 @@ class Rule:
         params: Params,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """lambda_l,t / share_l of step.py, which normalises the steps: for every matrix, ``[..., time]`` each.
-        ``lengths``: |phi(x)|^2 ``[..., time]``, if it is known."""
+        """lambda_l,t / share_l of step.py for every matrix, ``[..., time]``; ``lengths``: |phi(x)|^2, if it is
+        known."""
         network, found = self.network, []
         bounds = network.jacobian_bounds(weights, cache)
         for mapped, u, bound, share in zip(network.feature_mapped, cache.inputs, bounds, network.shares, strict=True):
@@ -411,8 +394,7 @@ def resolve_rule(rule: str | Rule, window: int | None = None, chunk_size: int | 
     if isinstance(rule, str):
         if rule not in RULES:
             raise ValueError(
-                f"unknown rule {rule!r}; {suggest(rule, RULES)} Register one of your own first: "
-                f"RULES[{rule!r}] = Rule(...)"
+                f"unknown rule {rule!r}; {suggest(rule, RULES)} Register your own first: RULES[{rule!r}] = Rule(...)"
             )
         rule = RULES[rule]
     if not isinstance(rule, Rule):

@@ -63,9 +63,9 @@ def _unflatten(cls: type[State], parts: Iterable[Tree], names: str) -> State:
 
 
 class State:
-    """The base class of states: frozen dataclasses of tensors, other states, None and tuples of these. Every tensor has
-    the batch first, so that sequences can be selected, repeated and reordered. States are pytrees, and
-    ``torch.load(..., weights_only=True)`` reads them once their class has been imported."""
+    """The base class of states: frozen dataclasses of tensors with the batch first, other states, None and tuples of
+    these. They are pytrees, and ``torch.load(..., weights_only=True)`` reads them once their class has been
+    imported."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -83,7 +83,7 @@ class State:
         return type(self)(*(_map(fn, getattr(self, f.name)) for f in fields(self)))  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> Self:
-        """The state on another device. Its dtypes are those in which memories are computed, and stay."""
+        """The state on another device, its dtypes as they are."""
         return self.map(lambda t: t.to(device))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -96,15 +96,14 @@ class State:
         return (tensor for _, tensor in self.named_tensors())
 
     def detach(self) -> Self:
-        """The state without its graph, to train on from. Inference tensors are copied, since PyTorch cannot train on
-        them."""
+        """The state without its graph, to train on from; inference tensors are copied."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # a copy would be another of that kind
             return self.map(Tensor.detach)
         return self.map(lambda t: t.detach().clone() if t.is_inference() else t.detach())
 
     def straight_through(self, fresh: Self) -> Self:
-        """The state, which has no graph, with the gradient of ``fresh``, a layer's ``initial_state``, as if nothing of
-        that had been forgotten. Otherwise carried states would not train M_0."""
+        """The state, which has no graph, with the gradient of ``fresh``, a layer's ``initial_state``: carried states
+        train M_0 then, as if nothing of it had been forgotten."""
         starts = fresh.tensors()
 
         def add(held: Tensor) -> Tensor:
@@ -134,8 +133,7 @@ class State:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Matrix(State):
-    """One matrix of a memory, ``[batch, heads, rows, columns]`` each. On phi* the columns are those of M_0 and then one
-    for every key.
+    """One matrix of a memory, ``[batch, heads, rows, columns]`` each; on phi* with a column for every key at the end.
 
     Attributes:
         weights: W_t, the matrix now.
@@ -185,9 +183,9 @@ class MemoryState(State):
         return tuple(rule.optimiser.readout_weights(m.sums, m.weights, stepped) for m in self.matrices)
 
     def answering_with(self, weights: tuple[Tensor, ...]) -> MemoryState:
-        """A state with which ``retrieve`` answers with these matrices."""
+        """The state with these matrices and nothing pending."""
         matrices = (
-            replace(m, weights=w, frozen=w, sums=tuple(map(torch.zeros_like, m.sums)))  # nothing is pending
+            replace(m, weights=w, frozen=w, sums=tuple(map(torch.zeros_like, m.sums)))
             for m, w in zip(self.matrices, weights, strict=True)
         )
         return replace(self, matrices=tuple(matrices))
@@ -203,14 +201,12 @@ def check_count(seen: Tensor) -> None:
     """Raise ValueError if ``seen``, a state's count of tokens, has been cast to floating point."""
     if seen.is_floating_point():
         raise ValueError(
-            f"the state's seen, which counts tokens, must be of int64, got {seen.dtype}: cast floating-point tensors "
-            "alone, state.map(lambda t: t.bfloat16() if t.is_floating_point() else t)"
+            f"the state's seen, which counts tokens, must be int64, got {seen.dtype}: cast t.is_floating_point()"
         )
 
 
 def check_numbers(state: Iterable[tuple[str, Tensor]], where: str) -> None:
-    """Raise ValueError unless the named tensors of a state from ``where`` are finite, and counts of tokens from 0 to
-    ``MAX_TOKENS``."""
+    """Raise ValueError unless the named tensors of a state are finite, and counts of tokens 0 to ``MAX_TOKENS``."""
     for name, t in state:
         if t.dtype == torch.bool or t.is_complex() or (t.is_floating_point() and t.itemsize == 1):
             raise ValueError(f"{where} has {name} of {t.dtype}, in which no state is kept")

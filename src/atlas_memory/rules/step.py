@@ -1,18 +1,17 @@
 """The inner step: where its gradients are taken, how long it is, and the base class of inner optimisers.
 
-**Gradients.** ATLAS (Eqs. 15-16) takes the b gradients of a chunk at M_f, the memory at the chunk's start. ``online``,
-the default and the library's own, corrects the error of each token by what the last matrix W has changed since: with
-f_t its input for the key of token t, the error at the pre-norm output (what W puts out) is
+**Gradients.** ATLAS (Eqs. 15-16) takes the b gradients of a chunk at M_f, the memory at its start. ``online``, the
+default and ours, corrects each token's error at the pre-norm output by what the last matrix W has changed since:
 
     error_t = d bias / d pre-norm at M_f  +  r_t (W_{t-1} - W_f) f_t,
 
-r_t bounding how fast that error grows with the pre-norm output (``Rule.curvature_bound``; for L2 without a layer norm
-r = 2, exactly; the dot product has no second term). With a chunk of one token it is the exact gradient. Under Muon,
-whose steps are not sums of gradients, -D_{t-1} stands for W_{t-1} - W_f, with D_t = alpha_t D_{t-1} + s_t g_t, zero at
-the chunk's start.
+with f_t the input of W for the key, and r_t a bound on how fast that error grows with the output
+(``Rule.curvature_bound``; exact for L2 without a layer norm, r = 2; the dot product has no second term). Under Muon,
+whose steps are no sums of gradients, -D_{t-1} stands for W_{t-1} - W_f, with D_t = alpha_t D_{t-1} + s_t g_t, zero at
+the start.
 
-**Normalised steps**, the default and the library's own, are sized by what they change. With f_l the input of matrix l,
-and J_l the derivative of the pre-norm output by what matrix l puts out, both at M_f,
+**Normalised steps**, the default and ours, are sized by what they change. With f_l the input of matrix l, and J_l the
+derivative of the pre-norm output by what matrix l puts out, both at M_f,
 
     lambda_l,t = r_t (|J_l|^2 + FLOOR) (|f_l|^2 + FLOOR)
     s_l,t = share_l eta_t / (lambda_l,t + sum over older window tokens of gamma_i^(t) lambda_l,i),
@@ -21,8 +20,8 @@ share = 0.9 for the last matrix and 0.1 for all before it together. ``normalised
 Momentum and Muon multiply s by 1 - theta; Muon divides it by b where errors are not online. Where rows of W have fixed
 sums, f_l is less its mean (``AnyRetention.tangent``).
 
-**Seldom steps.** With ``every`` = n, a step is taken after every n tokens, a divisor of the chunk, and gradients are
-summed in S until then. theta acts at the first token after a step, and is 1 at the others.
+**Steps after several tokens.** With ``every`` = n, a step is taken after every n tokens, a divisor of the chunk, and
+gradients are summed in S until then. theta acts at the first token after a step, and is 1 at the others.
 
 docs/explanation/normalised-steps.md and online-gradient.md say why.
 """
@@ -42,26 +41,25 @@ FLOOR = 0.05
 
 
 class Rates(NamedTuple):
-    """The factors in the recurrence of optimisers.py, for one matrix: theta of S_{t-1}, a_t (``write``) of the
-    gradient, and e_t (``apply``) of the step; ``[batch, heads, time]``, the last two with ``dim`` behind where eta is
-    channel-wise, and no ``time`` for a single token."""
+    """The factors in the recurrence of optimisers.py for one matrix: theta, a_t (``write``) and e_t (``apply``),
+    ``[batch, heads, time]``, the last two perhaps with ``dim`` behind; without ``time`` for a single token."""
 
     theta: Tensor
     write: Tensor
     apply: Tensor
     plain: Tensor | None = None
-    """The step size s_t of gradient descent, for an optimiser that estimates what a chunk has changed (``Muon``)."""
+    """s_t of gradient descent, for an optimiser that estimates what a chunk has changed (``Muon``)."""
 
 
 class TokenGates(NamedTuple):
     """The rates and gates of token t, for one matrix.
 
     Attributes:
-        theta, write, apply, plain: as in ``Rates``: theta ``[...]``, the others ``[...]`` or a channel ``[..., dim]``.
-        alpha: the retention gate, ``[...]`` or a channel ``[..., dim]``, whatever shape eta has.
+        theta, write, apply, plain: as in ``Rates``, without time.
+        alpha: the retention gate, ``[...]`` or a channel ``[..., dim]``.
         gamma: gamma_t^(t), the window gate of the token itself, ``[...]``.
         along_key: the function W -> W f_t f_t^T, the part of a matrix W that answers to the token's input f_t.
-        orthogonalise, saturate: functions of S and of a number of iterations; see orthogonal.py.
+        orthogonalise, saturate: as in orthogonal.py.
     """
 
     theta: Tensor
@@ -83,9 +81,9 @@ class InnerOptimiser:
     """The base class of inner optimisers. One of your own is a frozen dataclass with a ``step``.
 
     It sets ``has_momentum`` if the step reads theta or keeps a sum, and has ``rates`` of its own if the step size
-    belongs in front of the gradient. ``chunkwise`` calls a ``step`` token by token, unless ops/dispatch.py has a fast
-    form of the class. Only what a class declares as fields, with types, such as ``normalised``, ``online`` and
-    ``every``, can be changed by ``Rule.vary``. ``atlas_memory.testing.check_rule`` checks it."""
+    belongs in front of the gradient. ``Rule.vary`` changes what a class declares as fields, with types. ``chunkwise``
+    calls ``step`` token by token, unless ops/dispatch.py has a fast form. ``atlas_memory.testing.check_rule`` checks a
+    class."""
 
     normalised: bool = True
     """Whether the step size is chosen by what a step changes; otherwise it is eta."""
@@ -100,20 +98,19 @@ class InnerOptimiser:
     after_decay = False
     """Where a step ``erases``: whether it removes that from what alpha has left of the matrix."""
     estimates_change = False
-    """Whether the class has a ``chunk_change`` of its own: errors that are online then see an estimate, which a
-    retention with a lag token does not know. Set for every class."""
+    """Whether the class has a ``chunk_change`` of its own, which no retention with a lag knows. Set for every class."""
     ends_chunk = False
     """Whether the class has an ``end_chunk`` of its own. Set for every class."""
     read_pending = False
     """Whether queries already see the pending update S (``readout_weights``)."""
     mixes_rows = False
-    """Whether a step mixes the rows of a matrix, as an orthogonalised one does. eta and alpha are then one a head."""
+    """Whether a step mixes the rows of a matrix; eta and alpha are then one a head."""
     supports_infinite_features = False
-    """Whether the step of W A, for any matrix A, is the step of W times A, so that no entries of W need be known: with
-    ``Exponential`` features a memory holds a column for every key. A class with its own ``step`` declares it anew."""
+    """Whether the step of W A, for any matrix A, is the step of W times A, so that ``Exponential`` features can be
+    used. A class with its own ``step`` declares it anew."""
     raw_eta: float | None = None
-    """Where the gate eta begins in a layer with ``normalised=False``, as a share of ``largest_step``. None: where the
-    first write of a unit key is nearly a full one, right for steps that grow with their gradient."""
+    """Where raw steps' eta begins in a layer, as a share of ``largest_step``. None: where a first write is nearly
+    full."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -148,19 +145,18 @@ class InnerOptimiser:
         Returns:
             A tuple of as many sums, and the step; all matrices ``[..., rows, columns]``.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method step(sums, weights, g, at)")
+        raise NotImplementedError
 
     def end_chunk(self, sums: Sums) -> Sums:
         """The sums after the last token of a chunk."""
         return sums
 
     def chunk_change(self, sums: Sums, weights: Tensor, frozen: Tensor) -> Tensor:
-        """What the chunk has changed so far in a matrix, W_{t-1} - W_f, as errors see it, ``[..., rows, columns]``."""
+        """What the chunk has changed so far in a matrix, W_{t-1} - W_f, as errors see it."""
         return weights - frozen
 
     def readout_weights(self, sums: Sums, weights: Tensor, stepped: Tensor | bool) -> Tensor:
-        """The matrix with which the memory answers. ``stepped``: whether a step has just been taken, a bool or one for
-        each sequence, ``[batch]``."""
+        """The matrix that answers. ``stepped``: whether a step has just been taken, a bool or ``[batch]``."""
         return weights
 
     def largest_step(self, every: int, chunk: int) -> float:

@@ -36,12 +36,13 @@ def check_positive(name: str, value: Any) -> None:
 
 def check_like(name: str, value: Any, present: Any) -> None:
     """Raise ValueError unless ``value`` is a bool, a number or a string as ``present``, the value now, is."""
-    if isinstance(present, bool) and not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
-    if isinstance(present, float) and not _is_finite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    if isinstance(present, str) and not isinstance(value, str):
-        raise ValueError(f"{name} must be a word such as {present!r}, got {value!r}")
+    wrong = {
+        "true or false": isinstance(present, bool) and not isinstance(value, bool),
+        "a finite number": isinstance(present, float) and not _is_finite(value),
+        f"a word such as {present!r}": isinstance(present, str) and not isinstance(value, str),
+    }
+    if found := [what for what, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(f"{name} must be {found[0]}, got {value!r}")
 
 
 def _is_finite(value: Any) -> bool:
@@ -49,8 +50,8 @@ def _is_finite(value: Any) -> bool:
 
 
 def suggest(name: object, known: Iterable[str], aliases: Mapping[str, Iterable[str]] | None = None) -> str:
-    """The end of a message about an unknown name: the known name with this alias, or the closest, as a question; else
-    all of them. Of a dotted name the last part may be an alias, or the last part of another name."""
+    """A question with the known name that has this alias or is close, or else all names. Of a dotted name the last part
+    may be an alias, or the last part of another name."""
     known, name = list(known), str(name)[:64].lower()
     section, _, last = name.rpartition(".")
     close = [key for key, others in (aliases or {}).items() if last in others]
