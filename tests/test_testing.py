@@ -192,7 +192,7 @@ def test_a_rule_is_made_of_parts_that_nobody_checked():
     """Only whether they are dataclasses of their axes, and go together."""
     part = type("half", (Square,), {"value": None})()
     assert replace(RULES["titans"], bias=part).vary(window={"size": 2}).bias is part
-    with pytest.raises(ValueError, match=r"bias of a rule must be an instance of a dataclass that derives from Bias"):
+    with pytest.raises(ValueError, match=r"bias of a rule must be a dataclass that derives from Bias"):
         replace(RULES["titans"], bias=Averaged())
     with pytest.raises(ValueError, match="bias Thawed must be a frozen dataclass"):
         replace(RULES["titans"], bias=dataclass(type("Thawed", (Bias,), {}))())

@@ -224,19 +224,19 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"gates must have 2 \* 2 heads, .* got \[1, 2, 3\]"):
         memory("tnt", h)(q, k, v, Gates(q[..., 0].sigmoid()))
     _, state = memory("tnt", Hierarchy(8, (4, 8), 8))(q, k, v)
-    with pytest.raises(ValueError, match="state has .3, 1. memories and projections, this hierarchy .2, 1."):
+    with pytest.raises(ValueError, match=r"state has \(3, 1\) memories and projections, this hierarchy \(2, 1\)"):
         memory("tnt", h)(q, k, v, state=state)
-    with pytest.raises(ValueError, match="state has .3, 1. memories and projections, this hierarchy .2, 1."):
+    with pytest.raises(ValueError, match=r"state has \(3, 1\) memories and projections, this hierarchy \(2, 1\)"):
         memory("tnt", h).retrieve(q, state)
     two = [memory("tnt", Hierarchy(8, (4, 8), 8, project=project)) for project in ("shard", "chunk", None)]
     for one in two:
         for other in two:
             if one is not other:
-                with pytest.raises(ValueError, match=r"state has \d projections, this hierarchy \d"):
+                with pytest.raises(ValueError, match=r"state has .* projections, this hierarchy"):
                     other(q, k, v, state=one(q, k, v)[1])
     for wrong, message in (
-        ((q.transpose(1, 2), k, v), "q must be .*: transpose"),
-        ((q, [1], v), "k must be a floating-point tensor"),
+        ((q.transpose(1, 2), k, v), "q must be .*, got"),
+        ((q, [1], v), "k must be \[batch"),
         ((q, k, v, q), r"gates must be Gates\(...\), got a Tensor"),
     ):
         with pytest.raises(ValueError, match=message):

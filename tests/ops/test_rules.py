@@ -153,7 +153,7 @@ def test_a_part_in_anothers_place_is_named():
 
 def test_parts_are_instances_of_dataclasses():
     for part in ("L2", L2):
-        with pytest.raises(ValueError, match=r"bias of a rule must be a dataclass that .*, got . L2"):
+        with pytest.raises(ValueError, match=r"bias of a rule must be a dataclass that .*, got .*L2"):
             replace(RULES["titans"], bias=part)
 
 
@@ -180,11 +180,11 @@ def test_every_none_is_once_a_chunk():
     [
         (
             {"features": Exponential()},
-            "Muon reads entries .* Exponential .* take Polynomial",
+            "Muon reads the entries .* Exponential .* take Polynomial",
         ),
         (
             {"features": Exponential(), "optimiser": GradientDescent(), "retention": LqNorm()},
-            "LqNorm reads entries",
+            "LqNorm reads the entries",
         ),
         (
             {"optimiser": DeltaGradientDescent()},

@@ -64,10 +64,10 @@ def check_mask(name: str, mask: Any, x: Tensor) -> None:
     """Raise ValueError for a mask that does not fit x `[batch, time, ...]`, or (seen on a CPU only) has negative
     numbers or NaN, as masks have that are added to attention scores."""
     check_tensor(name, mask)
-    if mask.shape != x.shape[:2] or mask.is_complex():
-        raise ValueError(
-            f"{name} has shape {list(mask.shape)} of {mask.dtype}, and must be bool or numbers {list(x.shape[:2])}"
-        )
+    if mask.shape != x.shape[:2]:
+        raise ValueError(f"{name} has shape {list(mask.shape)} but the tokens are [batch, time] = {list(x.shape[:2])}")
+    if mask.is_complex():
+        raise ValueError(f"{name} must be bool or numbers, got {mask.dtype}")
     if mask.dtype != torch.bool and is_cheap_to_read(mask) and not bool((mask >= 0).all()):
         raise ValueError(f"{name} has negative numbers or NaN: give 1 for real tokens, 0 for padding")
 

@@ -136,8 +136,8 @@ class Rule:
         for part in (retention, optimiser):
             if self.features.infinite and not part.supports_infinite_features:
                 raise ValueError(
-                    f"{type(part).__name__} reads entries of a matrix, which {type(self.features).__name__} features "
-                    "do not give: take Polynomial features; a class of your own that reads none sets "
+                    f"{type(part).__name__} reads the entries of a matrix, which {type(self.features).__name__} "
+                    "features do not give: take Polynomial features; a class of your own that reads none sets "
                     "supports_infinite_features = True"
                 )
         if optimiser.erases and (self.window.size > 1 or retention.has_mirror_map):
