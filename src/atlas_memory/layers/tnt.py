@@ -211,7 +211,7 @@ class HierarchicalMemory(Stateful):
         q, k, v = map(layout.fold, qkv)
         if state is not None and layout.count > 1:
             # The first shard of each row continues from the state, the others are fresh.
-            state = _map_both(lambda held, new: torch.cat([held, *[new] * (layout.count - 1)]), state, fresh)
+            state = _map_both(lambda old, new: torch.cat([old, *[new] * (layout.count - 1)]), state, fresh)
         queries, projections = self._project_queries(layout, q, k, state)
         outputs, ends = [], []
         for i, memory in enumerate(self.memories[1:]):
@@ -222,8 +222,8 @@ class HierarchicalMemory(Stateful):
         total = sum(outputs[1:], start=outputs[0])
         last = HierarchicalState(tuple(ends), projections).map(layout.last)
 
-        def reset_where_ended(held: Tensor, new: Tensor) -> Tensor:
-            return torch.where(layout.ended.view(-1, *(1,) * (held.dim() - 1)), new, held)
+        def reset_where_ended(old: Tensor, new: Tensor) -> Tensor:
+            return torch.where(layout.ended.view(-1, *(1,) * (old.dim() - 1)), new, old)
 
         return layout.unfold(total), _map_both(reset_where_ended, last, fresh)
 

@@ -59,12 +59,12 @@ class SequenceGroup:
         fresh = layer(x[:1, :0])[1].tensors()
         source = torch.where(self.continues, self.row, x.shape[0])
 
-        def choose(held: Tensor) -> Tensor:
+        def choose(old: Tensor) -> Tensor:
             new = next(fresh)
-            if held.shape[1:] != new.shape[1:]:
+            if old.shape[1:] != new.shape[1:]:
                 name = type(layer).__name__
                 raise ValueError(f"{name} has a state that grows: give document_starts to a call without a state")
-            return torch.cat([held, new.to(held.dtype)])[source.to(held.device)]
+            return torch.cat([old, new.to(old.dtype)])[source.to(old.device)]
 
         return state.map(choose)
 

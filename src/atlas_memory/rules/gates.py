@@ -53,20 +53,9 @@ class Gates:
                     f"gate {name} must have shape {expected}, [batch, heads, time] as q, and floating point; got {got}"
                 )
             if shape[2] > 1 and is_cheap_to_read(gate):  # in decoding the check would cost too much
-                self._check_range(name, gate.detach())
+                check_range(name, gate.detach())
         if self.length is not None:
             check_length(self.length, shape)
-
-    @staticmethod
-    def _check_range(name: str, gate: Tensor) -> None:
-        """Raise ValueError for values out of range, but for what rounding does, and NaN."""
-        if not gate.numel():
-            return
-        least, most = (x.item() for x in gate.aminmax())
-        if least < 0 or (name not in ("eta", "delta") and most > 1.001):
-            meant = {"eta": "at least 0", "delta": "above 0"}.get(name, "from 0 to 1")
-            how = "F.softplus" if name == "delta" else "torch.sigmoid"
-            raise ValueError(f"gate {name} must be {meant}, got {least:.4g} to {most:.4g}: {how}(x) makes it of any x")
 
     def complete(self, q: Tensor, size: int) -> CompleteGates:
         """The gates for q ``[batch, heads, time, dim]`` and a window of ``size``, each None replaced by its meaning."""
@@ -101,6 +90,15 @@ class CompleteGates(NamedTuple):
     def at(self, t: int) -> CompleteGates:
         """The gates of one token: ``[batch, heads]``, gamma ``[batch, heads, c]``, channels ``[batch, heads, dim]``."""
         return CompleteGates(*(gate[:, :, t] for gate in self))
+
+
+def check_range(name: str, gate: Tensor) -> None:
+    """Raise ValueError for values out of range, but for what rounding does, and NaN."""
+    least, most = (x.item() for x in gate.aminmax()) if gate.numel() else (0.0, 0.0)
+    if least < 0 or (name not in ("eta", "delta") and most > 1.001):
+        meant = {"eta": "at least 0", "delta": "above 0"}.get(name, "from 0 to 1")
+        how = "F.softplus" if name == "delta" else "torch.sigmoid"
+        raise ValueError(f"gate {name} must be {meant}, got {least:.4g} to {most:.4g}: {how}(x) makes it of any x")
 
 
 def check_length(length: Tensor, shape: list[int]) -> None:

@@ -301,22 +301,32 @@ class Params:
 
 
 ATLAS = Rule()
-LINEAR_KEYS = Rule(features=Identity(), network=Linear(), retention=Decay(), window=Window(size=1, chunk=32))
+OMEGANET = replace(ATLAS, optimiser=GradientDescent())
+DLA = replace(OMEGANET, bias=DotProduct(), window=Window(size=1, chunk=16))
+DELTANET = Rule(
+    features=Identity(),
+    network=Linear(),
+    bias=DotProduct(),
+    retention=Keep(),
+    optimiser=DeltaGradientDescent(normalised=False),
+    window=Window(size=1, chunk=32),
+)
 MIRAS = Rule(features=Identity(), network=MLP(norm=True), optimiser=GradientDescent(), window=Window(size=1, chunk=16))
+TTT = replace(MIRAS, features=Polynomial(degree=1), bias=L2(scale=0.5), retention=Keep())
 
 RULES: dict[str, Rule] = {
     # ATLAS Eqs. 32-33 and 57-58; Eq. 43; Eq. 10, which is also the row "w/o Muon" of Table 6
     "atlas": ATLAS,
     "atlas++": replace(ATLAS, network=GatedMLP()),
-    "omeganet": replace(ATLAS, optimiser=GradientDescent()),
+    "omeganet": OMEGANET,
     # The other ablations of ATLAS Table 6, a line each
     "atlas-linear": replace(ATLAS, network=Linear()),
     "atlas-identity": replace(ATLAS, features=Identity()),
     "atlas-c1": ATLAS.vary(window={"size": 1}),
     # ATLAS Eqs. 19 and 20: Hebbian writes, deep and linear
-    "dla": replace(ATLAS, bias=DotProduct(), optimiser=GradientDescent(), window=Window(size=1, chunk=16)),
+    "dla": DLA,
     "swla": replace(
-        ATLAS,
+        OMEGANET,
         features=Polynomial(constant=0.1),
         bias=DotProduct(),
         network=Linear(),
@@ -324,25 +334,13 @@ RULES: dict[str, Rule] = {
         optimiser=GradientDescent(normalised=False),
     ),
     # ATLAS Eqs. 25 and 27: the exponential kernel; SWDT with a state that is bounded by a horizon
-    "deeptransformer": replace(
-        ATLAS,
-        features=Exponential(),
-        bias=DotProduct(),
-        optimiser=GradientDescent(),
-        window=Window(size=1, chunk=16),
-    ),
-    "swdt": replace(ATLAS, features=Exponential(horizon=64), bias=DotProduct(), optimiser=GradientDescent()),
-    "dot": replace(ATLAS, features=Exponential(), optimiser=GradientDescent()),
+    "deeptransformer": replace(DLA, features=Exponential()),
+    "swdt": replace(OMEGANET, features=Exponential(horizon=64), bias=DotProduct()),
+    "dot": replace(OMEGANET, features=Exponential()),
     # ATLAS Eqs. 12-13; Titans Eqs. 12-14
     "titans": Rule(features=Identity(), optimiser=Momentum(), window=Window(size=1, chunk=16)),
     # TNT (arXiv 2511.07343) Eq. 3, App. D: what each memory of its hierarchy does
-    "tnt": Rule(
-        features=Identity(),
-        network=MLP(norm=True),
-        retention=Keep(),
-        optimiser=GradientDescent(),
-        window=Window(size=1, chunk=16),
-    ),
+    "tnt": replace(MIRAS, retention=Keep()),
     # Miras Eqs. 24, 26 and 27
     "moneta": replace(MIRAS, bias=Lp(3.0), retention=LqNorm(4.0, to_initial=True)),
     "yaad": replace(MIRAS, bias=Huber("mixture", corner=1.0)),
@@ -350,29 +348,11 @@ RULES: dict[str, Rule] = {
     # Nested Learning Eqs. 88-89, the memory that answers the query; SelfModifyingMemory has the others
     "hope": Rule(features=Identity(), optimiser=DeltaGradientDescent(), window=Window(1, 16, read="before")),
     # The delta rule W_t = W_{t-1} (I - eta k k^T) + eta v k^T, to the letter at any chunk; and gated
-    "deltanet": replace(
-        LINEAR_KEYS, bias=DotProduct(), retention=Keep(), optimiser=DeltaGradientDescent(normalised=False)
-    ),
-    "gated-deltanet": replace(
-        LINEAR_KEYS, bias=DotProduct(), optimiser=DeltaGradientDescent(normalised=False, after_decay=True)
-    ),
+    "deltanet": DELTANET,
+    "gated-deltanet": DELTANET.vary(retention={"kind": "Decay"}, optimiser={"after_decay": True}),
     # TTT (arXiv 2407.04620): x + LN(W x + b) and its two-layer form, mini-batches of 16
-    "ttt-linear": Rule(
-        features=Polynomial(degree=1),
-        network=Linear(residual=True, norm=True),
-        bias=L2(scale=0.5),
-        retention=Keep(),
-        optimiser=GradientDescent(),
-        window=Window(size=1, chunk=16),
-    ),
-    "ttt-mlp": Rule(
-        features=Polynomial(degree=1),
-        network=MLP(bias=True, norm=True),
-        bias=L2(scale=0.5),
-        retention=Keep(),
-        optimiser=GradientDescent(),
-        window=Window(size=1, chunk=16),
-    ),
+    "ttt-linear": replace(TTT, network=Linear(residual=True, norm=True)),
+    "ttt-mlp": replace(TTT, network=MLP(bias=True, norm=True)),
     # LaCT (arXiv 2505.23884): SwiGLU memory, one Muon step a large chunk, rows kept at their length
     "lact": Rule(
         features=Identity(),

@@ -106,14 +106,14 @@ class State:
         train M_0 then, as if nothing of it had been forgotten."""
         starts = fresh.tensors()
 
-        def add(held: Tensor) -> Tensor:
+        def add(old: Tensor) -> Tensor:
             start = next(starts)
             if not start.requires_grad:
-                return held
+                return old
             # For F.pad, from the last dimension on: behind, by as much as the state has grown.
-            sizes = zip(held.shape[:0:-1], start.shape[:0:-1], strict=True)
+            sizes = zip(old.shape[:0:-1], start.shape[:0:-1], strict=True)
             padding = [more for now, at_first in sizes for more in (0, now - at_first)]
-            return held + F.pad(start - start.detach(), padding)
+            return old + F.pad(start - start.detach(), padding)
 
         return self.map(add)
 
