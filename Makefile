@@ -1,4 +1,5 @@
-# make demo: train, evaluate and report the small default (about ten minutes on two cores); make test: every check;
+# make demo: train, evaluate and report the small default (about ten minutes on two cores); make test: every check but
+# those of make test-all;
 # make test-newest, make test-oldest: what leans on other libraries, with the newest and the oldest versions that
 # pyproject.toml allows; make search: any rule in every form, drawn anew; make bench: everything in docs/results/performance.md.
 PYTHON ?= python3
@@ -12,7 +13,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0 'triton==3.6.0; sys_platform == "linux"'
 LEANING := tests/models tests/train tests/data tests/eval tests/viz tests/test_cli.py
 
-.PHONY: demo test docs dist test-newest test-oldest test-slow search bench clean
+.PHONY: demo test test-all docs dist test-newest test-oldest test-slow search bench clean
 
 demo: $(STAMP) $(TOKENS)/tokenizer.json
 	$(BIN)/atlas train --config examples/demo.yaml output_dir=$(OUT) $(if $(wildcard $(OUT)/run.yaml),--resume)
@@ -31,6 +32,10 @@ test: $(STAMP)
 	$(BIN)/pytest -n 2 --dist worksteal; failed=$$?; \
 	wait $$lint || { failed=1; cat "$$said"; }; \
 	rm "$$said"; exit $$failed
+
+# What make test leaves out, since it repeats at length what other tests promise.
+test-all: $(STAMP)
+	$(BIN)/pytest -n 2 --dist worksteal -m extended
 
 test-newest: | $(VENV)-newest/bin/pip
 	$(VENV)-newest/bin/python -m pip install -q -U --upgrade-strategy eager $(TORCH) -e ".[dev]"

@@ -69,6 +69,7 @@ def test_keys_and_options_exist(page: Path) -> None:
         assert set(re.findall(r"(?<= )--[a-z-]+", f" {line}")) <= known, line
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("page", NOTEBOOKS, ids=named)
 def test_notebooks_run(page: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # where `atlas` is
@@ -76,6 +77,7 @@ def test_notebooks_run(page: Path, tmp_path, monkeypatch) -> None:
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
 
+@pytest.mark.extended
 def test_the_site_builds_without_a_warning(tmp_path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

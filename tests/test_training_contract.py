@@ -70,6 +70,7 @@ def assert_causal(net: AtlasForCausalLM) -> None:
                 assert torch.equal(other[1], logits[1])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", MODELS)
 def test_random_tokens_cannot_be_predicted(name):
     """80 steps on fresh uniform tokens: a loss below ln V means that labels leak. The means of 10 batches are held
@@ -116,6 +117,7 @@ class Recall(nn.Module):
         return keys, values.masked_fill(torch.arange(48) >= 24, self.symbols), values[:, 24:]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [r if r == "titans" else pytest.param(r, marks=pytest.mark.slow) for r in RULES])
 def test_default_recipe_survives_2000_steps(name):
     """The rule's own window and step bounds over three chunks of 16, on recall that every rule learns. Muon steps once

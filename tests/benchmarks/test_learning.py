@@ -71,6 +71,7 @@ def test_needles_can_be_answered_from_the_first_segment_of_their_document() -> N
     assert asked_late > 50
 
 
+@pytest.mark.extended
 def test_a_quick_run(capsys, tmp_path: Path) -> None:
     """Of two rules, where they are quick."""
     alone = {"orders": "titans: crops", "collapse": "stable writes"}
@@ -138,6 +139,7 @@ def test_polynomial_features_hold_more_than_the_entries_they_are_made_of() -> No
     assert lifted["held 64"] > 4 * plain["held 64"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", writes.WRITES.cases)
 def test_every_rule_writes_and_teaches(name) -> None:
     found = writes.measure(name, 16, seed=0, quick=True) | reach.measure(name, 16, seed=0, quick=True)

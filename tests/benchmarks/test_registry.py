@@ -16,6 +16,7 @@ from benchmarks.suites import BENCHMARKS
 from benchmarks.suites.mixers import GATED, LACT, OMEGANET
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda b: b.name)
 def test_well_formed(benchmark: Benchmark) -> None:
     assert benchmark.shows.endswith(".") and "\n" not in benchmark.shows

@@ -140,6 +140,7 @@ def test_list(capsys) -> None:
     assert all(f"{benchmark.name}: {benchmark.shows}" in out for benchmark in BENCHMARKS.values())
 
 
+@pytest.mark.extended
 def test_a_quick_run(capsys, tmp_path: Path) -> None:
     assert main(["run", "oracle", "--quick", "--no-memory", "--out", str(tmp_path)]) == 0
     out, _ = capsys.readouterr()
@@ -151,6 +152,7 @@ def test_a_quick_run(capsys, tmp_path: Path) -> None:
     assert results.table(found) in out
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not peak.STATUS.exists(), reason="peak memory is measured on Linux")
 def test_peak_memory_in_a_process_of_its_own() -> None:
     grown = peak.growth_apart("length", "softmax attention", 1, quick=True, limit=120.0)

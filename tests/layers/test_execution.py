@@ -147,6 +147,7 @@ def test_what_recomputation_keeps():
     assert saved_bytes(memory, longer) - saved_bytes(memory, x) <= x.nbytes + 256 // (8 * 4) * state
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["omeganet", "atlas", "tnt", "hope"])
 def test_one_graph_and_no_other_when_numbers_change(name):
     """``torch.compile(fullgraph=True)``, forward and backward, from a fresh memory; other inputs, and so other gates
@@ -165,6 +166,7 @@ def test_one_graph_and_no_other_when_numbers_change(name):
         whole(3.0 * x)[0].sum().backward()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["omeganet", "atlas", "lact"])
 def test_a_compiled_step_at_any_phase(name):
     """One graph decodes rows that stand at different places of their chunks, through several chunks."""
@@ -202,6 +204,7 @@ def test_compiled_chunks(make):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.extended
 def test_gradients_of_a_compiled_layer_in_float32():
     """Compared in float32, in which the compiler computes slopes anew for the backward pass, and not to the bit."""
     memory, x = NeuralMemory(32, 2, "titans"), torch.randn(2, 16, 32)
@@ -214,6 +217,7 @@ def test_gradients_of_a_compiled_layer_in_float32():
         assert (a - b).abs().max() <= 1e-4 * b.abs().max()
 
 
+@pytest.mark.extended
 def test_compiled_chunks_are_compiled_once_for_all_lengths(monkeypatch):
     """Once for a call's first chunk, whose momentum is no function of anything, and once for all others."""
     compiled = torch.compile  # the compiler's own code takes ten times as long
@@ -248,6 +252,7 @@ def test_wrong_settings_are_refused():
         set_execution(FullAttention(16, 2), compiled=True)
 
 
+@pytest.mark.extended
 def test_a_memory_as_context_is_compiled():
     """It reads no tokens once, to begin with, which a compiler looks at too."""
     torch.compiler.reset()

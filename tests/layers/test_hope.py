@@ -187,6 +187,7 @@ def model(**changes) -> AtlasForCausalLM:
     return AtlasForCausalLM(AtlasConfig(**(sizes | {"intermediate_size": 32, "continuum_periods": [1, 4]} | changes)))
 
 
+@pytest.mark.extended
 def test_300_steps_on_random_tokens_stay_finite_and_learn_nothing():
     """A loss below ln V would mean that labels leak; the memories' own targets could feed on themselves. Fading as
     printed: fading to M_0 the same model is in test_training_contract.py, at a higher rate."""
@@ -211,6 +212,7 @@ def test_eps_is_above_zero():
         SelfModifyingMemory(8, 2, eps=0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["random", "constant", "periodic", "huge"])
 def test_memories_that_hardly_forget_stay_bounded_over_8192_tokens(kind):
     layer = SelfModifyingMemory(16, 2, HOPE.vary(retention={"to_initial": True}, window={"chunk": 16}))

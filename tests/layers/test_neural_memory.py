@@ -63,6 +63,7 @@ def test_atlas_in_float32_on_extreme_inputs():
         assert all(p.grad is None or p.grad.isfinite().all() for p in memory.parameters())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not growing(rule)])
 def test_finite_and_of_constant_size_over_64k_tokens(rule):
     torch.manual_seed(0)
@@ -80,6 +81,7 @@ def test_finite_and_of_constant_size_over_64k_tokens(rule):
     assert state.memory.seen.item() == 65536 and len(set(sizes)) == 1
 
 
+@pytest.mark.extended
 def test_a_step_costs_the_same_after_100k_tokens():
     torch.manual_seed(0)
     once_a_chunk = {"network": {"expansion": 1}, "optimiser": {"every": None}, "window": {"chunk": 128}}

@@ -19,6 +19,7 @@ def layer(name: str, dim: int = 16, **options) -> NeuralMemory:
     return NeuralMemory(dim, 2, name, window=min(2, RULES[name].window.size), **options)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [name for name in MIXERS if name not in OWN])
 def test_whatever_is_finite_gives_finite_outputs(name, dtype):
@@ -120,6 +121,7 @@ def test_float32_at_any_split(name, dim):
     assert (torch.cat(parts, 1) - whole).norm() < 1e-5 * whole.norm()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [name for name in MIXERS if name not in OWN])
 def test_tokens_that_are_zero_tiny_or_all_alike(name):
     """Finite outputs, states and gradients."""

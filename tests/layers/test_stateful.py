@@ -322,6 +322,7 @@ def test_copies(name) -> None:
     torch.testing.assert_close(memory(x, copy.deepcopy(state))[0], memory(x, state)[0])
 
 
+@pytest.mark.extended
 def test_an_exported_layer_reads_on(tmp_path) -> None:
     memory, x = layer("lmm").eval(), torch.randn(2, 6, DIM, dtype=torch.float64)
     _, state = memory(x)

@@ -69,6 +69,7 @@ def written_out(module: HierarchicalMemory, q, k, v):
     return torch.cat(outputs, 2), held, keys
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", ["tnt", "titans", "omeganet", "atlas", "hope", "memora"])
 @pytest.mark.parametrize("hierarchy", SHAPES, ids=str)
 def test_equals_the_token_loop(rule, hierarchy):

@@ -429,6 +429,7 @@ def test_a_fresh_model_asks_for_what_came_next(block: str) -> None:
             assert block in ("mag", "mac") and (gate.memory_norm.weight == 1).all()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", ["gated-deltanet", "titans", "omeganet", "atlas"])
 def test_short_rows_of_a_fresh_model_have_gradients_of_a_common_size(rule: str) -> None:
     """The key of a first token, which has none before it, has a direction of its own: with a key of 0 the total was
@@ -453,6 +454,7 @@ def test_short_rows_of_a_fresh_model_have_gradients_of_a_common_size(rule: str) 
     assert max(map(max, totals.values())) < 20.0, totals
 
 
+@pytest.mark.extended
 def test_gradients_of_slow_memora_do_not_grow_with_length() -> None:
     """One of whose heads has a half-life of 8,192 tokens. With an eta of 0.95 at the start the total grew from 2 at 256
     tokens to 140 and more at 4,096."""

@@ -5,15 +5,15 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from atlas_memory.ops import fast_weight
-from atlas_memory.ops.matrix_inputs import add, times
+from atlas_memory.ops.fast_weight import add_product, times
 
-TOKENS, MATRICES, SHARED, WRITTEN = (2, 3, 4, 5), (2, 3, 6, 5), (3, 6, 5), (2, 3, 4, 6)
+TOKENS, MATRICES, SHARED, WRITTEN = (6, 4, 5), (6, 7, 5), (3, 7, 5), (6, 4, 7)
 
 
 @pytest.mark.parametrize(
     "product,shapes",
-    [(times, (TOKENS, MATRICES)), (times, (TOKENS, SHARED)), (add, (TOKENS, MATRICES, WRITTEN))],
-    ids=["times", "times, one matrix for all sequences", "add"],
+    [(times, (TOKENS, MATRICES)), (times, (TOKENS, SHARED)), (add_product, (TOKENS, MATRICES, WRITTEN))],
+    ids=["times", "times, one matrix for all sequences", "add_product"],
 )
 def test_products_of_large_matrices(monkeypatch, product, shapes) -> None:
     given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
