@@ -19,7 +19,7 @@ HIERARCHY = {"global_chunk": 8, "local_chunks": [4], "shard": 8}
     [
         (
             {"hidden_size": 100, "num_attention_heads": 8},
-            "hidden_size=100 does not divide into num_att",
+            "hidden_size=100 must be a multiple of num_att",
         ),
         ({"hidden_size": "32"}, "hidden_size must be an integer >= 1, got '32'"),
         ({"vocab_size": 0}, "vocab_size must be an integer >= 1"),
@@ -239,7 +239,10 @@ def test_a_part_of_another_kind_is_free_of_the_presets_options() -> None:
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"rule": "titans", "window": 2, "rule_options": {"window": {"size": 4}}}, "window=2 and rule_options' window"),
+        (
+            {"rule": "titans", "window": 2, "rule_options": {"window": {"size": 4}}},
+            "window=2 contradicts rule_options' window",
+        ),
         (
             {"rule": "hope", "rule_options": {"optimiser": {"normalised": "no"}}},
             "normalised must be true or false, got 'no'",

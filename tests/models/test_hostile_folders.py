@@ -209,7 +209,7 @@ def atlas(part: str, **options: Any) -> dict[str, Any]:
     [
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
-            "quantization_config: weights are read as they are",
+            "quantization_config of a file is not used",
         ),
         ({"dtype": "os.system"}, "dtype='os.system' is none of weights"),
         ({"dtype": None, "torch_dtype": "int8"}, "dtype='int8' is none of weights"),

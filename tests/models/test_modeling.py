@@ -292,7 +292,7 @@ def test_weights_on_a_disk(tmp_path: Path) -> None:
 
 
 def test_a_mask_for_more_than_is_read_needs_a_cache(model: AtlasForCausalLM) -> None:
-    with pytest.raises(ValueError, match="entries for earlier tokens may stand before them, beside past_key_values"):
+    with pytest.raises(ValueError, match="those of earlier tokens may stand before them, beside past_key_values"):
         model(tokens(), attention_mask=torch.ones(len(tokens()), tokens().shape[1] + 3))
 
 

@@ -29,15 +29,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A folder of tokens.
-
-    Attributes:
-        folder: `tokens.bin` (ids, little-endian), `starts.npy`, `held_out.jsonl`, `tokenizer/` and `prepared.json`.
-        source: What was prepared.
-        documents, tokens, skipped: How many.
-        dtype: Of the ids.
-        tokenizer_name: As it was given; of a folder, its whole path.
-    """
+    """A folder of tokens: `tokens.bin` (ids, little-endian, of `dtype`), `starts.npy`, `held_out.jsonl`, `tokenizer/`
+    and `prepared.json`. `source` and `tokenizer_name` are as given; a tokenizer's folder by its absolute path."""
 
     folder: Path
     source: str

@@ -93,12 +93,11 @@ class Segments(Dataset[dict[str, torch.Tensor]]):
         self.part = total // piece // (rows * interleave) * piece  # tokens that a row reads in an epoch
         if self.part < seq_len * self._phases[-1][1]:
             name = "data.seq_len" if len(self._phases) == 1 else "the last of data.seq_len_schedule"
-            needed = f"{name}={seq_len * self._phases[-1][1]} times {rows * interleave} rows" + (
-                f" times data.reset_every={reset_every}" if reset_every else ""
-            )
+            pieces = (f" times data.reset_every={reset_every}", ", data.reset_every") if reset_every else ("", "")
             raise ValueError(
-                f"{needed} is more than the training text ({total} tokens): lower {name}, "
-                f"{'data.reset_every, ' if reset_every else ''}data.interleave or train.batch_size, or give more text"
+                f"{name}={seq_len * self._phases[-1][1]} times {rows * interleave} rows{pieces[0]} is more than the "
+                f"training text ({total} tokens): lower {name}{pieces[1]}, data.interleave or train.batch_size, or "
+                "give more text"
             )
         self._orders: dict[int, _Order] = {}  # of this epoch and the one before
 

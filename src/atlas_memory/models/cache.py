@@ -12,8 +12,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..rules.state import MAX_TOKENS, check_numbers
 
+# The name of the cache in outputs and in `generate`: transformers renamed it in 5.24.
 CACHE = "cache" if any(field.name == "cache" for field in fields(CausalLMOutputWithPast)) else "past_key_values"
-"""The name of the cache in outputs and in `generate`: transformers renamed past_key_values to cache in 5.24."""
 
 
 class AtlasCacheLayer(CacheLayerMixin):
@@ -40,9 +40,7 @@ class AtlasCacheLayer(CacheLayerMixin):
     def check(self, where: str) -> None:
         """ValueError unless a layer that was loaded from a file holds a count and a state."""
         if type(self.seen) is not int or not 0 <= self.seen <= MAX_TOKENS:
-            raise ValueError(
-                f"{where} has seen={self.seen!r}, which counts tokens: it must be from 0 to {MAX_TOKENS:,}"
-            )
+            raise ValueError(f"{where} has seen={self.seen!r}, which counts tokens, from 0 to {MAX_TOKENS:,}")
         if self.state is not None:
             try:
                 tensors = list(self.state.named_tensors())
@@ -78,10 +76,9 @@ class AtlasCacheLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in the first releases of transformers 5
 
     def offload(self) -> None:
-        """Nothing: the state is small and used at once."""
+        """Nothing: the state is small."""
 
-    def prefetch(self) -> None:
-        """Nothing, as `offload`."""
+    prefetch = offload
 
     def reset(self) -> None:
         self.state, self.seen, self.is_initialized = None, 0, False
@@ -184,22 +181,20 @@ def check_cache(cache: Any, num_hidden_layers: int) -> list[AtlasCacheLayer]:
     layers = getattr(cache, "layers", None)
     if not layers or not all(isinstance(layer, AtlasCacheLayer) for layer in layers):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, but an Atlas model keeps "
-            "states of its own; pass the past_key_values that it returned, or AtlasCache(config.num_hidden_layers)"
+            f"past_key_values is a {type(cache).__name__}, but an Atlas model keeps states of its own: pass what it "
+            "returned, or AtlasCache(config.num_hidden_layers)"
         )
     if getattr(cache, "after_beam_search", False):
         raise ValueError(
-            "past_key_values was left by beam search, and has read its last beams, which are not the text that was "
-            "returned: begin with a new one, or with a copy from before (copy.deepcopy)"
+            "past_key_values was left by beam search, with its last beams: begin with a new one, or a copy from before"
         )
     if len(layers) != num_hidden_layers:
         raise ValueError(
-            f"past_key_values has {len(layers)} layers but the model has {num_hidden_layers}; "
-            "pass the one that this model returned"
+            f"past_key_values has {len(layers)} layers but the model has {num_hidden_layers}: pass what it returned"
         )
     if len(read := {layer.seen for layer in layers}) > 1:
         raise ValueError(
-            f"past_key_values was left by a call that failed in the middle: its layers have read {sorted(read)} "
-            "tokens; begin with a new one, or with a copy from before that call"
+            f"past_key_values was left by a call that failed: its layers have read {sorted(read)} tokens; begin with a "
+            "new one, or a copy from before"
         )
     return layers

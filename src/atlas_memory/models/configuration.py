@@ -128,9 +128,8 @@ class AtlasConfig(PreTrainedConfig):
         import_module(".modeling", __package__)  # registers the models for AutoModel
         # transformers would keep others as attributes that nothing reads.
         if unknown := [k for k in kwargs if k not in _OF_TRANSFORMERS and not k.startswith("_")]:
-            raise ValueError(
-                f"AtlasConfig has no argument {', '.join(unknown)}; it has {', '.join(AtlasConfig.__annotations__)}"
-            )
+            known = ", ".join(AtlasConfig.__annotations__)
+            raise ValueError(f"AtlasConfig has no argument {', '.join(unknown)}; it has {known}")
         dtype = kwargs.get("torch_dtype") if self.dtype is None else self.dtype
         if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
             raise ValueError(f"dtype={str(dtype)!r} is none of weights: choose one of {', '.join(DTYPES)}")
@@ -169,8 +168,7 @@ class AtlasConfig(PreTrainedConfig):
         if count > MAX_PARAMETERS:
             raise ValueError(
                 f"the model would have {count:.1e} parameters, and {MAX_PARAMETERS:.1e} is the limit: lower "
-                f"hidden_size={self.hidden_size}, num_hidden_layers={self.num_hidden_layers} or what makes its "
-                "memories large"
+                f"hidden_size={self.hidden_size}, num_hidden_layers={self.num_hidden_layers} or the size of memories"
             )
 
     def _check_values(self) -> None:
@@ -187,8 +185,7 @@ class AtlasConfig(PreTrainedConfig):
             self.continuum_periods = list(check_periods("continuum_periods", self.continuum_periods))
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"hidden_size={self.hidden_size} does not divide into num_attention_heads="
-                f"{self.num_attention_heads}; make hidden_size a multiple of num_attention_heads"
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}"
             )
 
     def _check_tokens(self) -> None:
@@ -211,8 +208,7 @@ class AtlasConfig(PreTrainedConfig):
         elif self.attention_window is not None:
             others = ", ".join(repr(name) for name, other in BLOCKS.items() if other.window)
             raise ValueError(
-                f"attention_window={self.attention_window} has no use in block={self.block!r}; drop it or take one of "
-                f"{others}"
+                f"attention_window={self.attention_window} has no use in block={self.block!r}, but in {others}: drop it"
             )
         if kind.memory:
             self.rule = default_rule(self.block) if self.rule is None else self.rule
@@ -250,20 +246,15 @@ class AtlasConfig(PreTrainedConfig):
         options = self.rule_options or {}
         if not _is_rule_options(options):
             raise ValueError(
-                f"rule_options must map parts of a rule to changes, as {{'optimiser': {{'every': 16}}}}; "
-                f"got {options!r}"
+                f"rule_options must map parts to changes, {{'optimiser': {{'every': 16}}}}; got {options!r}"
             )
         window = dict(options.get("window", {}))
         if self.hierarchy is not None and window.keys() & {"chunk", "read"}:
-            raise ValueError(
-                f"rule_options' window {window!r} has no use beside a hierarchy, which has chunks and reads of its "
-                "own; give its size alone"
-            )
+            raise ValueError(f"rule_options' window {window!r} beside a hierarchy, which has chunks: give size alone")
         for argument, field, value in (("window", "size", self.window), ("chunk_size", "chunk", self.chunk_size)):
             if value is not None and window.setdefault(field, value) != value:
                 raise ValueError(
-                    f"{argument}={value} and rule_options' window {field}={window[field]!r} contradict each other: "
-                    "give one"
+                    f"{argument}={value} contradicts rule_options' window {field}={window[field]!r}: give one"
                 )
         return RULES[name].vary(**options | {"window": window})
 
@@ -334,8 +325,7 @@ def _entries_to_read(said: Mapping[str, Any], own: Collection[str]) -> dict[str,
     quantised weights."""
     if said.get("quantization_config") is not None:
         raise ValueError(
-            "quantization_config: weights are read as they are, and none are unpacked as a file says. Give "
-            "quantization_config to from_pretrained, or save the model before it is quantised"
+            "quantization_config of a file is not used: give it to from_pretrained, or save before quantising"
         )
     types = _READ_OF_ALL_MODELS
     read = {name: said[name] for name in said if name in own or isinstance(said[name], types.get(name, ()))}

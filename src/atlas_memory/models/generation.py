@@ -9,10 +9,8 @@ from transformers import GenerationMixin
 from .cache import CACHE, AtlasCache, FinishedRows, check_cache
 from .inputs import check_ids
 
-PREFILL = 8192
-"""Tokens of a prompt that `generate` reads at a time."""
+PREFILL = 8192  # tokens of a prompt that are read at a time
 DOCUMENT_ARGUMENTS = ("document_starts", "cu_seq_lens_q")
-"""Arguments that mark the documents of a call's tokens."""
 
 
 class AtlasGenerationMixin(GenerationMixin):
@@ -36,10 +34,8 @@ class AtlasGenerationMixin(GenerationMixin):
     ) -> None:
         """Make an Atlas cache instead of one for keys and values."""
         if generation_config.cache_implementation is not None:
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} is for keys and values; "
-                "an Atlas model keeps a memory of fixed size, leave cache_implementation out"
-            )
+            name = generation_config.cache_implementation
+            raise ValueError(f"cache_implementation={name!r} is for keys and values: leave it out")
         given = model_kwargs.get(CACHE) is not None
         if given and generation_config.use_cache is False:
             raise ValueError("use_cache=False reads everything again at each token, past_key_values too: leave one out")
@@ -101,11 +97,6 @@ class AtlasGenerationMixin(GenerationMixin):
         if not time:
             raise ValueError("generate was given no token to begin with: give one, such as the end-of-text token")
         marks = [name for name in DOCUMENT_ARGUMENTS if model_kwargs.get(name) is not None]
-        if marks and generation_config.prefill_chunk_size:
-            raise ValueError(
-                f"prefill_chunk_size={generation_config.prefill_chunk_size} cuts the prompt, and {marks[0]} marks the "
-                "whole: leave one out"
-            )
         if cache is None:
             inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
             return model(**inputs, return_dict=True)
@@ -116,7 +107,7 @@ class AtlasGenerationMixin(GenerationMixin):
             pieces, length, left = [input_ids], new, 0
         else:
             whole = marks or generation_config.output_hidden_states
-            size = generation_config.prefill_chunk_size or (new if whole else PREFILL)
+            size = new if whole else generation_config.prefill_chunk_size or PREFILL
             pieces, length, left = input_ids[:, time - new :].split(size, 1), None, new
         for ids in pieces:
             left = max(left - ids.shape[1], 0)

@@ -30,10 +30,8 @@ def refuse_unknown(arguments: dict[str, Any]) -> None:
         if value is None or name in _PASSED:
             continue
         if _CHANGES_MEANING.search(name):
-            raise ValueError(
-                f"an Atlas model does not know the argument {name!r}: leave it out; packed documents are marked by "
-                "position_ids, cu_seq_lens_q or document_starts"
-            )
+            remedy = "packed documents are marked by position_ids, cu_seq_lens_q or document_starts"
+            raise ValueError(f"an Atlas model does not know the argument {name!r}: leave it out; {remedy}")
         logger.warning_once(f"an Atlas model has no use for the argument {name!r}")
 
 
@@ -81,8 +79,7 @@ def mask_of_call(mask: Tensor | dict[str, Tensor | None] | None, x: Tensor, has_
     if mask.dim() != 2 or len(mask) != batch or mask.shape[1] < time or (mask.shape[1] > time and not has_cache):
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)}; give [batch, time] with {batch} rows and an entry for each "
-            f"of the {time} tokens of this call (entries for earlier tokens may stand before them, beside "
-            "past_key_values)"
+            f"of the {time} tokens of this call (those of earlier tokens may stand before them, beside past_key_values)"
         )
     mask = mask[:, mask.shape[1] - time :]
     check_mask("attention_mask", mask, x)
