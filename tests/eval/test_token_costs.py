@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atlas_memory.data import byte_tokenizer
 from atlas_memory.data.tokenization import encode
-from atlas_memory.eval.token_costs import TokenCosts, find_repeats, insert_repeat, token_costs, token_texts
+from atlas_memory.eval.token_costs import TokenCosts, find_repeats, token_costs, token_texts
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.viz.token_page import token_page
 
@@ -29,15 +29,6 @@ def test_passages_that_stand_a_second_time_are_found() -> None:
     assert (found[:92] == -1).all() and (found[132:] == -1).all()  # ten tokens are too few
     assert (find_repeats(np.zeros(20, dtype=int), shortest=16) == -1).all()  # would overlap with itself
     assert find_repeats(text[:5]).tolist() == [-1] * 5
-
-
-def test_a_passage_is_put_in_again() -> None:
-    ids = np.arange(100)
-    found = insert_repeat(ids, 10, 20)
-    assert found[:55].tolist() == list(range(55)) and found[55:65].tolist() == list(range(25, 35))
-    assert found[65:].tolist() == list(range(55, 100))
-    assert insert_repeat(ids, 10, 500)[100:].tolist() == list(range(25, 35))
-    assert insert_repeat(ids, 0, 7).tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize("length", [5, 31, 60, 61])

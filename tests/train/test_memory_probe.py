@@ -64,7 +64,7 @@ def test_an_alarm_is_told_once(tmp_path: Path) -> None:
     class Listener(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(500 if len(told) == 1 else 200)  # who does not hear is told again after the next look
+            self.send_response(500 if len(told) == 1 else 200)
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
@@ -87,7 +87,6 @@ def test_an_alarm_is_told_once(tmp_path: Path) -> None:
     assert [(t["step"], t["kind"], t["memory"]) for t in told] == [
         (2, "no writes", "model.layers.0.mixer"),
         (2, "no writes", "model.layers.1.mixer"),
-        (3, "no writes", "model.layers.0.mixer"),
     ]
     assert [(step, alarm.memory, alarm.text) for step, alarm in called] == [
         (2, t["memory"], t["text"]) for t in told[:2]
@@ -103,7 +102,7 @@ def test_training_goes_on_where_nobody_listens(tmp_path: Path, address: str) -> 
         deaf.bind(("127.0.0.1", 0))  # taken, so that nobody else listens there
         hook = f"train.alarm_webhook={address.format(port=deaf.getsockname()[1])}"
         train(settings(tmp_path, "train.probe_every=2", "train.steps=4", hook), console=console)
-    assert "; retried after the next probe" in said(console)
+    assert f"{hook[: hook.index('=')]}=" in said(console) and "failed: " in said(console)
     assert load_run(tmp_path / "run").folder == tmp_path / "run"
 
 

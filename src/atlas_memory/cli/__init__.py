@@ -185,9 +185,8 @@ def report(
 ) -> None:
     """Evaluate runs and write RUN/report/: a page, pictures and numbers; of several, a page that compares them too."""
     with imports():
-        from atlas_memory.viz.comparison import write_comparison
-        from atlas_memory.viz.labels import amount, short_training
-        from atlas_memory.viz.report import write_report
+        from atlas_memory.viz.labels import amount
+        from atlas_memory.viz.report import write_comparison, write_report
 
     with progress_lines("report") as progress:
         page = write_comparison(runs, data, column=column, progress=progress) if len(runs) > 1 else None
@@ -206,8 +205,6 @@ def report(
     for alarm in numbers["alarms"]:
         if alarm["until"] is None:
             print(one_line(f"alarm since step {alarm['step']:,}: {alarm['text']}"))
-    if fewer := short_training(numbers):
-        print(fewer)
     print(one_line(f"report: {Path(numbers['folder']) / 'report.html'}"))
 
 

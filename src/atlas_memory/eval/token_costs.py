@@ -83,15 +83,6 @@ def find_repeats(ids: np.ndarray, shortest: int = SHORTEST_REPEAT) -> np.ndarray
     return found
 
 
-def insert_repeat(ids: np.ndarray, length: int, distance: int) -> np.ndarray:
-    """Tokens ``[tokens]`` with the passage of ``length`` tokens after the first quarter repeated ``distance`` tokens
-    after its end, or at the end."""
-    begin = len(ids) // 4
-    passage = ids[begin : begin + length]
-    at = min(len(ids), begin + length + distance)
-    return np.concatenate([ids[:at], passage, ids[at:]])
-
-
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """What each token adds to the text; a character of several tokens belongs to the last of them."""
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""What the memories of a model do while it reads. Imported when first asked for: the logs are read without torch."""
+"""Traces, probes and alarms of a model's memories. Names are imported lazily: the logs are read without torch."""
 
 from typing import TYPE_CHECKING
 

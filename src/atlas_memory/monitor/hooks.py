@@ -1,4 +1,4 @@
-"""What the memories of a model are given while it reads, recorded by hooks; and models with their writes off."""
+"""Hooks that record the inputs of a model's memories, and models with their writes off."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ..memory import Gates, MemoryState, Params, Rule, retrieve
 from ..ops.chunkwise import chunkwise
 
 LAYERS = NeuralMemory | SelfModifyingMemory
-"""The layers that have memories."""
 
 
 @dataclass
@@ -34,8 +33,8 @@ class Call:
 
 @dataclass
 class MemoryLayer:
-    """A layer with memories: its name in the model, its block (None: it stands alone), and what was recorded: inputs of
-    the block ``[batch, time, dim]``, calls of its mixer, which contains the layer or is it, and of the layer."""
+    """A layer with memories, its block (None: it stands alone), and what was recorded: inputs of the block
+    ``[batch, time, dim]``, calls of the block's mixer, and calls of the layer."""
 
     name: str
     block: MemoryBlock | None
@@ -58,7 +57,7 @@ def memory_layers(model: nn.Module) -> list[MemoryLayer]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode; afterwards every module is in the mode in which it was."""
+    """Inside, the model is in eval mode; afterwards every module is as before."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -71,7 +70,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def memory_writes(model: nn.Module, enabled: bool) -> Iterator[None]:
     """Inside, every memory of `model` writes or stays at its learned M_0; restored afterwards."""
-    before = [(seen.layer, seen.layer.writes) for seen in memory_layers(model)]
+    before = [(found.layer, found.layer.writes) for found in memory_layers(model)]
     try:
         for layer, _ in before:
             layer.writes = enabled
@@ -83,14 +82,14 @@ def memory_writes(model: nn.Module, enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[MemoryLayer]]:
-    """Inside, every call of a layer with memories in ``model`` is recorded."""
+    """Inside, every call of a layer with memories is recorded."""
     found, hooks = memory_layers(model), []
     try:
-        for seen in found:
-            hooks.append(seen.layer.register_forward_hook(_record(seen.reads), with_kwargs=True))
-            if seen.block is not None:
-                hooks.append(seen.block.mixer.register_forward_hook(_record(seen.mixed), with_kwargs=True))
-                hooks.append(seen.block.register_forward_pre_hook(_record_input(seen.residual), with_kwargs=True))
+        for memory in found:
+            hooks.append(memory.layer.register_forward_hook(_record(memory.reads), with_kwargs=True))
+            if memory.block is not None:
+                hooks.append(memory.block.mixer.register_forward_hook(_record(memory.mixed), with_kwargs=True))
+                hooks.append(memory.block.register_forward_pre_hook(_record_input(memory.residual), with_kwargs=True))
         yield found
     finally:
         for hook in hooks:
@@ -101,7 +100,7 @@ def _record(calls: list[Call]) -> Any:
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, Any]) -> None:
         given = dict(zip(("x", "state", "mask"), args, strict=False)) | kwargs
         x, y = given["x"], output[0]
-        if given.get("mask") is not None:  # as memory as context cuts what it reads; the rows are alike
+        if given.get("mask") is not None:  # of MAC, the same in all rows
             real = given["mask"][0].bool()
             x, y = x[:, real], y[:, real]
         if x.shape[1]:
@@ -119,8 +118,8 @@ def _record_input(inputs: list[Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class WriteInputs:
-    """What a layer writes to one memory: k and v ``[batch, heads, time, dim]`` and the gates of each token; with the
-    state of the memory before them, so that it can be queried without the layer."""
+    """What a layer writes to one memory: k and v ``[batch, heads, time, dim]``, the gates of each token, and the state
+    before them."""
 
     rule: Rule
     params: Params
@@ -130,8 +129,7 @@ class WriteInputs:
     state: MemoryState
 
     def readouts(self, *queries: Tensor) -> tuple[Tensor, ...]:
-        """M_t(q_t) right after the write of each token, for each of some queries ``[batch, heads, time, dim]``, in one
-        pass with as many times the rows."""
+        """M_t(q_t) after the write of each token, for each of some queries ``[batch, heads, time, dim]``."""
         rule = self.rule.vary(window={"read": "after"})
 
         def again(t: Tensor) -> Tensor:
@@ -142,15 +140,15 @@ class WriteInputs:
         return y.chunk(len(queries))
 
     def readouts_before_and_after(self, *queries: Tensor) -> tuple[Tensor, ...]:
-        """M_{t-1}(k_t), the memory's answer to each key before the write; and ``readouts``."""
+        """M_{t-1}(k_t), the answer to each key before its write; and ``readouts``."""
         first = retrieve(self.rule, self.params, self.k[:, :, :1], self.state)
-        shifted = torch.cat([self.k[:, :, 1:], self.k[:, :, -1:]], 2)  # the last token's query is of no use
+        shifted = torch.cat([self.k[:, :, 1:], self.k[:, :, -1:]], 2)
         following, *after = self.readouts(shifted, *queries)  # M_t(k_{t+1})
         return torch.cat([first, following[:, :, :-1]], 2), *after
 
 
 def memory_names(layer: LAYERS) -> tuple[str, ...]:
-    """The names of a layer's memories; "" is the only one of its layer."""
+    """The names of a layer's memories; "" if there is one."""
     if isinstance(layer, NeuralMemory) and isinstance(layer.memory, HierarchicalMemory):
         return ("global", *(f"local {i}" for i in range(len(layer.memory.memories) - 1)))
     return MEMORIES if isinstance(layer, SelfModifyingMemory) else ("",)
@@ -164,7 +162,7 @@ def memory_states(layer: LAYERS, state: LayerState) -> list[MemoryState]:
 
 
 def split_by_memory(layer: LAYERS, found: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """What was found of each of a layer's ``write_inputs``, ``[batch, heads, ...]``, as one for each memory."""
+    """Measurements ``[batch, heads, ...]`` of each of a layer's ``write_inputs``, as one for each memory."""
     if not isinstance(layer, SelfModifyingMemory):
         return found
     (whole,) = found
@@ -172,11 +170,9 @@ def split_by_memory(layer: LAYERS, found: list[dict[str, Tensor]]) -> list[dict[
 
 
 def write_inputs(layer: LAYERS, x: Tensor, state: LayerState) -> Iterator[list[WriteInputs]]:
-    """What a layer writes to its memories while it reads x ``[batch, time, dim]`` on from ``state``, part after part of
-    x, each as long as keys and values do not depend on what is read: one for each memory, but for a self-modifying
-    layer a single one with the heads of all (``split_by_memory`` tells them apart).
-
-    All rows stand at the same place of a chunk, as rows do that were read together.
+    """What a layer writes to its memories while it reads x ``[batch, time, dim]`` on from ``state``: for each part of x
+    in which keys and values do not depend on what is read, one for each memory, but for a self-modifying layer a single
+    one with the heads of all (see ``split_by_memory``). All rows are at the same place of a chunk.
     """
     parts = list(_parts(layer, x, state))
     for n, part in enumerate(parts):
@@ -185,7 +181,7 @@ def write_inputs(layer: LAYERS, x: Tensor, state: LayerState) -> Iterator[list[W
         if isinstance(memory, HierarchicalMemory):
             members = cast(list[OmegaMemory], list(memory.memories))
             each = zip(members, split_gates(gates, len(members)), state.memory.memories, strict=True)
-            yield [WriteInputs(member.rule, member.params, k, v, own, held) for member, own, held in each]
+            yield [WriteInputs(member.rule, member.params, k, v, own, before) for member, own, before in each]
         else:
             yield [WriteInputs(layer.rule, cast(OmegaMemory, memory).params, k, v, gates, state.memory)]
         if n + 1 < len(parts):
@@ -193,7 +189,7 @@ def write_inputs(layer: LAYERS, x: Tensor, state: LayerState) -> Iterator[list[W
 
 
 def _parts(layer: LAYERS, x: Tensor, state: LayerState) -> Iterator[Tensor]:
-    """x cut where a self-modifying memory makes new keys, or where a local memory begins anew."""
+    """x cut where a self-modifying memory makes new keys, or a local memory is reset."""
     if isinstance(layer, SelfModifyingMemory):
         period = layer.rule.window.chunk
     elif isinstance(layer.memory, HierarchicalMemory):
@@ -208,5 +204,4 @@ def _parts(layer: LAYERS, x: Tensor, state: LayerState) -> Iterator[Tensor]:
 
 
 def _groups(layer: SelfModifyingMemory) -> list[slice]:
-    """The heads of each of the layer's memories."""
     return [slice(i * layer.heads, (i + 1) * layer.heads) for i in range(len(MEMORIES))]

@@ -1,8 +1,5 @@
-"""The logs of a run: JSON lines, one a step, whose schema stands here. The trainer writes them; the report and the
-dashboard read them, also while they grow, and show the titles and descriptions of the fields.
-
-log.jsonl is made of `StepRecord`, memory.jsonl of `ProbeRecord` and samples.jsonl of `SampleRecord`.
-"""
+"""The logs of a run and their schema, whose titles and descriptions the report and the dashboard show: log.jsonl has
+lines of `StepRecord`, memory.jsonl of `ProbeRecord`, samples.jsonl of `SampleRecord`."""
 
 from __future__ import annotations
 
@@ -22,23 +19,23 @@ LOG, MEMORY, SAMPLES = "log.jsonl", "memory.jsonl", "samples.jsonl"
 
 
 def _encodable(value: Any) -> Any:
-    """Text without lone surrogates, which neither pydantic nor a file takes."""
+    """Text without lone surrogates."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 Text = Annotated[str, BeforeValidator(_encodable)]
 Whole = Annotated[int, Strict(), Interval(gt=-(2**63), lt=2**63)]
 Number = Annotated[float, Strict(), AllowInfNan(False), Interval(gt=-1e40, lt=1e40)]
-"""A number that a run computes with 32 bits at most: a larger one could not be drawn beside others."""
+"""A float32 number: a larger one could not be drawn."""
 Measured = Annotated[float, Strict()] | None
 """A number; null where the text was too short for it, or where it was not finite."""
 Heads = list[Measured]
 
 
-def _measure(title: str, says: str, limits: tuple[float, float] | None = None, default: Any = None) -> Any:
-    """A field with the label of its chart, its meaning, and the values between which colours change."""
+def _measure(title: str, description: str, limits: tuple[float, float] | None = None, default: Any = None) -> Any:
+    """A field with the title of its chart, and the values between which colours change."""
     extra: Any = {"limits": limits}
-    return Field(default, title=title, description=says, json_schema_extra=extra)
+    return Field(default, title=title, description=description, json_schema_extra=extra)
 
 
 class Record(BaseModel):
@@ -47,7 +44,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     def line(self) -> str:
-        """The line, in which what is not a finite number is null."""
+        """The line; numbers that are not finite are null."""
         return self.model_dump_json(exclude_none=True) + "\n"
 
 
@@ -82,7 +79,6 @@ class Alarm(Record):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells this alarm from others."""
         return self.kind, self.memory
 
 
@@ -154,8 +150,8 @@ class MemoryRecord(Record):
     delta: GateRecord | None = _measure("δ threshold", "Error above which a robust loss limits the write.")
 
     def by_head(self, lags: Sequence[int], fields: Iterable[str] | None = None) -> dict[str, Heads]:
-        """Each measure that the memory has (in these fields), by head, null for what is not finite: of gates the mean,
-        and the standard deviation as NAME_spread; of `recall_error` NAME_LAG."""
+        """Each measure that the memory has (in these fields), by head, null for what is not finite: of gates NAME and
+        NAME_spread, the mean and the standard deviation; of `recall_error` NAME_LAG."""
         found: dict[str, Heads] = {}
         for name in MEASURES if fields is None else fields:
             value = getattr(self, name)
@@ -169,7 +165,6 @@ class MemoryRecord(Record):
 
 
 MEASURES = {name: about for name, about in MemoryRecord.model_fields.items() if about.title}
-"""The measures of a memory, with titles and descriptions."""
 
 
 class ProbeRecord(Record):
@@ -191,7 +186,7 @@ class ProbeRecord(Record):
 
     @property
     def contributions(self) -> list[float]:
-        """`memory_contribution` of each memory that has a finite one."""
+        """The finite values of `memory_contribution`."""
         known = [memory.memory_contribution for memory in self.memories]
         return [value for value in known if value is not None and math.isfinite(value)]
 
@@ -211,13 +206,8 @@ R = TypeVar("R", bound=Record)
 
 
 class Log(Generic[R]):
-    """A log, read as far as it is written; a line that is still being written is left for the next time.
-
-    Attributes:
-        path: of the file, which need not be there yet.
-        damaged: how many lines do not fit the schema `record`; they are skipped.
-        unreadable: why the file cannot be read, such as "it is a folder"; else "".
-    """
+    """A log that may grow; an incomplete last line is left for the next time. `damaged` counts lines that do not fit
+    the schema; `unreadable` tells why the file cannot be read, such as "it is a folder", or is ""."""
 
     def __init__(self, path: Path, record: type[R]) -> None:
         self.path, self.record = path, record
@@ -228,11 +218,10 @@ class Log(Generic[R]):
         self._steps: dict[int, R] = {}
 
     def read(self) -> list[R]:
-        """All records by step; only those that came since the last time are parsed. Of a step that was repeated after a
-        resume the last record counts. A file that was replaced or cut is read anew; one that cannot be read has no
-        records, and `unreadable` says why."""
+        """All records by step; only new lines are parsed. Of a step that was repeated after a resume the last record
+        counts. A file that was replaced or cut is read anew; one that cannot be read has no records."""
         try:
-            _check_regular(self.path)  # to open a pipe would be to wait for whoever writes into it
+            _check_regular(self.path)  # opening a pipe would wait for its writer
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
                 if found.st_ino != self._file or found.st_size < self._at:
@@ -249,7 +238,7 @@ class Log(Generic[R]):
             try:
                 record: Any = self._parse(line)
                 self._steps[record.step] = record
-            except (ValueError, RecursionError):  # cut off when the process was killed, or edited
+            except (ValueError, RecursionError):
                 self.damaged += 1
         return [self._steps[step] for step in sorted(self._steps)]
 
@@ -267,8 +256,7 @@ def _check_regular(path: Path) -> None:
 
 
 def read_log(folder: Path, name: str = LOG) -> list[Any]:
-    """The records of a log of the run in `folder`, of the class that `RECORDS` names; ValueError if the file is there
-    and cannot be read."""
+    """The records of a log of the run in `folder`; ValueError if it cannot be read."""
     log: Log[Any] = Log(folder / name, RECORDS[name])
     records = log.read()
     if log.unreadable:
@@ -277,15 +265,14 @@ def read_log(folder: Path, name: str = LOG) -> list[Any]:
 
 
 def so_far(folder: Path, step: int) -> tuple[StepRecord | None, float]:
-    """The record of a step in the log of the run in `folder`, if there is one; and the seconds of training by then, as
-    the records up to it tell."""
+    """The record of a step in the log of the run in `folder`, if there is one; and the seconds of training by then."""
     records: list[StepRecord] = [record for record in read_log(folder) if record.step <= step]
     of_step = records[-1] if records and records[-1].step == step else None
     return of_step, max((record.elapsed for record in records), default=0.0)
 
 
 def cut_logs(folder: Path, step: int) -> None:
-    """Drop the lines after `step` from all logs: a run resumed at `step` repeats those steps, or takes others."""
+    """Drop the lines after `step` from all logs, as a resumed run repeats those steps."""
     for name in RECORDS:
         path = folder / name
         kept = [record for record in read_log(folder, name) if record.step <= step]
@@ -296,8 +283,8 @@ def cut_logs(folder: Path, step: int) -> None:
 
 
 def alarm_history(probes: Sequence[ProbeRecord]) -> list[dict[str, Any]]:
-    """Each alarm of a run: `kind`, `memory` and `text` as in its last probe, `step` of the probe that raised it first,
-    and `until`, the step of the last probe that raised it, None if that is the run's last probe."""
+    """Each alarm of a run: `kind`, `memory` and `text` as in its last probe, `step` of the first probe that raised it,
+    and `until`, the step of the last one, None if that is the run's last probe."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for probe in probes:
         for alarm in probe.alarms:

@@ -1,4 +1,4 @@
-"""A trace in few numbers, as memory.jsonl keeps it; the alarms that follow from them; and effective remembrance."""
+"""Summaries of traces, alarms, and effective remembrance."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .logs import Alarm, GateRecord, MemoryRecord
 from .tracing import GATES, MemoryTrace, Trace
 
 SHORTEST_HALF_LIFE = 8.0
-"""Tokens: a memory of which no head has a longer half-life keeps nothing that a convolution would not."""
+"""Tokens; a memory without a longer one retains no more than a convolution."""
 LEAST_CHANGE, LEAST_CONTRIBUTION, LEAST_BRANCH = 0.002, 0.01, 0.001
-"""Of `readout_change` (the memories of Hope that make keys and values begin at 0.01, and change within a hundred tokens
-all the same), `memory_contribution` and `branch_ratio`."""
+"""Of `readout_change` (that of Hope's memories of keys and values begins at 0.01), `memory_contribution`,
+`branch_ratio`."""
 LEAST_ETA = 0.01
-"""Below it, it is the gate that keeps a memory from writing."""
+"""Below it, the gate is why a memory does not write."""
 
-AGAIN = "Start a new run (another output_dir) with"  # since settings cannot be changed under a run
+AGAIN = "Start a new run (another output_dir) with"
 SLOWER = (
     f"{AGAIN} train.gate_lr_scale=0.1 (gates learn at a tenth of the rate; not those of block hope) or a lower "
     "train.learning_rate"
@@ -28,8 +28,8 @@ SLOWER = (
 
 
 def summarise(trace: Trace) -> list[MemoryRecord]:
-    """Each memory of a trace in a few numbers for each head: means over rows and tokens, and matrices as at the end. A
-    mean of what the text was too short for is None."""
+    """Each memory of a trace in a few numbers for each head: means over rows and tokens, and matrices at the end. None
+    where the text was too short."""
     return [_summary(memory) for memory in trace.memories]
 
 
@@ -66,10 +66,8 @@ def _number(x: Tensor) -> float | None:
 
 
 def alarms(memories: Sequence[MemoryRecord]) -> list[Alarm]:
-    """What is wrong with the memories that ``summarise`` gives; each has one alarm at most.
-
-    A single text may need no memory: trust what two probes in a row say.
-    """
+    """What is wrong with memories that ``summarise`` gives. A single text may need no memory: trust two probes in a
+    row."""
     found = [alarm for memory in memories for alarm in _of(memory)]
     lives = [_largest(memory.half_life) for memory in memories]
     if lives and all(life is not None and life < SHORTEST_HALF_LIFE for life in lives):
@@ -116,17 +114,16 @@ def _largest(values: Sequence[float | None] | None) -> float | None:
 
 
 def effective_remembrance(model: Any, ids: Tensor, recent: int, piece: int = 256) -> float:
-    """Effective remembrance (Buitrago and Gu, arXiv 2507.02782): the mean total variation distance between what a model
-    predicts of the next token after the whole text and after its last tokens only. 0: older tokens are not used; at
-    most 1.
+    """Effective remembrance (Buitrago and Gu, arXiv 2507.02782): the mean total variation distance between next-token
+    predictions after the whole text and after its last tokens only. 0: older tokens are not used; at most 1.
 
-    The second prediction is read with an empty memory that began between ``recent`` and 2 ``recent`` tokens before. The
-    memory needed does not depend on the length of the text.
+    The second prediction starts from an empty memory ``recent`` to 2 ``recent`` tokens before. The memory needed does
+    not depend on the length of the text.
 
     Args:
         model: a language model that is called as ``model(input_ids=..., past_key_values=...)``.
         ids: int64 ``[batch, time]``, without padding, longer than 2 ``recent``.
-        recent: tokens that both have read, at least.
+        recent: tokens that both read, at least.
         piece: tokens of a call.
 
     Raises:

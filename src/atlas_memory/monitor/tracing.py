@@ -1,4 +1,4 @@
-"""``trace``: what every memory of a model does at every token of a text."""
+"""``trace``: measurements of every memory of a model at every token of a text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..rules.validation import UNBOUNDED, check_size
 from . import hooks
 
 LAGS = (16, 256)
-"""How many tokens after its write a key is queried again."""
+"""Tokens after its write at which a key is queried again."""
 GATES = ("alpha", "eta", "theta", "gamma", "delta")
-LONGEST = 1e6  # tokens, as which a longer half-life is given
+LONGEST = 1e6  # tokens, the largest half-life
 
 Matrices = tuple[Tensor, ...]
 
@@ -31,23 +31,22 @@ class MemoryTrace:
     Attributes:
         name: of the layer, and behind a colon of the memory where the layer has several.
         alpha, eta, theta, delta: the gates; of channel-wise ones the mean over channels. None where the rule has none.
-        gamma: how many tokens of its window count at a token: the sum of the window's gates.
+        gamma: the sum of the window's gates: how many tokens count.
         error_before_write: |m - v_t|^2 / (|m|^2 + |v_t|^2) of the answer m = M_{t-1}(k_t) before the token is written.
-            0: it is right; 1: it has nothing to do with v_t, or is zero; at most 2.
-        recall_error: the same of the pair written so many tokens before, ``[batch, heads, lags, time]``; NaN where the
-            text is younger.
-        readout_change: |m' - m| / (|m| + |v|) of the pair of the first lag, m being the answer to its key before
-            the write and m' the answer now. 0: nothing was written, or all is forgotten.
+            0: it is right; 1: it is zero or unrelated to v_t; at most 2.
+        recall_error: the same of the pair written so many tokens before, ``[batch, heads, lags, time]``; NaN at the
+            beginning.
+        readout_change: |m' - m| / (|m| + |v|) of the pair of the first lag, m and m' being the answers to its key
+            before the write and now. 0: nothing was written, or all is forgotten.
         memory_contribution: |y - y'| / (|y| + |y'|), ``[batch, time]``, of the mixer's output y and its output y' if
-            the layer's memories stay at M_0: the share that depends on what they have written.
-        branch_ratio: |y| / |x + y|, ``[batch, time]``: the mixer's output beside the residual stream after it; NaN for
-            a layer that stands alone.
+            the layer's memories stay at M_0.
+        branch_ratio: |y| / |x + y|, ``[batch, time]``: the mixer's output relative to the residual stream after it;
+            NaN for a layer without a block.
         norm, distance_from_init: |M| and |M - M_0| (Frobenius, all matrices).
         momentum_norm, momentum_rank: |S|, and the effective rank of its last matrix; None without momentum.
         effective_rank: of the last matrix of M.
         update_angle: degrees between the change of M over a piece and over the piece before. 0: same direction; 90:
-            orthogonal; 120: pieces are forgotten one after the other, since the difference of two unrelated states
-            undoes the first; 180: reversed. NaN for the first piece.
+            orthogonal; 120: each piece is forgotten in the next; 180: reversed. NaN for the first piece.
     """
 
     name: str
@@ -70,24 +69,23 @@ class MemoryTrace:
 
     @property
     def half_life(self) -> Tensor | None:
-        """Tokens after which alpha has left half, ``[batch, heads]``; None where the rule forgets by no gate."""
+        """Tokens after which alpha has left half, ``[batch, heads]``; None without that gate."""
         return None if self.alpha is None else half_life(self.alpha)
 
     @property
     def wrote(self) -> bool:
-        """Whether the memory differs at the end from M_0 by more than rounding."""
+        """Whether the memory differs at the end from M_0."""
         return bool((self.distance_from_init[..., -1] > 1e-6 * self.norm[..., -1]).any())
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What was measured while a text was read.
+    """Measurements on a text.
 
     Attributes:
-        memories: of each layer, in the order of the layers.
-        nats: -log p of each token given those before it, ``[batch, time]``, NaN for the first; None for a model that
-            predicts nothing.
-        positions: tokens read after each piece, at which the matrices were measured.
+        memories: in the order of the layers.
+        nats: -log p of each token, ``[batch, time]``, NaN for the first; None for a model without logits.
+        positions: tokens read at each measurement of the matrices.
         lags: of ``MemoryTrace.recall_error``.
     """
 
@@ -100,13 +98,12 @@ class Trace:
 def trace(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 64) -> Trace:
     """Read ``ids`` ``[batch, time]`` with a language model and measure every memory at every token.
 
-    The text is read as ``model(input_ids=..., past_key_values=...)`` reads it, in eval mode, ``piece`` tokens a call;
-    measuring takes two to three times the work of reading, and leaves the model as it was.
+    The text is read in eval mode, ``piece`` tokens a call; measuring takes two to three times the work of reading.
 
     Args:
-        model: an Atlas language model, or any module that is called likewise and has layers with memories.
+        model: called as ``model(input_ids=..., past_key_values=...)``, with layers that have memories.
         ids: int64, without padding.
-        lags: how many tokens after its write a key is queried, growing.
+        lags: tokens after its write at which a key is queried, growing.
         piece: tokens between two measurements of the matrices.
 
     Raises:
@@ -116,36 +113,33 @@ def trace(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 6
 
 
 def traces(model: Any, ids: Tensor, *, lags: Sequence[int] = LAGS, piece: int = 64) -> Iterator[Trace]:
-    """As ``trace``, a ``Trace`` for each piece as soon as it is read: the memory needed does not grow with the text."""
+    """As ``trace``, but yields a ``Trace`` for each piece: the memory needed does not grow with the text."""
     lags = tuple(lags)
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or 0 in ids.shape:
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape:
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"ids must be a tensor of int64 token ids [batch, time] with at least one token, got {got}")
-    known = getattr(getattr(model, "config", None), "vocab_size", 2**63)
-    if not 0 <= int(ids.min()) <= int(ids.max()) < known:
-        raise ValueError(f"ids must be from 0 to {known - 1}, got {int(ids.min())} to {int(ids.max())}")
     if not lags or min(lags) < 1 or sorted(set(lags)) != list(lags):
         raise ValueError(f"lags must be whole numbers of at least 1 that grow, got {list(lags)}")
     check_size("piece", piece, UNBOUNDED)
     device = next(model.parameters()).device
     cache: Any = None
-    last: Tensor | None = None  # log-probabilities of the token that comes next
+    last: Tensor | None = None  # log-probabilities of the next token
     tracers: list[_LayerTracer] = []
     read = 0
     for part in ids.to(device).split(piece, 1):
         with torch.inference_mode(), hooks.eval_mode(model):
-            with hooks.recorded(model) as seen:
+            with hooks.recorded(model) as layers:
                 out = model(input_ids=part, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            tracers = tracers or [_LayerTracer(layer, lags) for layer in seen]
-            found = [m for tracer, layer in zip(tracers, seen, strict=True) for m in tracer.measure(layer, part)]
+            tracers = tracers or [_LayerTracer(layer, lags) for layer in layers]
+            found = [m for tracer, layer in zip(tracers, layers, strict=True) for m in tracer.measure(layer, part)]
             nats, last = _nats(getattr(out, "logits", None), part, last)
         read += part.shape[1]
         yield Trace(tuple(found), nats, (read,), lags)
 
 
 def joined(parts: Sequence[Trace]) -> Trace:
-    """Traces of pieces that follow one another, as one."""
+    """Traces of consecutive pieces as one."""
 
     def of(n: int) -> MemoryTrace:
         each = [part.memories[n] for part in parts]
@@ -159,7 +153,7 @@ def joined(parts: Sequence[Trace]) -> Trace:
 
 
 def _nats(logits: Tensor | None, ids: Tensor, last: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """-log p of each of ``ids``, the first by what was predicted ``last``; and what is predicted now."""
+    """-log p of each of ``ids``, the first by the prediction ``last``; and the prediction now."""
     if logits is None:
         return None, None
     log_p = logits.float().log_softmax(-1)
@@ -169,18 +163,15 @@ def _nats(logits: Tensor | None, ids: Tensor, last: Tensor | None) -> tuple[Tens
 
 
 class _LayerTracer:
-    """A layer whose memories are followed from piece to piece."""
-
     def __init__(self, seen: hooks.MemoryLayer, lags: tuple[int, ...]) -> None:
         self.names = [f"{seen.name}:{name}" if name else seen.name for name in hooks.memory_names(seen.layer)]
         self.lags = lags
         self.tracers: list[_TokenTracer] = []
         self.start: list[MemoryState] = []
-        self.paths: list[tuple[Matrices, Matrices | None]] = []  # after the last piece, and how they came there
+        self.paths: list[tuple[Matrices, Matrices | None]] = []  # weights after the last piece, and their update
         self.without: Any = None  # the mixer's state with the writes off
 
     def measure(self, seen: hooks.MemoryLayer, ids: Tensor) -> list[MemoryTrace]:
-        """What the layer's memories did while it read ``ids`` ``[batch, time]``."""
         batch, time = ids.shape
         found: list[list[dict[str, Tensor]]] = [[] for _ in self.names]
         for call in seen.reads:
@@ -205,7 +196,6 @@ class _LayerTracer:
         return traced
 
     def _contribution(self, seen: hooks.MemoryLayer) -> dict[str, Tensor]:
-        """``MemoryTrace.memory_contribution`` and ``branch_ratio``."""
         calls = seen.reads if seen.block is None else seen.mixed
         mixer = cast(nn.Module, seen.layer if seen.block is None else seen.block.mixer)
         parts = []
@@ -223,14 +213,13 @@ class _LayerTracer:
 
 
 class _TokenTracer:
-    """The last pairs that were written to a memory, and its answers to them before the write."""
+    """The last pairs written to a memory, and its answers to them before the write."""
 
     def __init__(self, lags: tuple[int, ...]) -> None:
         self.lags = lags
         self.past: tuple[Tensor, ...] | None = None
 
     def measure(self, inputs: hooks.WriteInputs) -> dict[str, Tensor]:
-        """The measurements at each written token, ``[batch, heads, ..., time]``."""
         longest = self.lags[-1]
         if self.past is None:
             empty = inputs.k.new_zeros(*inputs.k.shape[:2], longest, inputs.k.shape[3])
@@ -251,7 +240,7 @@ class _TokenTracer:
 
 
 def _widened(matrices: Matrices, like: Matrices) -> Matrices:
-    """With a column of zeros for every key that was read since: on phi* a matrix has one for each."""
+    """With zeros for keys that were read since: on phi* a matrix has a column for each."""
     return tuple(F.pad(a, (0, b.shape[-1] - a.shape[-1])) for a, b in zip(matrices, like, strict=True))
 
 
@@ -270,7 +259,7 @@ def _gates(gates: Gates) -> dict[str, Tensor]:
 
 
 def _by_token(parts: list[dict[str, Tensor]], time: int) -> dict[str, Any]:
-    """The measurements of the last ``time`` tokens read: persistent tokens were read before the text's first."""
+    """The measurements of the last ``time`` tokens: persistent tokens come before them."""
     whole = {name: torch.cat([part[name] for part in parts], -1)[..., -time:].float().cpu() for name in parts[0]}
     return {**dict.fromkeys(GATES), **whole}
 
@@ -297,8 +286,7 @@ def half_life(alpha: Tensor, dim: int = -1) -> Tensor:
 
 
 def error(answer: Tensor, v: Tensor) -> Tensor:
-    """|m - v|^2 / (|m|^2 + |v|^2) over the last dimension. Unlike the error over |v|^2 it is bounded where v is
-    short."""
+    """|m - v|^2 / (|m|^2 + |v|^2) over the last dimension, at most 2."""
     lengths = answer.square().sum(-1) + v.square().sum(-1)
     return (answer - v).square().sum(-1) / lengths.clamp(min=1e-30)
 

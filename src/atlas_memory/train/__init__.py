@@ -1,5 +1,4 @@
-"""Training: settings, the run and its folder, optimizers. Names are imported when they are first asked for, so that the
-logs of a run can be read without torch."""
+"""Training: settings, the run and its folder, optimizers. Names are imported lazily, so that logs need no torch."""
 
 from typing import TYPE_CHECKING
 

@@ -1,15 +1,20 @@
-"""What happens beside the training step: the clock, evaluation, samples, logs, the progress bar, Ctrl-C; and the end
-of a run that no longer computes with finite numbers."""
+"""Callbacks of the trainer: the clock, Ctrl-C, evaluation, samples, probes and alarms, logs, the progress bar."""
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import threading
 import time
+import urllib.request
+from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
@@ -20,32 +25,34 @@ from atlas_memory.data import Document
 from atlas_memory.data.tokenization import encode
 from atlas_memory.eval.perplexity import bits_per_byte
 from atlas_memory.eval.sampling import sample
-from atlas_memory.monitor.hooks import eval_mode
-from atlas_memory.monitor.logs import SAMPLES, Record, SampleRecord, StepRecord
+from atlas_memory.models import AtlasForCausalLM
+from atlas_memory.monitor import Alarm, alarms, effective_remembrance, summarise, trace
+from atlas_memory.monitor.hooks import eval_mode, memory_layers
+from atlas_memory.monitor.logs import MEMORY, SAMPLES, ProbeRecord, Record, SampleRecord, StepRecord, read_log
+from atlas_memory.monitor.tracing import LAGS
 from atlas_memory.train.checkpoint import newest_step, writing
 from atlas_memory.train.config import RunConfig
-from atlas_memory.train.distributed import all_reduce_max, rank, world_size
+from atlas_memory.train.distributed import all_reduce_max, gather_weights, rank, world_size
 from atlas_memory.train.training_data import TrainingData
 
 
 def check_finite(step: int, folder: Path, loss: float, norm: float) -> None:
-    """ValueError in all processes, which all must call, unless loss and gradient norm are finite, before ``step``
-    (counted from 1) changes the weights."""
+    """ValueError unless loss and gradient norm are finite, before ``step`` (from 1) changes the weights. All processes
+    must call."""
+    names = ("loss is nan", "loss is inf", "norm of the gradient is nan", "norm of the gradient is inf")
     wrong = all_reduce_max(math.isnan(loss), math.isinf(loss), math.isnan(norm), math.isinf(norm))
-    told = ("the loss is nan", "the loss is inf", "the norm of the gradient is nan", "the norm of the gradient is inf")
-    for what, found in zip(told, wrong, strict=True):
+    for name, found in zip(names, wrong, strict=True):
         if found and step == 1:
             raise ValueError(
-                f"{what} at step 1, before any weight has changed, so that train.learning_rate is not the cause: look "
-                "at the rule (raw inner steps, or a part of your own whose memory diverges), at the weights that it "
-                "began with, or for damaged text"
+                f"the {name} at step 1, before any weight has changed, so train.learning_rate is not the cause: check "
+                "the rule (raw inner steps, or a part of your own that diverges), the first weights and the text"
             )
         if found:
-            raise not_finite(what, step, folder)
+            raise not_finite(f"the {name}", step, folder)
 
 
 def not_finite(what: str, step: int, folder: Path) -> ValueError:
-    """The error that ends a run, which cannot be resumed with another learning rate."""
+    """The error that ends a run with numbers that are not finite."""
     last = newest_step(folder)
     first = "" if last < 0 else f" (model.init_from={folder / f'checkpoint-{last}'} starts from the last good weights)"
     return ValueError(
@@ -55,14 +62,13 @@ def not_finite(what: str, step: int, folder: Path) -> ValueError:
 
 
 def append(path: Path, record: Record) -> None:
-    """Append a line to a log."""
     with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(record.line())
 
 
 class Clock(TrainerCallback):
-    """How much of the run is done, by steps or by minutes, whichever is further. It stops the run at its end, and saves
-    a checkpoint when the last one is `save_minutes` old."""
+    """The progress of a run, by steps or by minutes, whichever is further. It stops the run at its end, and saves a
+    checkpoint when the last one is `save_minutes` old."""
 
     def __init__(
         self, steps: int, max_minutes: float | None, elapsed: float = 0.0, save_minutes: float | None = None
@@ -75,26 +81,26 @@ class Clock(TrainerCallback):
 
     @property
     def elapsed(self) -> float:
-        """Seconds of training, those before a resume included; the same in all processes, if there are several."""
+        """Seconds of training, earlier sessions included; equal in all processes."""
         return self._agreed if world_size() > 1 else self._own
 
     @property
     def _own(self) -> float:
         return self._before + (0.0 if self._start is None else time.monotonic() - self._start)
 
-    def share(self, step: int, elapsed: float | None = None) -> float:
-        """The share of the run that is done after a step (and so many seconds; None: now)."""
+    def progress(self, step: int, elapsed: float | None = None) -> float:
+        """The fraction of the run that is done after a step (and so many seconds; None: now)."""
         return min(1.0, max(step / self.steps, (self.elapsed if elapsed is None else elapsed) / self.limit))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._start = time.monotonic()
-        state.save_steps = int(args.save_steps)  # and not what it was when the run began
+        state.save_steps = int(args.save_steps)  # a resumed run may have another
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         (self._agreed,) = all_reduce_max(self._own)
         if self.elapsed - self._saved >= self._save_after:
             control.should_save = True
-        if self.share(state.global_step) >= 1:
+        if self.progress(state.global_step) >= 1:
             control.should_training_stop = control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -107,7 +113,7 @@ class StopOnInterrupt(TrainerCallback):
     def __init__(self) -> None:
         self.interrupted = False
         self.stopping = False
-        """Whether the step that has just ended is the last one because of the interrupt."""
+        """Whether the step that has just ended is the last because of the interrupt."""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopOnInterrupt:
@@ -132,7 +138,7 @@ class StopOnInterrupt(TrainerCallback):
 
 
 class AfterStep(TrainerCallback):
-    """What is done with the model after a step; when the run is interrupted, its checkpoint is written first."""
+    """Work after a step; when the run is interrupted, its checkpoint is written first."""
 
     def __init__(self, interrupt: StopOnInterrupt) -> None:
         self._interrupt = interrupt
@@ -158,11 +164,10 @@ class Evaluation(AfterStep):
         super().__init__(interrupt)
         self.model, self.tokenizer, self.length = model, data.tokenizer, self.segments * config.data.longest
         self.every, self.sharded = config.train.evaluate_every, config.train.fsdp
-        # The beginnings of the longest ones are enough for the streams, and soon tokenised.
         longest = sorted(data.held_out, key=lambda d: -len(d.text))[: self.streams]
         self.documents = [Document(d.name, d.text[: 64 * self.length]) for d in longest]
         self.bits: float | None = None
-        """Of the step that has just ended; None if it was not evaluated."""
+        """Of the last step; None if it was not evaluated."""
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.bits = None
@@ -172,12 +177,11 @@ class Evaluation(AfterStep):
         if not self.every or not (last or step % self.every == 0):
             return
         if rank() == 0 or self.sharded:
-            self.bits = bits_per_byte(
-                self.model, self.tokenizer, self.documents, self.length, streams=self.streams
-            ).overall
+            score = bits_per_byte(self.model, self.tokenizer, self.documents, self.length, streams=self.streams)
+            self.bits = score.overall
         (wrong,) = all_reduce_max(self.bits is not None and not math.isfinite(self.bits))
         if wrong:
-            raise not_finite("held-out text is read with a loss that is nan or inf", step, Path(str(args.output_dir)))
+            raise not_finite("the loss of held-out text is not finite", step, Path(str(args.output_dir)))
 
 
 class Samples(AfterStep):
@@ -193,7 +197,7 @@ class Samples(AfterStep):
         prompt, tokenizer = config.train.prompt, evaluation.tokenizer
         if prompt is None and self.tokens:
             text = next((document.text for document in evaluation.documents), "")
-            # A token is seldom more than 16 characters, and what a tokenizer makes of a cut word does no harm here.
+            # A token has seldom more than 16 characters.
             ids = encode(tokenizer, text[: 16 * self.given])[: self.given]
             prompt = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
         self.prompt = prompt or ""
@@ -208,20 +212,139 @@ class Samples(AfterStep):
             return
         written = text.removeprefix(self.prompt)
         append(self.path, SampleRecord(step=state.global_step, prompt=self.prompt, text=written))
-        shown = " ".join(written.split())
-        print_line(self.console, f"sample after step {state.global_step:,}: {shown[:100]}{' ...' * (len(shown) > 100)}")
+        line = " ".join(written.split())
+        print_line(self.console, f"sample after step {state.global_step:,}: {line[:100]}{' ...' * (len(line) > 100)}")
+
+
+OnAlarm = Callable[[int, Alarm], None]
+"""Called with the step and the alarm."""
+
+
+class MemoryProbe(AfterStep):
+    """Probes every memory on held-out text every `train.probe_every` steps: a line of ``memory.jsonl``.
+
+    What is wrong in two probes in a row is an alarm: a line on the console, a POST to `train.alarm_webhook` (JSON with
+    ``step``, ``run``, ``kind``, ``memory`` and ``text``) and a call of ``on_alarm``, once until it is over. The first
+    process probes; of a sharded model all gather the weights, and it probes a copy. A probe reads half as many tokens
+    as a training step, and at most ``rows`` x ``length``.
+    """
+
+    rows, length, piece, recent = 2, 512, 256, 128
+
+    def __init__(
+        self,
+        config: RunConfig,
+        evaluation: Evaluation,
+        tokens_per_step: int,
+        interrupt: StopOnInterrupt,
+        console: Console,
+        on_alarm: OnAlarm | None = None,
+    ) -> None:
+        super().__init__(interrupt)
+        self.path, self.run, self.model = Path(config.output_dir) / MEMORY, config.train, evaluation.model
+        self.console, self.on_alarm = console, on_alarm
+        length = max(64, min(self.length, tokens_per_step // 2))
+        texts = [encode(evaluation.tokenizer, d.text[: 16 * length])[:length] for d in evaluation.documents]
+        longest = max(map(len, texts), default=0)
+        rows = max(1, min(self.rows, tokens_per_step // (2 * length)))
+        chosen = [ids for ids in texts if len(ids) == longest][:rows]
+        self.ids = torch.from_numpy(np.stack(chosen).astype(np.int64)) if longest else None
+        self.every = self.run.probe_every if longest and memory_layers(self.model) else 0
+        self._suspected: set[tuple[str, str]] = set()  # in the last probe
+        self._raised: set[tuple[str, str]] = set()
+        self.metrics: dict[str, float] = {}
+        """Of the last step, for `train.report_to`."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        for last in read_log(self.path.parent, MEMORY)[-1:]:
+            self._suspected, self._raised = {a.key for a in last.suspected}, {a.key for a in last.alarms}
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.metrics = {}
+
+    def after_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        if not self.every or state.global_step % self.every:
+            return
+        begun = time.perf_counter()
+        weights = gather_weights(self.model) if self.run.fsdp else None
+        if rank() > 0:
+            return
+        model = self.model if weights is None else _gathered(self.model.config, weights)
+        probe = self._probe(state.global_step, model)
+        probe.seconds = round(time.perf_counter() - begun, 3)
+        self.metrics = _metrics(probe)
+        append(self.path, probe)
+        for alarm in probe.alarms:
+            if alarm.key not in self._raised:
+                self._raise(probe.step, alarm)
+        self._suspected, self._raised = {a.key for a in probe.suspected}, {a.key for a in probe.alarms}
+
+    def _probe(self, step: int, model: Any) -> ProbeRecord:
+        assert self.ids is not None
+        memories = summarise(trace(model, self.ids, piece=self.piece))
+        suspected = alarms(memories)
+        return ProbeRecord(
+            step=step,
+            seconds=0.0,
+            effective_remembrance=effective_remembrance(model, self.ids, self.recent, self.piece)
+            if self.ids.shape[1] > 2 * self.recent
+            else None,
+            recent=self.recent,
+            lags=list(LAGS),
+            memories=memories,
+            suspected=suspected,
+            alarms=[alarm for alarm in suspected if alarm.key in self._suspected],
+        )
+
+    def _raise(self, step: int, alarm: Alarm) -> None:
+        print_line(self.console, f"memory alarm after step {step:,}: {alarm.text}", style="bold red")
+        if self.run.alarm_webhook is not None:
+            self._send(self.run.alarm_webhook, step, alarm)
+        if self.on_alarm is not None:
+            self.on_alarm(step, alarm)
+
+    def _send(self, url: str, step: int, alarm: Alarm) -> None:
+        body = json.dumps({"step": step, "run": str(self.path.parent), **alarm.model_dump()}).encode()
+        try:
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+            urllib.request.urlopen(request, timeout=10).close()
+        except (OSError, HTTPException, ValueError) as error:  # training goes on without a listener
+            print_line(self.console, f"train.alarm_webhook={url!r} failed: {error}")
+
+
+def _gathered(config: Any, weights: dict[str, Any]) -> AtlasForCausalLM:
+    with torch.device("meta"):
+        model = AtlasForCausalLM(config)
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):  # buffers that are not saved
+        with torch.random.fork_rng(devices=[]):
+            model = AtlasForCausalLM(config)
+        model.load_state_dict(weights, strict=False)
+    return model
+
+
+def _metrics(probe: ProbeRecord) -> dict[str, float]:
+    """Means over heads, such as "memory/model.layers.0.mixer/memory_contribution"."""
+    remembered = probe.effective_remembrance
+    found = {} if remembered is None else {"memory/effective_remembrance": remembered}
+    for memory in probe.memories:
+        for name, values in memory.by_head(probe.lags).items():
+            known = [x for x in values if x is not None]
+            if known:
+                found[f"memory/{memory.name}/{name}"] = sum(known) / len(known)
+    return found
 
 
 class JsonLog(TrainerCallback):
-    """A line a step: step, loss (nats a token), learning rate, gradient norm, seconds; and bits per byte of held-out
-    text after an evaluation."""
+    """Writes log.jsonl: a `StepRecord` for each step."""
 
     def __init__(self, path: Path, clock: Clock, evaluation: Evaluation) -> None:
         self.path, self.clock, self.evaluation = path, clock, evaluation
         self.last: dict[str, Any] = {}
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
-        if not logs or "loss" not in logs:  # the summary at the end
+        if not logs or "loss" not in logs:  # Trainer's summary at the end
             return
         self.last = {"step": state.global_step} | {name: logs[name] for name in ("loss", "learning_rate", "grad_norm")}
         self.last["elapsed"] = round(self.clock.elapsed, 3)
@@ -230,9 +353,7 @@ class JsonLog(TrainerCallback):
         self._write()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if (
-            self.evaluation.bits is not None and "held_out_bits_per_byte" not in self.last
-        ):  # evaluated after the checkpoint
+        if self.evaluation.bits is not None and "held_out_bits_per_byte" not in self.last:  # evaluated after saving
             self.last["held_out_bits_per_byte"] = self.evaluation.bits
             self._write()
 
@@ -242,16 +363,15 @@ class JsonLog(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """A bar over the share of the run that is done, with as many figures as the terminal has room for; without a
-    terminal a line of all figures for the first step, every tenth of the run, every minute and every evaluation."""
+    """A progress bar with as many figures as the terminal has room for; without a terminal a line of all figures for
+    the first step, every tenth of the run, every minute and every evaluation."""
 
     def __init__(self, clock: Clock, log: JsonLog, console: Console, tokens_per_step: int) -> None:
         self.clock, self.log, self.console, self.tokens_per_step = clock, log, console, tokens_per_step
-        self._tenth, self._printed, self._shown, self._held_out = 0, -math.inf, -1, ""
+        self._tenth, self._printed, self._logged, self._held_out = 0, -math.inf, -1, ""
         self._began = (0, 0.0)
-        self._bar_width = 4 if console.width < 100 else 20
         self._bar = Progress(
-            BarColumn(self._bar_width),
+            BarColumn(4 if console.width < 100 else 20),
             TextColumn("{task.percentage:>3.0f}%  {task.fields[text]}", table_column=Column(no_wrap=True)),
             console=console,
             disable=not console.is_terminal,
@@ -259,38 +379,31 @@ class ProgressBar(TrainerCallback):
         self._task = self._bar.add_task("training", total=1.0, text="")
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._tenth = int(10 * self.clock.share(state.global_step))
+        self._tenth = int(10 * self.clock.progress(state.global_step))
         self._began = (state.global_step, self.clock.elapsed)
         self._bar.start()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.log.last.get("step") != state.global_step or self._shown == state.global_step:
+        if self.log.last.get("step") != state.global_step or self._logged == state.global_step:
             return
-        self._shown = state.global_step
-        share, now = self.clock.share(state.global_step), self.clock.elapsed
-        parts = self._parts(state.global_step, share, now)
+        self._logged = state.global_step
+        share, now = self.clock.progress(state.global_step), self.clock.elapsed
+        figures = self._figures(state.global_step, share, now)
         if self.console.is_terminal:
-            self._bar.update(self._task, completed=share, text=self._fitting(parts))
-            return
-        if int(10 * share) > self._tenth or now - self._printed >= 60 or "held_out_bits_per_byte" in self.log.last:
+            self._bar.update(self._task, completed=share, text="  ".join(filter(None, figures)))
+        elif int(10 * share) > self._tenth or now - self._printed >= 60 or "held_out_bits_per_byte" in self.log.last:
             self._tenth, self._printed = int(10 * share), now
-            step, loss, speed, left, held_out, passed, rate = parts
+            step, loss, speed, left, held_out, passed, rate = figures
             text = "  ".join(filter(None, (step, f"{loss} nats/token", held_out, speed, rate, f"{passed}, {left}")))
             print_line(self.console, f"training {share:4.0%}  {text}")
 
-    def _fitting(self, parts: tuple[str, ...]) -> str:
-        kept, room = list(filter(None, parts)), self.console.width - self._bar_width - len(" 100%  ")
-        while len("  ".join(kept)) > room and len(kept) > 1:
-            kept.pop()
-        return "  ".join(kept)
-
-    def _parts(self, step: int, share: float, now: float) -> tuple[str, ...]:
-        """The most important first."""
+    def _figures(self, step: int, share: float, now: float) -> tuple[str, ...]:
+        """The most important first: a narrow terminal cuts the others off."""
         last, (first, before) = self.log.last, self._began
         if "held_out_bits_per_byte" in last:
             self._held_out = f"held out {last['held_out_bits_per_byte']:.3f} bits/byte"
         speed = (step - first) * self.tokens_per_step / max(now - before, 1e-9)
-        start = self.clock.share(first, before)
+        start = self.clock.progress(first, before)
         left = (now - before) * (1 - share) / max(share - start, 1e-9)
         return (
             f"step {step:,}{'' if self.clock.limit < math.inf else f' of {self.clock.steps:,}'}",

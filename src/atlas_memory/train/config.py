@@ -1,7 +1,6 @@
-"""The settings of a run: what a YAML file may say, what the command line may override, and what is saved.
+"""The settings of a run, from a YAML file and the command line. The docstring below each key is its description.
 
-The docstring below each key is its description (pydantic's `field.description`). Limits are far beyond what anybody
-trains: a slip must not ask for gigabytes, or for years.
+Limits are far beyond what anybody trains: a slip must not ask for gigabytes, or for years.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ from atlas_memory.train.run_folder import (
 
 __all__ = ["ConfigError", "DataSection", "ModelSection", "RunConfig", "TrainSection", "load_config", "load_saved"]
 LARGEST_COUNT = 10**9
-MOST_PARTS = 32
-"""Names in a dotted key, at most."""
 Tokens = Annotated[int, Field(ge=2, le=2**20)]
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
@@ -48,7 +45,7 @@ Minutes = Annotated[float, Field(gt=0, le=LARGEST_COUNT)]
 
 
 def _expand_home(folder: str) -> str:
-    found = Path(folder).expanduser() if folder.startswith("~") else Path(folder)  # or a folder named ~ would be made
+    found = Path(folder).expanduser() if folder.startswith("~") else Path(folder)
     try:
         found.is_dir()
     except OSError as error:
@@ -69,7 +66,7 @@ class Section(BaseModel):
     @classmethod
     def _check_text(cls, value: Any) -> Any:
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and re.search("[\0\ud800-\udfff]", text):  # surrogates: bytes that are not UTF-8
+            if isinstance(text, str) and re.search("[\0\ud800-\udfff]", text):  # surrogates: not UTF-8
                 raise PydanticCustomError("text", "input should be UTF-8 text without the character NUL")
         return value
 
@@ -131,12 +128,11 @@ class DataSection(Section):
 
     @property
     def tokens(self) -> str:
-        """The tokenizer of a text that is not prepared."""
         return self.tokenizer or "bytes"
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest segments of the run."""
+        """Tokens of the longest segments."""
         return max([self.seq_len, *self.seq_len_schedule.values()])
 
     @property
@@ -209,7 +205,7 @@ class TrainSection(Section):
 
     @property
     def last_step(self) -> int:
-        """The step at which the run ends at the latest."""
+        """The step at which the run ends, unless the clock ends it before."""
         return self.steps or (DEFAULT_STEPS if self.max_minutes is None else 10_000_000)
 
 
@@ -224,14 +220,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
-        """ValueError where keys contradict each other."""
         run = self.train
         if run.cuda_graphs and run.gradient_checkpointing:
             raise ValueError("train.cuda_graphs=true does not go with train.gradient_checkpointing=true: drop one")
         if run.fsdp and run.optimizer != "adamw":
             raise ValueError(
-                f"train.optimizer={run.optimizer!r} works on whole matrices, and train.fsdp=true leaves each process "
-                "a part of them: take train.optimizer=adamw, or leave train.fsdp out"
+                f"train.optimizer={run.optimizer!r} needs whole matrices, which train.fsdp=true shards: take "
+                "train.optimizer=adamw, or leave train.fsdp out"
             )
         schedule, before, tokens = "data.seq_len_schedule", self.data.seq_len, run.batch_size * self.data.seq_len
         if self.data.seq_len_schedule and self.data.order == "crops":
@@ -250,7 +245,7 @@ class RunConfig(Section):
         return self
 
     def resolved(self) -> RunConfig:
-        """The same with the paths that are read made absolute, so that the run can be read from anywhere."""
+        """A copy with absolute paths, so that the run can be read from anywhere."""
         copy = self.model_copy(deep=True)
         for section, name in ((copy.data, "path"), (copy.model, "init_from")):
             path = getattr(section, name)
@@ -261,7 +256,6 @@ class RunConfig(Section):
         return copy
 
     def save(self, path: Path) -> None:
-        """Write it as YAML, `resolved`."""
         write_yaml(path, self.resolved().model_dump())
 
 
@@ -270,10 +264,10 @@ def _absolute(path: str) -> str:
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The file's values (None: the defaults) with `overrides` such as `"train.steps=500"` put on top.
+    """The settings in a YAML file (None: the defaults), changed by `overrides` such as `"train.steps=500"`.
 
-    A name such as "340m", where there is no file of that name, is the configuration that comes with the library.
-    Values are read as YAML 1.2. ConfigError (a ValueError of one line) names the key, the value and the remedy.
+    A name such as "340m", where there is no file of that name, is a configuration of the library. ConfigError (a
+    ValueError of one line) names the key, the value and the remedy.
     """
     tree = {}
     if path is not None:
@@ -293,7 +287,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def load_saved(folder: Path) -> RunConfig:
-    """What the `run.yaml` of a run says, which has every section; ConfigError for one that was cut short."""
+    """The settings in the `run.yaml` of a run; ConfigError if it was cut short."""
     saved = folder / RUN_YAML
     lacking = [name for name in RunConfig.model_fields if name not in read_yaml(saved)]
     if lacking:
@@ -302,12 +296,11 @@ def load_saved(folder: Path) -> RunConfig:
 
 
 def _value(key: str, text: str) -> Any:
-    """The value of an override: YAML. For a key that takes a text, such as a path, the text as it is, unless it is
-    empty, null, a list or wholly in quotes."""
+    """The value of an override, YAML; text as it is for keys that take text, unless it is a list, null or quoted."""
     if key == "data.path" and text.strip(" '\"") == "":
         raise ConfigError("data.path is empty: name a text, or leave it out for the standard library's source")
     found: Any = RunConfig
-    for name in key.split(".")[:MOST_PARTS]:
+    for name in key.split("."):
         field = found.model_fields.get(name) if isinstance(found, type) and issubclass(found, BaseModel) else None
         found = getattr(field, "annotation", None)
     takes_text = found is str or (typing.get_origin(found) is not dict and str in typing.get_args(found))
@@ -324,8 +317,8 @@ def _value(key: str, text: str) -> Any:
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
-    if len(parents) >= MOST_PARTS:
-        raise ConfigError(f"unknown key {key}: no key has more than {MOST_PARTS} parts")
+    if len(parents) > 32:
+        raise ConfigError(f"unknown key {key}: no key has so many parts")
     for name in parents:
         branch = tree.get(name)
         if branch is None:
@@ -339,11 +332,11 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 def _explain(error: ValidationError) -> str:
     """The first error in one line: key, value, remedy."""
     first = error.errors()[0]
-    if first["type"] == "value_error":  # of `_check_together`
+    if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     known = set(keys(RunConfig))
     parts = [str(part) for part in first["loc"]]
-    # What stands behind a key says where in its value, or of which type, the error is.
+    # pydantic appends the index or the type to the key.
     whole = next((n for n in range(1, len(parts)) if ".".join(parts[:n]) in known), len(parts))
     key = ".".join(parts[:whole])
     if first["type"] == "extra_forbidden":
@@ -362,7 +355,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The names of all keys of a section, such as `train.steps`."""
+    """The names of all keys, such as `train.steps`."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from keys(field.annotation, f"{prefix}{name}.")
@@ -382,4 +375,4 @@ ALIASES = {
     "model.hidden_size": ("dim", "width", "d_model", "n_embd"),
     "output_dir": ("out", "output"),
 }
-"""What other programs call a key."""
+"""Names of keys in other programs."""

@@ -40,12 +40,11 @@ def barrier() -> None:
 
 
 def destroy_process_group() -> None:
-    """Leave the process group at the end of a run, so that this process can end without being aborted.
+    """Leave the process group at the end of a run.
 
-    The group's threads must have ended before Python's last objects are deleted, and they end when nothing refers to
-    the group. A trainer and its wrapped model refer to it and to each other, so they are collected here. This
-    function's own reference goes last: deleting it waits for the threads without keeping Python's lock, which they may
-    need to end.
+    The group's threads end when nothing refers to it any more. A trainer and its wrapped model refer to it and to each
+    other, so they are collected here; deleting the last reference waits for the threads without Python's lock, which
+    they may need.
     """
     if torch.distributed.is_initialized():
         group = torch.distributed.group.WORLD
@@ -57,9 +56,9 @@ def destroy_process_group() -> None:
 def shard(model: Any, device: torch.device) -> None:
     """Shard the parameters of an `AtlasForCausalLM` among all processes, in place; all must call.
 
-    A block's parameters are gathered while it computes, forward or backward; those outside of blocks are gathered
-    together. They stay float32: mixed precision is autocast's, as without sharding. Every machine holds a whole copy,
-    so that only gradients are sent between machines; where every machine has one process, machines share one copy.
+    A block's parameters are gathered while it computes; those outside of blocks are gathered together. They stay
+    float32: mixed precision is autocast's. Every machine holds a whole copy, so that only gradients are sent between
+    machines; where every machine has one process, machines share one copy.
     """
     if not torch.distributed.is_initialized():  # one process on a CPU, for which accelerate begins no group
         torch.distributed.init_process_group("gloo")

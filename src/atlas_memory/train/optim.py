@@ -1,5 +1,4 @@
-"""Optimizers of a model: M3 and update periods (Nested Learning, arXiv 2512.24695), Muon with AdamW, and the parameter
-groups that each takes."""
+"""M3 and update periods (Nested Learning, arXiv 2512.24695), Muon with AdamW, and their parameter groups."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def make_optimizer(model: nn.Module, name: str, lr: float, weight_decay: float, 
 
 
 RMS = 0.2
-"""Root mean square of a matrix's step in units of lr, about that of AdamW (Liu et al. 2025, arXiv 2502.16982)."""
+"""Root mean square of a matrix's step in units of lr, as of AdamW (Liu et al. 2025, arXiv 2502.16982)."""
 
 
 class M3(Optimizer):
@@ -50,13 +49,12 @@ class M3(Optimizer):
         W_t  = (1 - lr weight_decay) W_{t-1} - lr scale D,          D = (O1 + alpha O2) / (sqrt(V_t / mean V_t) + eps)
 
     The first f steps have no slow momentum yet. ``scale`` gives D the Frobenius norm of O1 + alpha O2, times
-    0.2 sqrt(max(rows, columns)): a full-rank O1 moves its entries by 0.2 lr (root mean square), as AdamW does, so that
-    both kinds of groups share one rate. A parameter of more than two dimensions is a batch of matrices.
+    0.2 sqrt(max(rows, columns)): a full-rank O1 moves its entries by 0.2 lr (root mean square), as AdamW does, so both
+    kinds of groups share one rate. A parameter of more than two dimensions is a batch of matrices.
 
-    **Where this is not Algorithm 1.** As printed, M1, M2 and V are running sums that never forget, so that steps shrink
-    for good as V grows, and a gradient twice as large halves them. Here they are decayed averages, and V counts
-    relative to its mean. ``printed=True`` is Algorithm 1 to the letter: W_t = W_{t-1} - lr (O1 + alpha O2) /
-    (sqrt(V_t) + eps). The default values, weight decay and ``scale`` are ours; the last two follow Muon's practice.
+    **Where this is not Algorithm 1.** As printed, M1, M2 and V are running sums, so that steps shrink for good as V
+    grows. Here they are decayed averages, and V counts relative to its mean. ``printed=True`` is Algorithm 1 to the
+    letter: W_t = W_{t-1} - lr (O1 + alpha O2) / (sqrt(V_t) + eps). Defaults, weight decay and ``scale`` are ours.
 
     Examples:
         >>> optimizer = M3(m3_groups(model, weight_decay=0.1), lr=3e-3)
@@ -76,7 +74,6 @@ class M3(Optimizer):
 
     Raises:
         ValueError: a hyperparameter out of range, or a vector in a group without ``m3=False``.
-        RuntimeError: in ``step``, a sparse gradient.
     """
 
     def __init__(
@@ -95,10 +92,12 @@ class M3(Optimizer):
     ) -> None:
         options: dict[str, Any] = {"lr": lr, "betas": betas, "alpha": alpha, "every": every, "eps": eps, "steps": steps}
         options |= {"weight_decay": weight_decay, "adamw_betas": adamw_betas, "adamw_eps": adamw_eps}
-        for name in ("lr", "alpha", "weight_decay", "eps", "adamw_eps"):
-            if not options[name] >= 0 or (name.endswith("eps") and not options[name]):
-                least = "above" if name.endswith("eps") else "at least"
-                raise ValueError(f"M3 {name} must be {least} 0, got {options[name]!r}")
+        for name in ("lr", "alpha", "weight_decay"):
+            if not options[name] >= 0:
+                raise ValueError(f"M3 {name} must be at least 0, got {options[name]!r}")
+        for name in ("eps", "adamw_eps"):
+            if not options[name] > 0:
+                raise ValueError(f"M3 {name} must be above 0, got {options[name]!r}")
         for name, given, count in (("betas", betas, 3), ("adamw_betas", adamw_betas, 2)):
             if len(given) != count or not all(0 <= b < 1 for b in given):
                 raise ValueError(f"M3 {name} must be {count} numbers from 0 to below 1, got {given!r}")
@@ -107,7 +106,6 @@ class M3(Optimizer):
         super().__init__(params, options | {"printed": printed, "m3": True})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer's; ValueError for a vector where M3 needs matrices."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for parameter in group["params"] if group["m3"] else ():
@@ -125,8 +123,6 @@ class M3(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if any(p.grad is not None and p.grad.is_sparse for group in self.param_groups for p in group["params"]):
-            raise RuntimeError("M3 takes no sparse gradients: give parameters with them to torch.optim.SparseAdam")
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if group["m3"]:
@@ -145,7 +141,7 @@ def _m3(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[
         state |= {name: torch.zeros_like(parameter) for name in ("fast", "slow", "slow_direction", "square")}
     fast, slow, square = state["fast"], state["slow"], state["square"]
     if state["step"] % group["every"] == 0:
-        # From here to its next use, M2 takes the gradients in one by one: their sum needs no buffer of its own.
+        # M2 sums the gradients until its next use, without a buffer of their own.
         state["slow_direction"].copy_(newton_schulz(slow, group["steps"]))
         slow.mul_(1.0 if printed else b3)
     state["step"] += 1
@@ -183,25 +179,23 @@ def m3_groups(
 ) -> list[dict[str, Any]]:
     """The parameter groups of ``model`` for ``M3``.
 
-    M3 takes the weights of linear layers and the memories' M_0. AdamW takes embeddings, the output head, norms, biases,
-    gates, convolutions and whatever else there is. Weights of linear layers decay, all others do not.
+    M3 takes the weights of linear layers and the memories' M_0; AdamW everything else. Weights of linear layers decay.
 
     Args:
-        model: a transformers model tells its output head itself (``get_output_embeddings``).
+        model: of a transformers model, the output head (``get_output_embeddings``) goes to AdamW.
         weight_decay: of the weights of linear layers, the head among them unless it is tied to an embedding.
-        adamw_modules: modules whose weights AdamW is to take too, such as the output head of a plain module.
+        adamw_modules: more modules for AdamW, such as the output head of a plain module.
     """
     modules = list(model.modules())
     embeddings = {m.weight for m in modules if isinstance(m, nn.Embedding)}
     linear = {m.weight for m in modules if isinstance(m, nn.Linear)} - embeddings
     initial = {p for m in modules if isinstance(m, OmegaMemory) for p in m.initial}
-    told: Any = getattr(model, "get_output_embeddings", None)
-    head = told() if told else None
-    kept = {p for m in (head, *adamw_modules) if m is not None for p in m.parameters()}
+    get_head: Any = getattr(model, "get_output_embeddings", None)
+    outside = {p for m in (get_head() if get_head else None, *adamw_modules) if m is not None for p in m.parameters()}
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for p in model.parameters():
         if p.requires_grad:
-            key = ((p in linear or p in initial) and p not in kept, p in linear)
+            key = ((p in linear or p in initial) and p not in outside, p in linear)
             groups.setdefault(key, []).append(p)
     return [
         {"params": parameters, "m3": m3, "weight_decay": weight_decay if decays else 0.0}
@@ -210,18 +204,15 @@ def m3_groups(
 
 
 class MuonAndAdamW(Optimizer):
-    """`torch.optim.Muon` for the groups with `muon=True`, whose parameters are matrices; `torch.optim.AdamW` for all
-    others.
+    """`torch.optim.Muon` for the groups with `muon=True`, which have matrices; `torch.optim.AdamW` for others.
 
-    A step of Muon is scaled to move entries as far as one of AdamW does (0.2 lr, root mean square), so that both kinds
-    share one learning rate (Liu et al. 2025, arXiv 2502.16982).
+    A step of Muon is scaled to move entries as far as one of AdamW does, so that both share one learning rate.
 
     Examples:
         >>> optimizer = MuonAndAdamW(muon_groups(model, weight_decay=0.1), lr=3e-3)
 
     Raises:
-        ValueError: there is no group of one of the kinds; a group for Muon has a parameter that is no matrix; a group
-            is added later.
+        ValueError: a kind has no group; a group for Muon has a parameter that is no matrix; a group is added later.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
@@ -229,7 +220,7 @@ class MuonAndAdamW(Optimizer):
         matrices, others = ([g for g in self.param_groups if g["muon"] is kind] for kind in (True, False))
         if not matrices or not others:
             raise ValueError("MuonAndAdamW needs groups with muon=True and groups with muon=False")
-        # Both add their settings to the groups, which stay the dictionaries that a schedule changes.
+        # Both add their settings to the groups, the dictionaries that a schedule changes.
         self._muon = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), fused=True)
         self._share()
@@ -251,14 +242,12 @@ class MuonAndAdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken."""
         super().load_state_dict(state_dict)
         self._share()
 
 
 def muon_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, Any]]:
-    """The parameter groups of `model` for `MuonAndAdamW`: as `m3_groups`, but AdamW also takes the memories' M_0, which
-    are batches of matrices."""
+    """The parameter groups of `model` for `MuonAndAdamW`: as `m3_groups`, but AdamW also takes the memories' M_0."""
     groups = []
     for group in m3_groups(model, weight_decay):
         for muon in (True, False):
@@ -269,21 +258,19 @@ def muon_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, A
 
 
 class MultiPeriod(Optimizer):
-    """Any optimizer, with a period C for each of its parameter groups: ``group["period"]``, 1 where there is none
-    (Nested Learning, Eq. 71).
+    """Any optimizer, with a period C for each parameter group: ``group["period"]`` (Nested Learning, Eq. 71).
 
     A group moves at the steps C, 2C, 3C, ..., each time by one step of the optimizer with the **sum** of the last C
-    steps' gradients. In between the optimizer does not see it: no momentum, no weight decay, no change of its state.
+    gradients. In between the optimizer does not see it: no momentum, no weight decay, no change of its state.
 
     Examples:
         >>> groups = split_by_period(model, [{"params": list(model.parameters())}])
         >>> optimizer = MultiPeriod(torch.optim.AdamW(groups, lr=3e-3))
 
-    ``param_groups`` and ``state`` are those of the optimizer inside, so that learning-rate schedules and transformers'
-    Trainer work on it; use only the MultiPeriod from then on. Clipping before ``step`` clips each gradient of the sum.
-    The sums are kept here and in ``state_dict``, not in ``.grad``: call ``zero_grad`` every step, as usual. They cost
-    one gradient's memory for the parameters with C > 1. The optimizer must skip parameters whose ``.grad`` is None, as
-    those of torch.optim do (all but LBFGS).
+    ``param_groups`` and ``state`` are those of the optimizer inside, so that schedules and transformers' Trainer work;
+    use only the MultiPeriod from then on. Clipping before ``step`` clips each gradient of the sum. The sums are kept in
+    ``state_dict``, not in ``.grad``: call ``zero_grad`` every step. They cost one gradient's memory for the parameters
+    with C > 1. The optimizer must skip parameters without ``.grad``, as those of torch.optim do (all but LBFGS).
 
     Raises:
         ValueError: a period that is no whole number >= 1.
@@ -300,9 +287,8 @@ class MultiPeriod(Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer's. A late group keeps the common clock: its first sum may have fewer gradients."""
-        period = param_group.get("period", 1)
-        check_size("a group's period", period, UNBOUNDED)
+        """A late group keeps the common clock: its first sum may have fewer gradients."""
+        check_size("a group's period", param_group.get("period", 1), UNBOUNDED)
         super().add_param_group(param_group)
 
     def _slow(self) -> Iterator[tuple[Tensor, int]]:
@@ -311,7 +297,7 @@ class MultiPeriod(Optimizer):
                 yield from ((parameter, group["period"]) for parameter in group["params"])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take every gradient in; move the groups whose time has come. Gradients are left as they were found.
+        """Add every gradient to its sum; move the groups whose period ends. ``.grad`` is left unchanged.
         ``closure`` computes the loss and its gradients, once; its value is returned."""
         loss = None
         if closure is not None:
@@ -341,8 +327,7 @@ class MultiPeriod(Optimizer):
         return {**self.optimizer.state_dict(), "steps": self.steps, "accumulated": accumulated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from where ``state_dict`` was taken, in the middle of a period or not. ValueError if it is an
-        optimizer's without periods, or of other parameter groups."""
+        """Continue from where ``state_dict`` was taken. ValueError if it was saved without periods or does not fit."""
         if "accumulated" not in state_dict:
             raise ValueError(
                 "this state_dict was saved without MultiPeriod (it has no 'accumulated'): load it into .optimizer"
@@ -362,10 +347,7 @@ class MultiPeriod(Optimizer):
 
 
 def split_by_period(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups split so that each has one period, read from the ``ContinuumMLP`` layers of ``model``.
-
-    Every other entry of a group is kept. Parameters outside of a continuum get period 1.
-    """
+    """Parameter groups split by the periods of the ``ContinuumMLP`` layers of ``model``; other parameters get 1."""
     continua = [module for module in model.modules() if isinstance(module, ContinuumMLP)]
     periods = dict(pair for continuum in continua for pair in continuum.parameter_periods())
     split = []
@@ -380,11 +362,8 @@ def split_by_period(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[
 def split_by_rate(
     model: nn.Module, groups: list[dict[str, Any]], lr: float, gate_lr_scale: float
 ) -> list[dict[str, Any]]:
-    """Parameter groups split so that the memories' gates learn at `gate_lr_scale` x `lr`.
-
-    A gate's logit is a sum over the width of the model, so that a step of every weight at the common rate moves it far.
-    The block "hope" makes its gates by memories and has none.
-    """
+    """Parameter groups split so that the memories' gates learn at `gate_lr_scale` x `lr`: a gate's logit is a sum over
+    the width of the model, so that one step of all its weights moves it far."""
     gates = {p for module in model.modules() if isinstance(module, GateProjection) for p in module.parameters()}
     split = []
     for group in groups:

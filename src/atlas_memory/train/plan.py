@@ -1,4 +1,4 @@
-"""What a run will need, found without making its weights: parameters, tokens, multiplications and memory."""
+"""The needs of a run, found without making its weights: parameters, tokens, operations and memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from atlas_memory.train.config import RunConfig
 from atlas_memory.train.run_model import model_config
 from atlas_memory.train.training_data import INTERLEAVE
 
-SEEN = 128
-"""Tokens of a row from which a block's needs are found, or twice an attention's window: a block whose state has one
-size needs as much for any others, and longer rows take longer."""
+MEASURED = 128
+"""Tokens of a row on which a block is measured, or twice an attention's window: the needs of a block whose state has a
+constant size are proportional to the length."""
 OPTIMIZER_BYTES = {"adamw": 8, "muon": 8, "m3": 16}
 """Bytes of state a parameter, at most."""
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Where Linux says how many bytes a container may have, by version of its control groups."""
+"""The memory limit of a container, by version of Linux's control groups."""
 LOGITS = 12
 """Bytes an entry: float32 logits, their softmax and their gradient. Under autocast it is 16."""
 
@@ -37,12 +37,12 @@ class Plan:
 
     Attributes:
         parameters: Of the model.
-        embeddings: Of them, embeddings and output head.
-        initial: Of them, the memories' M_0.
+        embeddings: Parameters of embeddings and output head.
+        initial: Parameters of the memories' M_0.
         tokens: Read in all, by all processes; None: the clock decides.
         flops_per_token: Floating-point operations of matrix products, forward and backward; two a multiply-add.
         weights: Bytes of weights, gradients and the optimizer's state.
-        activations: Bytes that a pass keeps for going back, and half of a block more for what it computes with.
+        activations: Bytes that a pass keeps for the backward pass, and half a block's for temporaries.
         logits: Bytes of logits and their gradient.
         states: Bytes of the memory states that rows keep from step to step, at most.
     """
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def memory(self) -> int:
-        """Bytes in all, besides the program's own."""
+        """Bytes in all, without the program's own."""
         return self.weights + self.activations + self.logits + self.states
 
     @property
@@ -68,16 +68,13 @@ class Plan:
         return None if self.tokens is None else self.tokens * self.flops_per_token
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers by name."""
         return asdict(self) | {"memory": self.memory, "flops": self.flops}
 
 
 def plan(config: RunConfig, processes: int = 1) -> Plan:
-    """The needs of `config` on so many processes. Its text is not read. ConfigError for a config that cannot be run.
+    """The needs of `config` on so many processes; ConfigError if it cannot be run. Its text is not read.
 
-    Parameters are counted on a model without weights. What a block keeps for going back, and what it multiplies, is
-    seen on a block of the full size that computes with shapes alone (PyTorch's fake tensors), in the forms that a CPU
-    takes.
+    A block of the full size is measured with shapes alone (PyTorch's fake tensors), as a CPU computes it.
     """
     prepared = Prepared.open(config.data.path)
     tokenizer = load_tokenizer(prepared.tokenizer if prepared else config.data.tokens)
@@ -85,36 +82,35 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
 
 
 def without_weights(architecture: AtlasConfig) -> AtlasForCausalLM:
-    """A model of shapes alone (PyTorch's meta device); random numbers stay where they were."""
+    """A model on PyTorch's meta device; no random numbers are drawn."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         return AtlasForCausalLM(architecture)
 
 
 def plan_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1) -> Plan:
-    """`plan` where the model is known."""
+    """`plan` of a known model."""
     data, run = config.data, config.train
     model = without_weights(architecture)
     parameters = model.num_parameters()
-    ends = {model.model.embed_tokens.weight, model.lm_head.weight}  # one, if they are tied
-    embeddings = sum(p.numel() for p in ends)
+    embeddings = sum(p.numel() for p in {model.model.embed_tokens.weight, model.lm_head.weight})  # one, if tied
     initial = sum(p.numel() for m in model.modules() if isinstance(m, OmegaMemory) for p in m.initial)
     grows = any(getattr(module, "grows", False) for module in model.modules())
-    length = data.seq_len if grows else min(data.seq_len, max(SEEN, 2 * (architecture.attention_window or 0)))
-    kept, state, flops = _block(model, run.batch_size, length)
-    block = kept * data.seq_len // length
+    length = data.seq_len if grows else min(data.seq_len, max(MEASURED, 2 * (architecture.attention_window or 0)))
+    saved, state, flops = _measure_block(model, run.batch_size, length)
+    block = saved * data.seq_len // length
     blocks, width = architecture.num_hidden_layers, architecture.hidden_size
     tokens = run.batch_size * data.seq_len  # of a pass
     inputs = 4 * width * tokens * blocks
     groups = (data.interleave or INTERLEAVE) if data.order == "stream" else 0
     rows = run.batch_size * run.gradient_accumulation_steps
-    known = run.steps is not None or run.max_minutes is None
     head = 2 * width * architecture.vocab_size
     passes = 4 if run.gradient_checkpointing else 3  # a backward pass is two forward ones
+    ends = run.steps is not None or run.max_minutes is None
     return Plan(
         parameters=parameters,
         embeddings=embeddings,
         initial=initial,
-        tokens=run.last_step * rows * data.seq_len * processes if known else None,
+        tokens=run.last_step * rows * data.seq_len * processes if ends else None,
         flops_per_token=passes * flops * blocks / length + 3 * head,
         weights=parameters * (8 + OPTIMIZER_BYTES[run.optimizer]) // (processes if run.fsdp else 1),
         activations=3 * block // 2 + inputs if run.gradient_checkpointing else (2 * blocks + 1) * block // 2,
@@ -123,10 +119,9 @@ def plan_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1)
     )
 
 
-def _block(model: Any, rows: int, length: int) -> tuple[int, int, float]:
-    """Of one block and `rows` of `length` tokens: bytes kept for going back; and of each row bytes of the state after
-    it, and operations of matrix products forward."""
-    kept: dict[int, tuple[Any, int]] = {}
+def _measure_block(model: Any, rows: int, length: int) -> tuple[int, int, float]:
+    """Bytes that one block saves for backward; and for each row, bytes of the state and forward operations."""
+    saved: dict[int, tuple[Any, int]] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
         block: nn.Module = model.model.layers[0].to_empty(device="cpu").train()
         own = {p.untyped_storage()._cdata for p in block.parameters()}
@@ -134,18 +129,18 @@ def _block(model: Any, rows: int, length: int) -> tuple[int, int, float]:
         def keep(t: Tensor) -> Tensor:
             storage = t.untyped_storage()
             if storage._cdata not in own:
-                kept[storage._cdata] = storage, storage.nbytes()  # alive, so that its place is not taken
+                saved[storage._cdata] = storage, storage.nbytes()  # alive, so that its address is not reused
             return t
 
         x = torch.empty(rows, length, model.config.hidden_size, device="cpu", requires_grad=True)
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             _, state = block(x)
-    held = sum(t.numel() * t.element_size() for t in state.tensors())
-    return sum(size for _, size in kept.values()), held // rows, counter.get_total_flops() / rows
+    state_bytes = sum(t.numel() * t.element_size() for t in state.tensors())
+    return sum(size for _, size in saved.values()), state_bytes // rows, counter.get_total_flops() / rows
 
 
 def available_memory(config: RunConfig) -> int:
-    """Bytes of memory of the device that a run takes, all in all."""
+    """Bytes of memory of the run's device."""
     if config.train.device != "cpu" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,13 +1,12 @@
-"""The small files of a run's folder, which are read without torch while the run goes on.
+"""The small files of a run's folder, read without torch.
 
 run.yaml        the settings, with every key
-data.json       which text the run reads, and the settings that it began with
+data.json       fingerprint of the text, and the settings that the run began with
 log.jsonl, memory.jsonl, samples.jsonl          a line a step, a probe, a sample: logs.py
 config.json, model.safetensors, tokenizer.json  the model as last saved: run_model.py
 checkpoint-N/   what `--resume` continues from: checkpoint.py
 
-YAML is read by version 1.2. Aliases (one may stand for a thousand others) and tags (which ask for another type than the
-one that is seen) are refused before anything is made of them.
+YAML is read by version 1.2; aliases, which can expand without bound, and tags, which change types, are refused.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from ruamel.yaml.nodes import Node
 
 RUN_YAML, DATA_JSON = "run.yaml", "data.json"
 BYTE_TOKENS = "bytes"
-"""The entry of `data.json` that says whether tokens are bytes."""
+"""Entry of `data.json`: whether tokens are bytes."""
 DEFAULT_STEPS = 1000
 """Steps of a run that sets neither `train.steps` nor `train.max_minutes`."""
 CONFIGS = Path(__file__).with_name("configs")
 LARGEST = 2**18
-"""The most bytes of a YAML file, which takes a second or two to read."""
+"""Bytes of a YAML file, at most; they take a second or two to read."""
 
 
 class ConfigError(ValueError):
@@ -52,8 +51,8 @@ class _PlainComposer(Composer):
 
 
 def parse_yaml(text: str) -> Any:
-    """Mappings, lists, texts, numbers, true, false and null by the rules of YAML 1.2 (`on` and `1:30` are texts, `010`
-    is ten). ValueError of half a sentence if the text is not YAML."""
+    """The value of a YAML 1.2 text (`on` and `1:30` are texts, `010` is ten). ValueError if it is not
+    YAML."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = _PlainComposer
     try:
@@ -84,35 +83,30 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def write_yaml(path: Path, tree: dict[str, Any]) -> None:
-    """Write keys and values in their order. The file is replaced whole, or stays as it was."""
+    """Write keys and values in their order."""
     yaml, made = YAML(typ="safe", pure=True), StringIO()
     yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False  # type: ignore[assignment]
-    yaml.width = LARGEST  # a key and its value stand on one line
+    yaml.width = LARGEST  # no line breaks in values
     yaml.dump(tree, made)
     if len(made.getvalue().encode()) > LARGEST:
         raise ConfigError(
-            f"{str(path)!r} would have more than the {LARGEST:,} bytes that are read again: name a folder or a "
-            "pattern, where data.path names many files"
+            f"{str(path)!r} would have more than {LARGEST:,} bytes, and could not be read again: name a folder or a "
+            "pattern in data.path"
         )
     replace_text(path, made.getvalue())
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file, which is there whole or as it was."""
+    """Replace a file atomically."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
 def read_small_text(path: Path, largest: int = LARGEST) -> str:
-    """The text of a file of at most `largest` bytes.
-
-    Raises:
-        OSError: It cannot be read, is a pipe or a device (which would be waited for), or is larger.
-        UnicodeDecodeError: It is not UTF-8.
-    """
+    """The text of a file. OSError if it is a pipe or a device, or has more bytes; UnicodeDecodeError if not UTF-8."""
     about = path.stat()
-    if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):  # of a folder, open says it
+    if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):  # open refuses folders
         raise OSError(0, "it is no file, but a pipe or a device", str(path))
     if about.st_size > largest:
         raise OSError(0, f"it has {about.st_size:,} bytes, and at most {largest:,} are read", str(path))
@@ -120,7 +114,7 @@ def read_small_text(path: Path, largest: int = LARGEST) -> str:
 
 
 def read_json(path: Path, largest: int = 16 * LARGEST) -> Any:
-    """What a JSON file says; OSError if it cannot be read, ValueError if it is damaged."""
+    """The value of a JSON file; OSError if it cannot be read, ValueError if it is damaged."""
     try:
         return json.loads(read_small_text(path, largest))
     except RecursionError as error:
@@ -128,7 +122,7 @@ def read_json(path: Path, largest: int = 16 * LARGEST) -> Any:
 
 
 def read_data_json(folder: Path) -> dict[str, Any]:
-    """What the run in `folder` noted of its text when it began; empty if that is missing or damaged."""
+    """The data.json of the run in `folder`; empty if that is missing or damaged."""
     try:
         found = read_json(folder / DATA_JSON)
     except (OSError, ValueError):
@@ -137,13 +131,13 @@ def read_data_json(folder: Path) -> dict[str, Any]:
 
 
 def has_byte_tokens(folder: Path) -> bool:
-    """Whether the tokens of the run in `folder` are bytes, and so its losses nats per byte."""
+    """Whether the tokens of the run in `folder` are bytes."""
     return bool(read_data_json(folder).get(BYTE_TOKENS))
 
 
 def flat_settings(folder: Path) -> dict[str, Any]:
-    """Keys such as "train.steps" with their values; empty if there is no `run.yaml`. ValueError, with the reason, if it
-    cannot be read or is not whole yet."""
+    """The settings in `run.yaml`, by keys such as "train.steps"; empty if there is none, ValueError if it is not
+    readable or not whole yet."""
     try:
         found, problem = _flat_yaml(read_small_text(folder / RUN_YAML))
     except FileNotFoundError:
@@ -159,7 +153,7 @@ def flat_settings(folder: Path) -> dict[str, Any]:
 
 @lru_cache(64)  # the dashboard asks every two seconds
 def _flat_yaml(text: str) -> tuple[dict[str, Any], str]:
-    """The flat keys of a text and "", or nothing and what is wrong."""
+    """The flat keys of a text and "", or none and the problem."""
     try:
         tree = parse_yaml(text) or {}
     except ValueError as error:

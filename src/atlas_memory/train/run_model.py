@@ -1,7 +1,6 @@
 """The model of a run: made from its settings, saved into its folder, and loaded from there.
 
-Nothing in a folder is trusted. Weights are read from safetensors or from shards of our own; pickles, adapters, code and
-generation_config.json that may lie beside them are not opened.
+Loading runs no code from a folder: pickles, adapters, code and generation_config.json in it are not opened.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from atlas_memory.models import PRESETS, AtlasConfig, AtlasForCausalLM
 from atlas_memory.rules.validation import check_size, suggest
 from atlas_memory.train import checkpoint as checkpoints
 from atlas_memory.train.config import ALIASES, ConfigError, RunConfig, load_saved
-from atlas_memory.train.distributed import all_reduce_max, barrier, rank
+from atlas_memory.train.distributed import barrier, rank
 from atlas_memory.train.run_folder import RUN_YAML, read_json
 from atlas_memory.train.training_data import TrainingData
 
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model (in eval mode) and what belongs to it.
+    """A trained model, in eval mode.
 
     Attributes:
-        config: Of the run, if the folder or that of which it is a checkpoint has one.
-        step: That the weights are of; infinite where it is not known.
+        config: The settings, if there is a run.yaml.
+        step: The step of the weights; infinite where it is not known.
     """
 
     model: Any
@@ -47,7 +46,7 @@ class Run:
 
 
 class UnsupportedConfigError(ValueError):
-    """A `config.json` that is whole, and that `AtlasConfig` refuses."""
+    """A `config.json` that is not damaged, and that `AtlasConfig` refuses."""
 
 
 def load_run(folder: str | Path) -> Run:
@@ -62,7 +61,7 @@ def load_run(folder: str | Path) -> Run:
         config = saved_config(source)
         check_fit(source, config, "its config.json")
         model = read_weights(source, config)
-    except UnsupportedConfigError:  # nothing is damaged, and a checkpoint would be refused too
+    except UnsupportedConfigError:  # a checkpoint would be refused too
         raise
     except ValueError as error:
         checkpoint = checkpoints.newest_checkpoint(folder) if source == folder else None
@@ -74,21 +73,21 @@ def load_run(folder: str | Path) -> Run:
         tokenizer = read_tokenizer(source)
     except ValueError as error:
         raise ValueError(f"the tokenizer in {str(source)!r} {error}") from error
-    in_run = (folder / checkpoints.DIGESTS).is_file() and not (folder / RUN_YAML).is_file()  # a checkpoint
-    home = folder.resolve().parent if in_run else folder
-    settings = load_saved(home) if (home / RUN_YAML).is_file() else None
+    is_checkpoint = (folder / checkpoints.DIGESTS).is_file() and not (folder / RUN_YAML).is_file()
+    of_run = folder.resolve().parent if is_checkpoint else folder
+    settings = load_saved(of_run) if (of_run / RUN_YAML).is_file() else None
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     return Run(model, tokenizer, folder, settings, saved_step(source))
 
 
 def _newest_model(folder: Path) -> Path:
-    """The folder itself, or its newest intact checkpoint where that is newer or all there is; ValueError if neither."""
+    """The folder itself, or its newest intact checkpoint where that is newer or the only one."""
     if not folder.is_dir():
         why = "it is a file" if folder.is_file() else "the folder does not exist"
         raise ValueError(f"no run at {str(folder)!r}: {why}")
     if (folder / checkpoints.DIGESTS).is_file() and (reason := checkpoints.damage(folder)):
         raise ValueError(f"the checkpoint {str(folder)!r} is damaged ({reason}): take another one")
-    whole = checkpoints.has_weights(folder) or checkpoints.is_sharded(folder)
+    whole = (folder / checkpoints.WEIGHTS).is_file() or checkpoints.is_sharded(folder)
     if whole and checkpoints.newest_step(folder) <= saved_step(folder):
         return folder
     checkpoint = checkpoints.newest_checkpoint(folder)
@@ -100,7 +99,7 @@ def _newest_model(folder: Path) -> Path:
 
 
 def saved_step(folder: Path) -> float:
-    """The step at which a model was saved; infinite for a folder that does not say (no run of ours)."""
+    """The step at which a model was saved; infinite where that is not known."""
     try:
         return float(read_json(folder / checkpoints.STATE, checkpoints.LARGEST_STATE)["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -108,22 +107,18 @@ def saved_step(folder: Path) -> float:
 
 
 def saved_config(folder: Path) -> AtlasConfig:
-    """The configuration in a model's folder.
-
-    Raises:
-        UnsupportedConfigError: No model can be made of it here: a block or rule is not registered, for one.
-        ValueError: It is missing or damaged, or of another kind of model.
-    """
+    """The configuration in a model's folder. ValueError if it is missing, damaged or of another kind of model;
+    UnsupportedConfigError if a block or rule is not registered, for one."""
     path = folder / "config.json"
     try:
-        said = read_json(path)
-        kind = said["model_type"]
+        saved = read_json(path)
+        kind = saved["model_type"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{str(path)!r} is missing or damaged") from error
     if kind != AtlasConfig.model_type:
         raise ValueError(f"{str(folder)!r} holds a {kind!r} model, not an Atlas model")
     try:
-        return AtlasConfig.from_dict(said)
+        return AtlasConfig.from_dict(saved)
     except (ValueError, TypeError) as error:
         raise UnsupportedConfigError(f"{str(path)!r} cannot be made into a model: {error}") from error
 
@@ -131,8 +126,8 @@ def saved_config(folder: Path) -> AtlasConfig:
 def check_fit(folder: Path, config: AtlasConfig, name_of_model: str) -> None:
     """ValueError unless the weights in `folder` have the names and shapes of a model of this configuration."""
     stored, what = checkpoints.weight_shapes(folder), f"the weights in {str(folder)!r}"
-    if (layers := config.num_hidden_layers) > len(stored):  # before they are made
-        raise ValueError(f"{what} do not fit {name_of_model}: num_hidden_layers={layers}, and they are {len(stored)}")
+    if (layers := config.num_hidden_layers) > len(stored):  # before a million layers are made
+        raise ValueError(f"{what} do not fit {name_of_model}: num_hidden_layers={layers} of {len(stored)} weights")
     with torch.device("meta"):
         model: Any = AtlasForCausalLM(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -147,24 +142,17 @@ def check_fit(folder: Path, config: AtlasConfig, name_of_model: str) -> None:
 
 def read_weights(folder: Path, config: AtlasConfig) -> Any:
     """A model of this configuration with the weights in a folder, which fit it; ValueError if some are not finite."""
-    found: dict[str, Path] = {}
     if checkpoints.is_sharded(folder):
         model = AtlasForCausalLM(config)
         checkpoints.load_sharded_weights(folder, model)
     else:
-        weights: dict[str, torch.Tensor] = {}
-        for path in checkpoints.weight_files(folder):
-            # Copied: what lies in a file begins anywhere, and products of it differ in the last bit.
-            weights |= {name: weight.clone() for name, weight in load_file(path).items()}
-            found |= dict.fromkeys(weights.keys() - found.keys(), path)
+        # Copied: products of weights at odd addresses of the file differ in the last bit.
+        weights = {name: weight.clone() for name, weight in load_file(folder / checkpoints.WEIGHTS).items()}
         model = AtlasForCausalLM.from_pretrained(None, config=config, state_dict=weights)
         model.config.name_or_path = str(folder)
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
-            raise ValueError(
-                f"the weight {name} in {str(found.get(name, folder))!r} has numbers that are not finite: take an older "
-                "checkpoint, or train anew"
-            )
+            raise ValueError(f"the weight {name} in {str(folder)!r} is not finite: take an older checkpoint")
     return model
 
 
@@ -172,8 +160,8 @@ def read_weights(folder: Path, config: AtlasConfig) -> Any:
 
 
 def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
-    """The run's `AtlasConfig`; vocabulary and special tokens are the tokenizer's unless set, or those of the model in
-    `model.init_from`. ConfigError if wrong."""
+    """The run's `AtlasConfig`; vocabulary and special tokens are the tokenizer's unless set, or those of
+    `model.init_from`."""
     known = {f"model.{name}" for name in ("preset", "init_from", *AtlasConfig.__annotations__)}
     for name, value in config.model.overrides.items():
         if f"model.{name}" not in known:
@@ -204,8 +192,7 @@ def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
 
 
 def first_model(config: RunConfig, architecture: AtlasConfig) -> Any:
-    """The model with which a run begins: new, or with the weights in `model.init_from`. ConfigError if they do not
-    fit."""
+    """The model with which a run begins: new, or with the weights in `model.init_from`."""
     if config.model.init_from is None:
         return AtlasForCausalLM(architecture)
     folder = _init_from(config.model.init_from)[0]
@@ -217,7 +204,7 @@ def first_model(config: RunConfig, architecture: AtlasConfig) -> Any:
 
 
 def _init_from(init_from: str) -> tuple[Path, AtlasConfig]:
-    """Where the model to begin with is, and its configuration; ConfigError if there is none."""
+    """The folder of the first weights, and their configuration."""
     try:
         if Path(init_from).expanduser().is_file():
             raise ValueError(f"{init_from!r} is a file: give the folder of a run, or of save_pretrained")
@@ -228,7 +215,6 @@ def _init_from(init_from: str) -> tuple[Path, AtlasConfig]:
 
 
 def _merge(options: Any, changes: Any) -> Any:
-    """`options` with `changes`, mappings in mappings merged likewise."""
     if not isinstance(options, dict) or not isinstance(changes, dict):
         return changes
     return options | {name: _merge(options.get(name), value) for name, value in changes.items()}
@@ -240,59 +226,44 @@ def _merge(options: Any, changes: Any) -> Any:
 def save_model(
     folder: Path, model: Any, state: TrainerState, data: TrainingData, bits: float | None, weights: Any = None
 ) -> None:
-    """Leave a model (`weights`: its own, if it is sharded), its tokenizer and its model card in a run's folder, each
-    file whole or as it was. All processes must call, and return when it is there."""
+    """Save a model (`weights`: gathered, if it is sharded), its tokenizer and its model card into a run's folder, each
+    file atomically. All processes must call."""
     if rank() == 0:
         made = folder / checkpoints.SAVING / "model"
         try:
             with checkpoints.writing(folder / checkpoints.WEIGHTS):
-                # As that of a model which was loaded: some versions of Trainer add the tokenizer's end of text to it.
+                # Some versions of Trainer add the tokenizer's end of text to it.
                 model.generation_config = GenerationConfig.from_model_config(model.config)
                 model.save_pretrained(made, state_dict=weights)
                 with_pad_token(data.tokenizer).save_pretrained(made)
                 state.save_to_json(str(made / checkpoints.STATE))
                 checkpoints.make_readable(made)
-                # Trainer's state, which says how old the saved model is, comes after the model.
+                # The state comes last: it tells the step of the model.
                 last = (checkpoints.WEIGHTS, checkpoints.STATE)
                 for path in sorted(made.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1):
                     if (folder / path.name).is_dir():
                         shutil.rmtree(folder / path.name)
                     path.replace(folder / path.name)
                 _write_card(folder, model, data.about, state.global_step, bits)
-        finally:  # also what is only half there: the disk may be full
+        finally:
             shutil.rmtree(folder / checkpoints.SAVING, ignore_errors=True)
     barrier()
 
 
 def with_pad_token(tokenizer: Any) -> Any:
-    """A tokenizer to be saved: many tools ask for a padding token, which is its end of text where it has none. No id
-    changes, and the run's own tokenizer stays as it is."""
+    """A tokenizer to be saved, with its end of text as padding token where it has none: many tools need one."""
     if tokenizer.pad_token is None:
         tokenizer = deepcopy(tokenizer)
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def save_final_model(folder: Path, checkpoint: Path, data: TrainingData, bits: float | None) -> bool:
-    """Save the model of a finished run from its last checkpoint, unless it is there (a kill came between); whether that
-    was needed. All processes must call."""
+def save_final_model(folder: Path, checkpoint: Path, data: TrainingData, bits: float | None) -> None:
+    """Save the model of a finished run from its last checkpoint: a kill may have come between. All processes must
+    call."""
     state = checkpoints.read_trainer_state(checkpoint)
-    # The first process decides for all: another one might look when it has been saved again, and never wait.
-    if not all_reduce_max(rank() == 0 and not _is_saved(folder, checkpoint, state.global_step))[0]:
-        return False
     model = read_weights(checkpoint, saved_config(checkpoint)) if rank() == 0 else None
     save_model(folder, model, state, data, bits)
-    return True
-
-
-def _is_saved(folder: Path, checkpoint: Path, step: int) -> bool:
-    names = {path.name for path in checkpoint.glob("*.json")} - {checkpoints.DIGESTS} | {"README.md"}
-    if saved_step(folder) != step or not all((folder / name).is_file() for name in names):
-        return False
-    try:
-        return bool(checkpoints.weight_shapes(folder))
-    except (OSError, ValueError):
-        return False
 
 
 _CARD = """---
@@ -320,7 +291,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 `run.yaml` has every option of the run, `log.jsonl` a line for every step{held_out}.
 """
 _FOLDERS = re.compile(r"(?<![\w./\\:])(?:[A-Za-z]:)?[/\\](?:[^/\\\n,:']*[/\\])*")
-"""The folders in front of a file's name, from the root of a machine: a card must not tell them."""
+"""Folders before a file's name: a card must not tell them."""
 
 
 def _write_card(folder: Path, model: Any, text: str, steps: int, bits: float | None) -> None:

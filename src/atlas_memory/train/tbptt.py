@@ -1,5 +1,4 @@
-"""Truncated backpropagation through time: the memory states of a run's rows from one step to the next, and in its
-checkpoints."""
+"""Truncated backpropagation through time: the memory states of rows between steps and in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,19 +17,18 @@ from atlas_memory.train.checkpoint import checking
 
 FILES = "memory-*.safetensors"  # one of every process
 Packed = tuple[dict[str, torch.Tensor], dict[str, str]]
-"""The states of the rows of a process by name; and which rows they are."""
+"""The states of a process's rows by name; and which rows they are."""
 
 
 class TBPTTStates:
-    """The states of all layers at the end of each row's last segment, without their graphs.
+    """The states of all layers at the end of each row's last segment, detached.
 
-    A process reads `accumulation` batches of `batch` rows a step, other rows in each of `groups` consecutive steps.
-    Rows are counted over all processes and groups: in group g, batch a of process p has the `batch` rows from
-    `((g * accumulation + a) * processes + p) * batch` on, as the sampler deals them. When segments grow (`lengthen`),
-    batches have fewer rows and there are more groups: the same rows, each with its state.
+    A process reads `accumulation` batches of `batch` rows a step, other rows in each of `groups` consecutive steps. In
+    group g, batch a of process p has the `batch` rows from `((g * accumulation + a) * processes + p) * batch` on, as
+    the sampler deals them. When segments grow (`lengthen`), batches have fewer rows and there are more groups.
 
     Args:
-        model: An `AtlasForCausalLM`, whose states have a constant size; its weights may be sharded afterwards.
+        model: An `AtlasForCausalLM` whose states have a constant size.
         batch: Rows in a batch of one process.
         accumulation: Batches a step.
         groups: Steps until the same rows are read again (`data.interleave`).
@@ -41,7 +39,7 @@ class TBPTTStates:
         self, model: Any, batch: int, accumulation: int = 1, groups: int = 1, process: int = 0, processes: int = 1
     ) -> None:
         self._blocks = model.model.layers
-        with torch.no_grad():  # of what tensors each state is made, for `_unpack`
+        with torch.no_grad():
             self._like = [b.mixer.initial_state(0) for b in self._blocks]
         self._batch, self._accumulation, self._groups = batch, accumulation, groups
         self._process, self._processes = process, processes
@@ -55,8 +53,7 @@ class TBPTTStates:
         self._next, self._times = 0, times
 
     def lengthen(self, times: int) -> None:
-        """Continue with segments `times` as long as at first, from the first group; all processes must call. Nothing
-        changes if they are as long as now."""
+        """Continue with segments `times` as long as at first, from the first group; all processes must call."""
         if times == self._times:
             return
         mine = self._pack()
@@ -77,8 +74,8 @@ class TBPTTStates:
         seen = []
         for n, cache in enumerate(self._caches):
             seen.append(cache.get_seq_length())
-            for i, held in enumerate(cache.blocks if seen[-1] else ()):
-                for name, tensor in held.state.named_tensors():
+            for i, layer in enumerate(cache.blocks if seen[-1] else ()):
+                for name, tensor in layer.state.named_tensors():
                     tensors[f"{n}.{i}.{name}"] = tensor.detach().cpu().contiguous().clone()
         return tensors, {
             "rows": json.dumps([[r.start, r.stop] for r in self._rows]),
@@ -88,18 +85,13 @@ class TBPTTStates:
         }
 
     def save(self, folder: Path) -> None:
-        """Write the states of this process's rows, if they have read anything."""
+        """Write the states of this process's rows."""
         tensors, about = self._pack()
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / FILES.replace("*", str(self._process)), metadata=about)
 
     def load(self, folder: Path) -> None:
-        """Read what all processes saved, and take this one's rows of it, however they were dealt then.
-
-        Raises:
-            ValueError: Rows are missing: another number of rows was trained; or what is there is no state of this
-                model's.
-        """
+        """Take this process's rows from what all processes saved. ValueError if rows are missing or do not fit."""
         own = {row for rows in self._rows for row in rows}
         parts = []
         with checking(folder / FILES):
@@ -107,7 +99,7 @@ class TBPTTStates:
                 with safe_open(path, framework="pt") as file:
                     about = file.metadata()
                     batches = self._check_rows(about)
-                    # Others may be far more than fits into memory. An open file has keys() and is no mapping.
+                    # All rows may not fit into memory.
                     mine = [key for key in file.keys() if own & set(batches[int(key.split(".", 1)[0])])]  # noqa: SIM118
                     parts.append(({key: file.get_tensor(key) for key in mine}, about))
             if sum(map(len, (rows for _, about in parts for rows in _batches(about)))) > self._total:
@@ -122,8 +114,7 @@ class TBPTTStates:
         return self._batch * self._accumulation * self._groups * self._processes
 
     def _check_rows(self, about: dict[str, str]) -> list[range]:
-        """The rows of each batch in a file; ValueError if they are none of this run, or what they have read is no
-        number."""
+        """The rows of each batch in a file."""
         batches, seen = _batches(about), json.loads(about["seen"])
         if any(rows.start < 0 or rows.stop > self._total or not rows for rows in batches):
             raise ValueError(f"it has other rows than the {self._total} of this run")
@@ -134,7 +125,7 @@ class TBPTTStates:
         return batches
 
     def _unpack(self, parts: list[Packed], place: str = "the run") -> None:
-        """Begin with this process's rows of what all processes packed at `place`."""
+        """Take this process's rows of what all processes packed at `place`."""
         found: dict[int, dict[str, torch.Tensor]] = {}
         seen: dict[int, int] = {}
         for tensors, about in parts:
@@ -155,7 +146,7 @@ class TBPTTStates:
         for rows, cache in zip(self._rows, self._caches, strict=True):
             if not seen[rows[0]]:
                 continue
-            for i, (block, like, held) in enumerate(zip(self._blocks, self._like, cache.blocks, strict=True)):
+            for i, (block, like, layer) in enumerate(zip(self._blocks, self._like, cache.blocks, strict=True)):
                 names = [name for name, _ in like.named_tensors()]
                 with checking(Path(place) / FILES):
                     tensors = {name: torch.stack([found[row][f"{i}.{name}"] for row in rows]) for name in names}
@@ -163,7 +154,7 @@ class TBPTTStates:
                 values = iter([tensors[name] for name in names])
                 device = next(block.parameters()).device
                 restored = like.map(lambda _, values=values, device=device: next(values).to(device))
-                held.restore(restored, seen[rows[0]])
+                layer.restore(restored, seen[rows[0]])
 
 
 def _batches(about: dict[str, str]) -> list[range]:

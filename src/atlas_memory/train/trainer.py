@@ -31,6 +31,8 @@ from atlas_memory.train.callbacks import (
     Clock,
     Evaluation,
     JsonLog,
+    MemoryProbe,
+    OnAlarm,
     ProgressBar,
     Samples,
     StopOnInterrupt,
@@ -39,7 +41,6 @@ from atlas_memory.train.callbacks import (
 )
 from atlas_memory.train.config import ConfigError, RunConfig
 from atlas_memory.train.distributed import all_reduce_max, barrier, gather_weights, rank, shard, world_size
-from atlas_memory.train.memory_probe import MemoryProbe, OnAlarm
 from atlas_memory.train.optim import make_optimizer
 from atlas_memory.train.tbptt import TBPTTStates
 from atlas_memory.train.training_data import Examples, TrainingData, batches_per_step, collate
@@ -47,7 +48,7 @@ from atlas_memory.train.training_data import Examples, TrainingData, batches_per
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call to `train` did: the step reached, the last loss (nats a token) and the seconds in all."""
+    """The result of `train`: the step reached, the last loss (nats a token) and the seconds in all."""
 
     folder: Path
     steps: int
@@ -59,12 +60,11 @@ class Outcome:
 def train(
     config: RunConfig, resume: bool = False, console: Console | None = None, on_alarm: OnAlarm | None = None
 ) -> Outcome:
-    """Train as `config` says and leave model, tokenizer, `run.yaml`, `log.jsonl` and checkpoints in `output_dir`.
+    """Train, and save model, tokenizer, `run.yaml`, `log.jsonl` and checkpoints into `output_dir`.
 
-    A folder that holds anything is refused, except for what a run leaves that fails in its first step: that is begun
-    again. With `resume` the newest intact checkpoint in the folder is continued (the beginning if there is none).
-    Everything that can be wrong is checked before a file is written: ValueError. `on_alarm` is called with the step and
-    the alarm when a memory has become useless; what it raises ends the run.
+    With `resume` the newest intact checkpoint in the folder is continued (the beginning if there is none); otherwise
+    the folder must be empty, or of a run that failed in its first step. All settings are checked before a file is
+    written: ValueError. `on_alarm` is called with the step and the alarm; an exception from it ends the run.
     """
     console = console or Console(stderr=True, quiet=rank() > 0)
     folder = Path(config.output_dir)
@@ -82,7 +82,7 @@ def train(
         checkpoint = None
         if resume:
             data.check_same(folder, config)
-            _ = arguments.device  # with which processes find each other
+            _ = arguments.device  # joins the other processes
             checkpoint = checkpoints.checkpoint_to_resume(folder)
         model, examples = _make_model(config, data, checkpoint, console)
         if not resume:
@@ -112,10 +112,10 @@ def _training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         seed=run.seed,
         use_cpu=not cuda,  # and so never MPS, which lacks float64
         ddp_backend=("nccl" if cuda else "gloo") if world_size() > 1 else None,
-        ddp_find_unused_parameters=False,  # a layer leaves none without a gradient
+        ddp_find_unused_parameters=False,
         bf16=preflight.has_bf16(config) if run.bf16 is None else run.bf16,
         dataloader_pin_memory=cuda,
-        use_cache=True,  # what the saved configuration says; no state is kept in training
+        use_cache=True,  # for the saved configuration
         remove_unused_columns=False,
         report_to=run.report_to or "none",
     )
@@ -127,8 +127,8 @@ def _training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
 def _make_model(
     config: RunConfig, data: TrainingData, checkpoint: Path | None, console: Console
 ) -> tuple[AtlasForCausalLM, Examples]:
-    """The model, not yet with a checkpoint's weights, and the examples; ConfigError if something does not fit."""
-    # A run that is resumed needs the model in `model.init_from` no more.
+    """The model, not yet with a checkpoint's weights, and the examples."""
+    # To resume, the model in `model.init_from` is not needed.
     new = checkpoint is None or config.model.init_from is None
     if new:
         architecture = run_model.model_config(config, data.tokenizer)
@@ -144,17 +144,15 @@ def _make_model(
     preflight.check_model(config, model)
     print_line(console, data.about)
     begun, preset = config.model.init_from, config.model.preset
-    what = preset if begun is None else f"{begun} (of preset {preset} no more than the learning rate)"
+    what = preset if begun is None else f"{begun} (learning rate of preset {preset})"
     print_line(console, f"model: {what}, {model.num_parameters():,} parameters")
     if config.train.compile:
-        slow = architecture.has_feature_map()
-        takes = "minutes, and steps are no faster: its rule has a feature map" if slow else "a minute"
+        takes = "minutes (its rule has a feature map)" if architecture.has_feature_map() else "a minute"
         print_line(console, f"the first step compiles the memories, which takes {takes}")
     return model, examples
 
 
 def _set_execution(config: RunConfig, model: AtlasForCausalLM) -> None:
-    """How the memories compute. ConfigError if there are none to compile or to record."""
     run = config.train
     cuda = run.device != "cpu" and torch.cuda.is_available()
     graphs = cuda and not (run.fsdp or run.gradient_checkpointing) if run.cuda_graphs is None else run.cuda_graphs
@@ -180,15 +178,12 @@ def _run(
     folder, run = Path(config.output_dir), config.train
     done = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
     last, elapsed = so_far(folder, done)
-    if done and last is None and run.max_minutes is not None:
-        print_line(console, f"{folder / LOG} lacks step {done}: {elapsed / 60:.2f} minutes count as used")
     clock = Clock(run.last_step, run.max_minutes, elapsed, run.save_minutes)
     if checkpoint is not None:
-        if clock.share(done) >= 1:
-            saved = run_model.save_final_model(folder, checkpoint, data, last.held_out_bits_per_byte if last else None)
-            what = f"the model has been saved from {checkpoint.name}" if saved else "nothing to do"
+        if clock.progress(done) >= 1:
+            run_model.save_final_model(folder, checkpoint, data, last.held_out_bits_per_byte if last else None)
             more = "raise train.steps or train.max_minutes to train longer"
-            print_line(console, f"{what}: {folder} is finished (step {done}); {more}")
+            print_line(console, f"{folder} is finished (step {done}), and its model is that of the checkpoint; {more}")
             return Outcome(folder, done, last.loss if last else math.nan, elapsed, False)
         run_model.check_fit(checkpoint, model.config, config.model.preset)
         checkpoints.read_trainer_state(checkpoint)
@@ -220,24 +215,20 @@ def _run(
         bar.close()
     weights = gather_weights(model) if run.fsdp else None
     run_model.save_model(folder, model, trainer.state, data, evaluation.bits, weights)
-    stopped = interrupt.interrupted and clock.share(trainer.state.global_step) < 1
+    stopped = interrupt.interrupted and clock.progress(trainer.state.global_step) < 1
     return Outcome(folder, trainer.state.global_step, log.last.get("loss", math.nan), clock.elapsed, stopped)
 
 
 class _Trainer(Trainer):
-    """The Trainer with our order of examples, our optimizers, a schedule that knows the clock, truncated-BPTT states,
-    verified checkpoints and FSDP2.
-
-    Accelerate's own FSDP leaves CPUs out and would gather M_0 in bfloat16. So the model comes sharded, and accelerate
-    is kept from putting DistributedDataParallel around it.
-    """
+    """Trainer with our order of examples, optimizers, schedules by the clock, truncated BPTT, verified checkpoints and
+    FSDP2 (accelerate's own leaves CPUs out and would gather M_0 in bfloat16: the model comes sharded)."""
 
     def __init__(self, config: RunConfig, clock: Clock, model: nn.Module, examples: Examples, **kwargs: Any) -> None:
         self.settings, self.clock, self.examples, self.folder = config.train, clock, examples, Path(config.output_dir)
         self.peak = config.train.learning_rate or PRESETS[config.model.preset].learning_rate
         self.network: Any = model  # without the wrappers of accelerate
         self.states = None
-        self.losses: list[torch.Tensor] = []  # of the passes of the step
+        self.losses: list[torch.Tensor] = []  # of the current step
         self.extra_logs: Callable[[], dict[str, float]] = dict
         if config.data.order == "stream" and isinstance(examples, Segments):
             rows, passes = self.settings.batch_size, self.settings.gradient_accumulation_steps
@@ -253,7 +244,7 @@ class _Trainer(Trainer):
         super().log({**logs, **self.extra_logs()} if "loss" in logs else logs, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
-        return SequentialSampler(self.examples)  # which are in the order in which they are to be read
+        return SequentialSampler(self.examples)  # they are shuffled already
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.examples, Segments):
@@ -288,7 +279,7 @@ class _Trainer(Trainer):
                 super()._save_checkpoint(model, trial)
                 checkpoints.publish(self.folder, step, self.settings.keep_checkpoints)
         except OSError:
-            if rank() == 0:  # a part of one is of no use
+            if rank() == 0:
                 shutil.rmtree(self.folder / checkpoints.SAVING, ignore_errors=True)
             raise
 
@@ -300,7 +291,7 @@ class _Trainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.settings.fsdp:
             super().save_model(output_dir, _internal_call)
-        elif self.args.should_save:  # what stands beside the weights, which all processes write with the optimizer
+        elif self.args.should_save:  # the weights are written with the optimizer
             self.network.config.save_pretrained(output_dir)
             cast(Any, self.processing_class).save_pretrained(output_dir)
 
@@ -323,7 +314,7 @@ class _Trainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         if not self._weights_are_finite():
             raise ConfigError(
-                f"the weights in {resume_from_checkpoint!r} are not finite numbers: delete it, and --resume continues "
+                f"the weights in {resume_from_checkpoint!r} are not finite: delete it, and --resume continues "
                 "from the checkpoint before"
             )
 
@@ -335,7 +326,7 @@ class _Trainer(Trainer):
             checkpoints.load_sharded_optimizer(folder, self.network, optimizer.optimizer)
         else:
             optimizer.load_state_dict(checkpoints.read_optimizer(folder, optimizer.optimizer, self.settings.optimizer))
-        # The step says all that a schedule knows; the checkpoint's own rate may be that of a shorter run.
+        # The rate follows from the step; the checkpoint's own may be that of a shorter run.
         step = checkpoints.step_of(folder)
         scheduler.last_epoch, scheduler._step_count = step - 1, step + 1
         scheduler.step()
@@ -356,7 +347,7 @@ class _Trainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         def factor(step: int) -> float:
-            warm, share = min(1.0, (step + 1) / (self.settings.warmup_steps + 1)), self.clock.share(step)
+            warm, share = min(1.0, (step + 1) / (self.settings.warmup_steps + 1)), self.clock.progress(step)
             if self.settings.schedule == "wsd":
                 return warm * min(1.0, 5 * (1 - share))
             return warm * 0.5 * (1 + math.cos(math.pi * share))

@@ -1,4 +1,4 @@
-"""The text of a run: what it trains on, and what it is evaluated on."""
+"""The text of a run, to train on and to evaluate on."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 Examples = RandomCrops | Segments
 INTERLEAVE = 16  # the default of data.interleave; docs/results/settings.md compares it with one
-LONG = 2**20  # characters, which take a tokenizer about a second
-SEGMENTS = 8  # of a row in an epoch, at least, where data.interleave is not given
+LONG = 2**20  # characters, tokenised in about a second
+SEGMENTS = 8  # of a row in an epoch, at least, unless data.interleave is given
 logger = logging.getLogger(__name__)
 
 
@@ -44,13 +44,7 @@ def rows_per_step(config: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a run trains on and what it is evaluated on.
-
-    Attributes:
-        about: In words.
-        tokens: To train on.
-        held_out: To evaluate on.
-    """
+    """The text of a run: in words, to train on, and to evaluate on."""
 
     about: str
     tokenizer: Any
@@ -59,8 +53,7 @@ class TrainingData:
 
     @classmethod
     def load(cls, config: RunConfig, console: Console | None = None) -> TrainingData:
-        """Read and tokenise what `config.data` names; `console` shows the progress. ValueError if something is wrong
-        with it."""
+        """Read and tokenise what `config.data` names, with progress on `console`; ValueError if it is no such text."""
         data = config.data
         prepared = Prepared.open(data.path)
         if prepared is None:
@@ -76,7 +69,7 @@ class TrainingData:
         return found
 
     def examples(self, config: RunConfig) -> Examples:
-        """Training examples in the order in which they are read."""
+        """Training examples in their order."""
         data, run, rows = config.data, config.train, rows_per_step(config)
         if data.order == "crops":
             return RandomCrops(self.tokens.ids, data.seq_len, run.last_step * rows, run.seed)
@@ -86,21 +79,20 @@ class TrainingData:
         return Segments(*size, interleave, data.reset_every, data.pass_states, lengths)
 
     def save(self, folder: Path, config: RunConfig) -> None:
-        """Write `data.json`, unless it is there: which text the run reads, with how many rows a step, and the settings
-        that it begins with."""
+        """Write `data.json`, unless it is there: fingerprint of the text, rows a step, and settings."""
         if not (folder / DATA_JSON).is_file():
             about = self._fingerprint() | {"rows": rows_per_step(config), "settings": config.resolved().model_dump()}
             about |= {BYTE_TOKENS: is_byte_tokenizer(self.tokenizer)}
             replace_text(folder / DATA_JSON, json.dumps(about) + "\n")
 
     def check_ids(self, vocab_size: int) -> None:
-        """ConfigError if one of a million tokens from everywhere is beyond a model's vocabulary."""
+        """ConfigError if one of a million tokens is beyond a model's vocabulary."""
         count = len(self.tokens.ids)
         check_ids(self.tokens.ids[np.linspace(0, count - 1, min(count, 2**20)).astype(np.int64)], vocab_size)
 
     def check_same(self, folder: Path, config: RunConfig) -> None:
-        """ConfigError if the run in `folder` began with another text, or another number of rows a step. It reads all
-        tokens: the first process does so for all."""
+        """ConfigError if the run in `folder` began with another text or number of rows a step. The first process reads
+        all tokens."""
         path, rows = folder / DATA_JSON, rows_per_step(config)
         if rank() > 0 or not path.is_file():
             return
@@ -119,25 +111,23 @@ class TrainingData:
         now = self._fingerprint()
         changes = [name for name, value in now.items() if before.get(name) != value]
         if changes:
-            how = f"it had {had:,} tokens to train on and has {now['tokens']:,}"
-            if had == now["tokens"]:
-                how = "other held-out text" if changes == ["held_out"] else f"other text in the same {had:,} tokens"
+            how = f"it had {had:,} tokens to train on and has {now['tokens']:,}; what differs: {', '.join(changes)}"
             raise ConfigError(
                 f"the text has changed since the run in {str(folder)!r} began ({how}): restore it, or train into "
                 "another output_dir"
             )
 
     def _fingerprint(self) -> dict[str, Any]:
-        """How many tokens and documents there are, and digests of all of them and of the held-out text."""
+        """Numbers of tokens and documents, and digests of all of them and of the held-out text."""
         tokens = hashlib.blake2b(self.tokens.starts.astype("<i8").tobytes())
-        for first in range(0, len(self.tokens.ids), 2**24):  # of a prepared text, which may be larger than memory
+        for first in range(0, len(self.tokens.ids), 2**24):  # a prepared text may be larger than memory
             tokens.update(self.tokens.ids[first : first + 2**24].tobytes())
         counts = {"tokens": len(self.tokens.ids), "documents": len(self.tokens.starts)}
         return counts | {"digest": tokens.hexdigest(), "held_out": digest_of_held_out(self.held_out)}
 
 
 def digest_of_held_out(documents: Sequence[Document]) -> str:
-    """By which a run knows its held-out text again, whatever its files are called now."""
+    """A digest of texts, whatever their files are called."""
     found = hashlib.blake2b()
     for document in documents:
         found.update(f"{document.text}\0".encode("utf-8", "surrogatepass"))
@@ -145,7 +135,6 @@ def digest_of_held_out(documents: Sequence[Document]) -> str:
 
 
 def _check_prepared(data: DataSection, prepared: Prepared) -> None:
-    """ConfigError if settings ask for another text than was prepared."""
     given, place = data.tokenizer, str(prepared.folder)
     names = (prepared.tokenizer_name, prepared.tokenizer)
     if given is not None and not any(same_tokenizer(given, name) for name in names):
@@ -164,7 +153,7 @@ def _check_prepared(data: DataSection, prepared: Prepared) -> None:
 def _read_and_tokenise(
     data: DataSection, tokenizer: Any, console: Console
 ) -> tuple[str, Any, Tokens, tuple[Document, ...]]:
-    """The fields of `TrainingData`. Progress is shown; without a terminal, only of what may take long."""
+    """The fields of `TrainingData`."""
     options = data.source
     share = options.pop("held_out")
     source = Source(**options)
@@ -180,7 +169,7 @@ def _read_and_tokenise(
 
 
 def check_ids(ids: Any, vocab_size: int) -> None:
-    """ConfigError if a token is beyond a model's vocabulary, of which an embedding's own error says little."""
+    """ConfigError if a token is beyond a model's vocabulary: an embedding's own error names nothing."""
     if (found := int(ids.max())) >= vocab_size:
         raise ConfigError(
             f"the text has the token {found:,}, and the model's vocabulary has {vocab_size:,}: a prepared folder whose "
@@ -189,7 +178,7 @@ def check_ids(ids: Any, vocab_size: int) -> None:
 
 
 def collate(vocab_size: int) -> Callable[[list[Any]], dict[str, Any]]:
-    """The function that makes a batch of examples. They are of one length, so that nothing is padded."""
+    """The function that makes a batch of examples of one length."""
 
     def batch(examples: list[Any]) -> dict[str, Any]:
         made = default_data_collator(examples)
@@ -200,8 +189,7 @@ def collate(vocab_size: int) -> Callable[[list[Any]], dict[str, Any]]:
 
 
 def _check_tokenizer(config: RunConfig, tokenizer: Any, name: str) -> None:
-    """ConfigError if tokens of the tokenizer beside the model in `model.init_from` are others in `tokenizer`, which the
-    user calls `name`: the model would read them as what they were. More tokens are no harm."""
+    """ConfigError unless `tokenizer`, of this `name`, has the tokens of the one saved with `model.init_from`."""
     if config.model.init_from is None:
         return
     folder, file = Path(config.model.init_from).expanduser(), "tokenizer_config.json"
@@ -214,25 +202,15 @@ def _check_tokenizer(config: RunConfig, tokenizer: Any, name: str) -> None:
                 f"{name} is not the tokenizer that the model in model.init_from={config.model.init_from!r} was trained "
                 f"with, which has {len(own):,} tokens: {option}{having[0]}"
             )
-        return
-    try:  # a model alone; or no model, as another check says
-        end = read_json(folder / "config.json").get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        return
-    if isinstance(end, int) and end != tokenizer.eos_token_id and rank() == 0:
-        logger.warning(
-            f"the model in {folder} has no tokenizer beside it, and texts end with token {end} there and with "
-            f"{tokenizer.eos_token_id} in {name}: if they differ otherwise too, set data.tokenizer to that which the "
-            "model was trained with"
-        )
 
 
 def evaluation_text(
     run: Run, data: str | Path | None = None, column: str | None = None
 ) -> tuple[str, Sequence[Document]]:
-    """The text to evaluate a run on, in words, and its documents: the run's own held-out text or, with nothing held
-    out of it, another text, `data`. `column` is that of tables in `data`; None: the run's. ValueError if the run does
-    not name its text, or `data` has no text or is a prepared folder; or for a column of the run's own text."""
+    """The text to evaluate a run on, in words, and its documents: the run's own held-out text, or all of `data`.
+
+    `column` is that of tables in `data`; None: the run's. ValueError if the run does not name its text, `data` has no
+    text or is a prepared folder, or a column is given without `data`."""
     if data is None and column is not None:
         raise ValueError(f"--column {column} is of the text that --data names: give --data too")
     if data is None:
@@ -243,10 +221,10 @@ def evaluation_text(
             held_out = load_corpus(**run.config.data.source).held_out
         except ValueError as error:
             raise ValueError(f"the text of {run.folder} cannot be read ({error}): give another by --data") from error
-        known = read_data_json(run.folder).get("held_out")  # a run may be copied without it
+        known = read_data_json(run.folder).get("held_out")
         if known is not None and known != digest_of_held_out(held_out):
             logger.warning(
-                f"the text of {run.folder} has changed since it was trained: what is held out of it now may have been "
+                f"the text of {run.folder} has changed since it was trained: some of its held-out part may have been "
                 "trained on. Restore it, or give another text by --data"
             )
         return f"the held-out part of {source}", held_out
@@ -262,7 +240,7 @@ def evaluation_text(
 
 
 def _all_documents(data: str | Path, config: RunConfig, column: str | None) -> list[Document]:
-    """All documents of a text, read as the run reads its own; of a dataset on a hub no more than the run does."""
+    """All documents of a text; of a dataset on a hub no more than the run reads."""
     options = config.data.source | {"path": str(data)} | ({} if column is None else {"column": column})
     del options["held_out"]
     if not is_dataset_name(str(data)):

@@ -1,1 +1,1 @@
-"""What runs did: a report of one (`atlas report`), a page that compares several, and a dashboard that follows them."""
+"""Reports of runs (`atlas report`), comparisons, and the dashboard."""

@@ -1,5 +1,4 @@
-"""The charts of reports and of the dashboard, as Vega-Lite specifications: a browser draws them, or `save` does, which
-needs neither a browser nor a network. They are written out, since Altair checks ten runs' rows for five seconds."""
+"""Charts as Vega-Lite specifications, drawn by a browser or by `save`. Altair would take seconds to check ten runs."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ if TYPE_CHECKING:  # which load torch
 
 Spec = dict[str, Any]
 POINTS, PROBES, ROWS, COLUMNS, BINS = 1000, 60, 64, 3, 96  # at most: of all curves, of heat maps, a legend, a panel
-PANEL = (200, 110)  # pixels of a panel
-ROW, AROUND = 15, 84  # pixels of a heat map's line, and of what is above and below: Streamlit fits all into a height
+PANEL = (200, 110)  # pixels
+ROW, AROUND = 15, 84  # pixels of a heat map's line, and above and below: Streamlit fits all into a height
 STYLE: Spec = {  # Streamlit's own leaves half of the height empty
     "font": "Source Sans, sans-serif",
     "view": {"stroke": None},
@@ -31,14 +30,14 @@ STYLE: Spec = {  # Streamlit's own leaves half of the height empty
     "title": {"fontSize": 15, "anchor": "start", "offset": 6},
     "legend": {"labelFontSize": 12, "orient": "top", "offset": 4, "title": None, "labelLimit": 300, "symbolOpacity": 1},
 }
-STEPS: Spec = {  # every number with a prefix of its own; phones are narrow
+STEPS: Spec = {
     "labelExpr": "format(datum.value, '~s')",
     "tickMinStep": 1,
     "labelOverlap": True,
     "labelSeparation": 8,
 }
-END = "length(datum.label) > 15 ? '\u2026' + slice(datum.label, -14) : datum.label"  # of long names, where they differ
-TRACED = {  # colours of the measures along a text
+END = "length(datum.label) > 15 ? '\u2026' + slice(datum.label, -14) : datum.label"  # names differ at their ends
+TRACED = {  # colours of measures along a text
     **{"alpha": BLUE, "eta": ORANGE, "theta": GREEN, "gamma": PINK, "delta": GREY},
     **{"error_before_write": ORANGE, "recall_error": GREEN, "readout_change": PINK, "memory_contribution": BLUE},
     **{"effective_rank": BLUE, "distance_from_init": GREEN, "update_angle": PINK},
@@ -61,7 +60,7 @@ def _value(title: str | None) -> Spec:
 
 
 def save(path: Path, *rows: Sequence[Spec | None], width: int = 640) -> None:
-    """Draw rows of charts, one below the other, as a PNG; charts in a row share the width, and None is left out."""
+    """Draw rows of charts as a PNG; charts in a row share the width, and None is left out."""
     import vl_convert
 
     def placed(chart: Spec, beside: int) -> Spec:
@@ -85,10 +84,10 @@ def curves(
     dashed: bool = False,
     under: Sequence[Spec] = (),
 ) -> Spec | None:
-    """A curve for each series, of means of neighbours where points are many; None where there is nothing.
+    """A curve for each series, of means of neighbours where points are many; None without points.
 
-    `x`: the axis, of steps unless given; `unit`: of y; `bands`: draw those of the points, and the range of neighbours;
-    `dashed`: all but the first, so that those on top of each other are seen; `under`: layers to draw first.
+    `x`: the axis (default: steps); `unit`: of y; `bands`: draw those of the points, and the range of neighbours;
+    `dashed`: all but the first, so that overlapping ones are seen; `under`: layers to draw first.
     """
     most = max(60, min(300, POINTS // max(1, len(series))))
     keys = ("series", "x", "value", "low", "high")
@@ -98,30 +97,29 @@ def curves(
     if not rows:
         return None
     found = {row["series"] for row in rows}
-    shown = {name: colours[i % len(colours)] for i, name in enumerate(series) if name in found}
+    palette = {name: colours[i % len(colours)] for i, name in enumerate(series) if name in found}
     low, high = min(row["value"] for row in rows), max(row["value"] for row in rows)
-    limits = {"zero": False} if low < high else {"domain": [min(0, 2 * low), max(0, 2 * high) or 1]}  # for one value
+    limits = {"zero": False} if low < high else {"domain": [min(0, 2 * low), max(0, 2 * high) or 1]}
     legend = {"columns": COLUMNS, "symbolType": "stroke"} | ({"labelExpr": END} if len(series) > COLUMNS else {})
     across = _field("x", "quantitative", **({"title": "step", "axis": STEPS} if x is None else x))
-    colour = _field("series", "nominal", scale=_colours(shown), legend=legend if len(shown) > 1 else None)
+    colour = _field("series", "nominal", scale=_colours(palette), legend=legend if len(palette) > 1 else None)
     up = _field("value", "quantitative", title=unit, scale=limits, axis={"format": "~g"})
     pointed = [_field("series", "nominal"), _field("x", "quantitative", format=",.0f", title=across["title"])]
     line: Spec = {"x": across, "y": up, "color": colour, "tooltip": [*pointed, _value(title or unit)]}
     if dashed:
-        order = [[1, 0], *([4 + n, 5] for n in range(1, len(shown)))]
-        line["strokeDash"] = _field("series", "nominal", scale={"domain": list(shown), "range": order}, legend=None)
+        order = [[1, 0], *([4 + n, 5] for n in range(1, len(palette)))]
+        line["strokeDash"] = _field("series", "nominal", scale={"domain": list(palette), "range": order}, legend=None)
     layers = [{"mark": {"type": "line", "point": len(rows) <= 20 * len(series), "clip": True}, "encoding": line}]
     if bands:
         band = {"x": across, "y": up | {"field": "low"}, "y2": {"field": "high"}, "color": colour}
         layers.insert(0, {"mark": {"type": "area", "opacity": 0.2, "clip": True}, "encoding": band})
-    height = 240 + (18 * -(-len(shown) // COLUMNS) if len(shown) > 1 else 0)
-    apart = {"scale": {"color": "independent"}}  # what is under the curves has a legend of its own
+    height = 240 + (18 * -(-len(palette) // COLUMNS) if len(palette) > 1 else 0)
+    apart = {"scale": {"color": "independent"}}
     return _chart(title, height, data={"values": rows}, layer=[*under, {"layer": layers}], resolve=apart)
 
 
 def _thinned(points: Points, most: int) -> Iterable[tuple[float, ...]]:
-    """At most so many finite points (x, value, low, high), each of them for neighbours: the last x, the mean, the least
-    and the largest."""
+    """At most so many finite points (x, value, low, high): of neighbours the last x, mean, least and largest."""
     known = [(p[0], p[1], *(p[2:] or (p[1], p[1]))) for p in points if p[1] is not None and math.isfinite(p[1])]
     if len(known) <= most:
         return known
@@ -134,7 +132,7 @@ def _colours(of: Mapping[str, str]) -> Spec:
 
 
 def contributions(probes: Sequence[ProbeRecord]) -> Points:
-    """The mean memory contribution of each probe, between the least and the largest of its memories."""
+    """The mean memory contribution of each probe, with its range over memories."""
     for probe in probes:
         known = probe.contributions
         if known:
@@ -142,7 +140,7 @@ def contributions(probes: Sequence[ProbeRecord]) -> Points:
 
 
 class Measure(NamedTuple):
-    """A measure of a memory: what it is called and means, and the values between which its colours change."""
+    """A measure of a memory, and the values between which its colours change."""
 
     title: str
     description: str
@@ -173,15 +171,15 @@ def measures(probes: Sequence[ProbeRecord]) -> list[str]:
 
 
 def heat_map(probes: Sequence[ProbeRecord], name: str) -> Spec:
-    """A heat map of one measure: a column for each probe, a line for each head of each memory; for each memory, the
-    mean over its heads, where there would be more than ``ROWS`` lines."""
+    """A heat map of one measure: a column for each probe, a line for each head of each memory; for each memory, where
+    there would be more than ``ROWS`` lines."""
     measure = described(name)
-    shown = probes[:: -(-len(probes) // PROBES)]
-    shown = shown if shown[-1] is probes[-1] else [*shown, probes[-1]]
+    columns = list(probes[:: -(-len(probes) // PROBES)])
+    columns += [] if columns[-1] is probes[-1] else [probes[-1]]
     field = [_field_of(name)[0]]
     heads = sum(len(memory.by_head(probes[-1].lags, field).get(name, [])) for memory in probes[-1].memories)
     rows = []
-    for probe in shown:
+    for probe in columns:
         for memory in probe.memories:
             values, label = memory.by_head(probe.lags, field).get(name, []), memory_label(memory.name)
             values = [average(values)] if heads > ROWS and values else values
@@ -208,8 +206,7 @@ def heat_map(probes: Sequence[ProbeRecord], name: str) -> Spec:
 def by_position(
     series: Mapping[str, Sequence[Any]], title: str | None, trained: int | None = None, **rest: Any
 ) -> Spec | None:
-    """Curves of bits per byte over positions in a stream, each point at the end of its bucket; buckets double, and are
-    equally wide. The length of training is marked."""
+    """Curves of bits per byte over positions in a stream, at the ends of buckets, with the training length marked."""
     ends = sorted({int(point[0]) for points in series.values() for point in points})
     x = {
         "title": "position in the stream (tokens, up to)",
@@ -227,9 +224,8 @@ def by_position(
 
 
 def bits_by_position(on: Score, off: Score | None, recent: Score, trained: int, title: str) -> list[Spec | None]:
-    """Bits per byte in each bucket of positions as the model reads, with a memory of the last tokens only and, if it
-    has memories, with their writes off; and what writing and older tokens save, within twice the standard error over
-    streams where there is more than one. Legends have the last values."""
+    """Bits per byte by position with the full context, with a memory of the last tokens only and with writes off; and
+    what writing and older tokens save, within twice the standard error over streams. Legends have the last values."""
     ends, costs, savings = on.edges[1:], {}, {}
     names = {"memory on" if off else "full context": on, f"last {trained:,} tokens only": recent}
     for name, of in (names | ({"writes off": off} if off else {})).items():
@@ -247,8 +243,7 @@ def bits_by_position(on: Score, off: Score | None, recent: Score, trained: int, 
 
 
 def along_text(reading: TokenCosts) -> Spec | None:
-    """Bits of each token along a text, and what writing and older tokens saved; passages that are read again, and where
-    they stood first, are shaded."""
+    """Bits of each token along a text, and what writing and older tokens saved; repeated passages are shaded."""
     found = {"cost": (reading.cost, ORANGE), "saved by writing": (reading.saved, GREEN)}
     found |= {"saved by older tokens": (reading.older, PINK)}
     known = {name: (values, colour) for name, (values, colour) in found.items() if values is not None}
@@ -271,7 +266,7 @@ def along_text(reading: TokenCosts) -> Spec | None:
 
 
 def _stretches(places: np.ndarray) -> list[tuple[int, int]]:
-    """Where ascending whole numbers begin and end to follow one another."""
+    """First and last + 1 of each run of consecutive numbers."""
     if not len(places):
         return []
     parts = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
@@ -318,8 +313,7 @@ def _column(seen: Trace, name: str, first: bool) -> Spec:
 
 
 def _quantiles(value: Tensor, positions: Sequence[int]) -> list[dict[str, float]]:
-    """The 5 %, 50 % and 95 % quantiles of ``[batch, heads, time]`` (or ``[batch, time]``, or of the values at the
-    positions alone) in each bin of tokens, what is not finite left out."""
+    """The 5 %, 50 % and 95 % quantiles of the finite values of ``[batch, heads, time]`` in each bin of tokens."""
     values = value.movedim(-1, 0).flatten(1).numpy()
     values = np.where(np.isfinite(values), values, np.nan)
     at = np.asarray(positions) if len(values) == len(positions) else np.arange(len(values))
@@ -333,7 +327,7 @@ def _quantiles(value: Tensor, positions: Sequence[int]) -> list[dict[str, float]
 
 
 def _note(memory: MemoryTrace, name: str, points: Sequence[Any] | None) -> str:
-    """Why a panel is empty, or shows what was not written; else ""."""
+    """Why a panel is empty or random; else ""."""
     if points is None:
         return "not in this memory"
     if name in ("effective_rank", "update_angle") and not memory.wrote:

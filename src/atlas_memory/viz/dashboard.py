@@ -1,7 +1,6 @@
 """The pages of the dashboard. Streamlit runs this file when a page is opened or something chosen, and fragments every
-two seconds besides. What reads a model is imported when one is asked for: the logs are shown without torch. Tables and
-notes are our own HTML: Streamlit takes a text for Markdown, in which a file's content could load a picture from another
-host."""
+two seconds. Modules that load torch are imported when a model is needed. Tables and notes are our own HTML: Streamlit
+reads text as Markdown, in which a file's content could load a picture from another host."""
 
 from __future__ import annotations
 
@@ -27,13 +26,12 @@ if TYPE_CHECKING:
     from atlas_memory.train.run_model import Run
 
 EVERY = 2.0  # seconds between readings of the logs
-MANY = 10  # runs that are shown unasked
+MANY = 10  # runs shown at first
 RUNNING = 60.0  # seconds after its last line for which a run counts as running
-SAMPLE = 20_000  # characters of a sample that are shown
+SAMPLE = 20_000  # characters of a sample
 MOST = 200_000  # tokens read for a page
-MARKED = 64  # tokens of a passage that is marked, at the least: `eval.token_costs.SHORTEST_REPEAT`, which loads torch
-READING = threading.Lock()  # pages share models, whose memories are told not to write while a text is read
-FRAME = "overflow-x:auto;max-width:100%"  # a wide table moves in a frame of its own: the page never moves sideways
+READING = threading.Lock()  # pages share models, whose writes are turned off and on
+FRAME = "overflow-x:auto;max-width:100%"
 TABLE = "border-collapse:collapse;font-size:0.875rem"
 CELL = "padding:0.3rem 0.7rem;border:1px solid #E3E3E3;text-align:left;vertical-align:top;max-width:24rem"
 NOTE = "margin:0;overflow-wrap:anywhere"
@@ -41,8 +39,7 @@ COLOURS = {"alarm": ("#c00000", "#fdecec"), "warning": ("#b58100", "#fdf6e0"), "
 
 
 def table(heads: Iterable[str], rows: Sequence[Iterable[str]], wrap: bool = False) -> None:
-    """Rows of cells; as HTML, which is there a second before Streamlit's own table. `wrap`: long cells may have several
-    lines."""
+    """Rows of cells; `wrap`: long cells have several lines."""
     if not rows:
         return
     cell = CELL + (";min-width:6rem;overflow-wrap:break-word" if wrap else ";white-space:nowrap")
@@ -55,8 +52,7 @@ def table(heads: Iterable[str], rows: Sequence[Iterable[str]], wrap: bool = Fals
 
 
 def note(text: str, kind: str | None = None, of: str = "") -> None:
-    """A paragraph of what stands in files, as it stands there, behind the name of what it is `of`; `kind`: of
-    `COLOURS`."""
+    """A paragraph of plain text after the name that it is `of`; `kind`: of `COLOURS`."""
     edge, paper = COLOURS[kind] if kind else ("", "")
     box = f";padding:0.7rem 1rem;border-left:5px solid {edge};background:{paper}" if kind else ""
     head = f"<b>{escape(legible(of))}</b>" if of else ""
@@ -65,12 +61,12 @@ def note(text: str, kind: str | None = None, of: str = "") -> None:
 
 def side_by_side(drawn: Iterable[tuple[charts.Spec | None, str]]) -> None:
     """Charts, two in a row, each above its description."""
-    there = [(chart, says) for chart, says in drawn if chart is not None]
-    for i in range(0, len(there), 2):
-        for column, (chart, says) in zip(st.columns(2), there[i : i + 2], strict=False):
+    present = [(chart, text) for chart, text in drawn if chart is not None]
+    for i in range(0, len(present), 2):
+        for column, (chart, text) in zip(st.columns(2), present[i : i + 2], strict=False):
             with column:
                 st.vega_lite_chart(chart, width="stretch", theme=None)
-                st.caption(says)
+                st.caption(text)
 
 
 @st.cache_resource
@@ -79,7 +75,7 @@ def _places(places: tuple[str, ...]) -> WatchedRuns:
 
 
 def find() -> None:
-    """See which runs there are; those that are new are chosen, up to `MANY`."""
+    """Find the runs; new ones are chosen, up to `MANY`."""
     places = _places(tuple(sys.argv[1:]))
     runs = places.all()
     before: dict[str, Path] = st.session_state.get("folders", {})
@@ -93,7 +89,7 @@ def find() -> None:
 
 
 def choose() -> None:
-    """Let people choose, and say which places have no run (any more)."""
+    """The choice of runs, and places without any."""
     st.sidebar.multiselect("Runs", list(st.session_state["folders"]), key="runs")
     for line in st.session_state["missing"]:
         note(f"There is {line}", "warning")
@@ -102,7 +98,6 @@ def choose() -> None:
 
 @st.fragment(run_every=EVERY)
 def _follow() -> None:
-    """Draw the page again when a run begins or is deleted."""
     places = _places(tuple(sys.argv[1:]))
     now = {run.name: run.folder for run in places.all(due=True)}
     if now != st.session_state["folders"] or places.missing != st.session_state["missing"]:
@@ -110,7 +105,7 @@ def _follow() -> None:
 
 
 def chosen_runs() -> list[WatchedRun]:
-    """The chosen runs, with all that they have written by now."""
+    """The chosen runs, read anew."""
     chosen = [run for run in st.session_state["all"] if run.name in st.session_state["runs"]]
     for run in chosen:
         run.read()
@@ -118,7 +113,7 @@ def chosen_runs() -> list[WatchedRun]:
 
 
 def some() -> list[WatchedRun]:
-    """The chosen runs; where there are none, what to do is said."""
+    """The chosen runs; without any, a hint."""
     runs = chosen_runs()
     if not runs:
         st.info("Choose a run on the left." if st.session_state["all"] else "There is no run to choose.")
@@ -126,7 +121,7 @@ def some() -> list[WatchedRun]:
 
 
 def one() -> WatchedRun | None:
-    """One of the chosen runs, as chosen on the page."""
+    """The run chosen on the page."""
     by_name = {run.name: run for run in some()}
     return by_name[st.selectbox("run", list(by_name), key="run of the page")] if by_name else None
 
@@ -139,7 +134,6 @@ def _load(folder: str, written: float) -> Run:
 
 
 def loaded(run: WatchedRun) -> Run | None:
-    """The model of a run as last saved."""
     saved = [*run.folder.glob("*.safetensors"), *run.folder.glob("checkpoint-*")]
     try:
         return _load(str(run.folder), newest(saved))
@@ -189,15 +183,13 @@ def _curve(runs: Sequence[WatchedRun], name: str) -> tuple[charts.Spec | None, s
             series[run.name] = [point[:2] for point in charts.contributions(run.probes)]
         else:
             by = loss_unit(run.of_bytes)[0] if name == "loss" else 1.0
-            known: list[Any] = [
-                record for record in (*run.steps, *run.probes) if getattr(record, name, None) is not None
-            ]
-            series[run.name] = [(record.step, by * getattr(record, name)) for record in known]
+            records: list[Any] = [*run.steps, *run.probes]
+            found = [(record.step, getattr(record, name, None)) for record in records]
+            series[run.name] = [(step, by * value) for step, value in found if value is not None]
     return charts.curves(series, title), says
 
 
 def _row(run: WatchedRun) -> dict[str, str]:
-    """A run in the table."""
     last = run.steps[-1] if run.steps else None
     held_out = [e.held_out_bits_per_byte for e in run.steps if e.held_out_bits_per_byte is not None]
     shares = run.probes[-1].contributions if run.probes else []
@@ -258,7 +250,7 @@ def settings_page() -> None:
 
 
 def samples_page() -> None:
-    """What a run wrote during its training, and what it writes now."""
+    """Texts that a run wrote during training and writes now."""
     st.header("Samples")
     run = one()
     if run is None:
@@ -295,31 +287,24 @@ def _written_samples(run: WatchedRun) -> None:
 
 
 def reading_page() -> None:
-    """A text, coloured by what each token cost and what writing saved on it."""
+    """A text coloured by the cost of each token and what writing saved."""
     st.header("Reading")
     run = one()
     if run is None:
         return
     with st.form("read"):
         own = st.text_area("Your text; if empty, held-out text of the run is read")
-        left, middle, right = st.columns(3)
-        most = left.number_input("tokens at most", 64, MOST, 8192, help="Including the repetition of a passage.")
-        about = f"It begins after a quarter of the text; 0: none. Passages of {MARKED} tokens or more are marked."
-        again = middle.number_input("tokens of a passage to read again", 0, MOST, 0, help=about)
-        later = right.number_input("tokens between its end and its second time", 0, MOST, 0)
+        most = st.number_input("tokens at most", 64, MOST, 8192)
         asked = st.form_submit_button("Read")
     if asked:
-        model, again, later = loaded(run), int(again), int(later)
-        found = None if model is None else _read(model, own, int(most), again, later)
-        st.session_state["reading"] = (run.folder, found, again)
-    folder, found, again = st.session_state.get("reading", (None, None, 0))
+        model = loaded(run)
+        st.session_state["reading"] = (run.folder, model and _read(model, own, int(most)))
+    folder, found = st.session_state.get("reading", (None, None))
     if folder == run.folder and found is not None:
         _show_reading(*found)
-        if 0 < again < MARKED:
-            st.info(f"A passage of {again} tokens was read again; it is not marked, as those of {MARKED} or more are.")
 
 
-def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, TokenCosts] | None:
+def _read(run: Run, own: str, most: int) -> tuple[str, TokenCosts] | None:
     from atlas_memory.data.tokenization import encode
     from atlas_memory.eval.token_costs import token_costs
     from atlas_memory.train.training_data import evaluation_text
@@ -333,36 +318,22 @@ def _read(run: Run, own: str, most: int, again: int, later: int) -> tuple[str, T
             if len(text) < most:  # several, one behind the other
                 name, text = "held-out text", "\n".join(document.text for document in documents)[: 16 * most]
         trained = None if run.config is None else run.config.data.longest
-        ids = encode(run.tokenizer, text)[: max(0, most - again)]
-        with st.spinner(f"Reading {len(ids) + again:,} tokens"), READING:
-            ids = with_passage(ids, again, later)
+        ids = encode(run.tokenizer, text)[:most]
+        if len(ids) < 2:
+            raise ValueError("it has fewer than two tokens, of which the first is given")
+        with st.spinner(f"Reading {len(ids):,} tokens"), READING:
             return f"{name}, read by {run.folder.name}", token_costs(run.model, run.tokenizer, ids, recent=trained)
     except (ValueError, OSError, RuntimeError) as error:
         note(f"The text could not be read: {error}".replace("give another by --data", "paste a text"), "alarm")
         return None
 
 
-def with_passage(ids: np.ndarray, again: int, later: int) -> np.ndarray:
-    """Tokens ``[tokens]`` as `insert_repeat` makes them of these; ValueError where they are too few."""
-    from atlas_memory.eval.token_costs import insert_repeat
-
-    begin = len(ids) // 4
-    if len(ids) < 2:
-        raise ValueError("it has fewer than two tokens, of which the first is given")
-    if again and again + later > len(ids) - begin:
-        raise ValueError(
-            f"a passage of {again:,} tokens at token {begin:,}, and {later:,} tokens behind it, do not fit in the "
-            f"{len(ids):,} tokens that are read without the repetition: ask for fewer, or read more"
-        )
-    return insert_repeat(ids, again, later)
-
-
 def _show_reading(name: str, reading: TokenCosts) -> None:
     words = f"{np.nanmean(reading.cost):.3f} bits per token over {len(reading.cost):,} tokens of {name}"
-    words += "" if reading.saved is None else f"; the memory's writes saved {np.nanmean(reading.saved):.3f}"
-    words += (
-        "" if reading.older is None else f"; tokens more than {reading.recent:,} back {np.nanmean(reading.older):.4f}"
-    )
+    if reading.saved is not None:
+        words += f"; the memory's writes saved {np.nanmean(reading.saved):.3f}"
+    if reading.older is not None:
+        words += f"; tokens more than {reading.recent:,} back {np.nanmean(reading.older):.4f}"
     note(words + ".")
     st.vega_lite_chart(charts.along_text(reading), width="stretch", theme=None)
     page = token_page(name, reading, back=None)
@@ -371,7 +342,6 @@ def _show_reading(name: str, reading: TokenCosts) -> None:
 
 
 def main() -> None:
-    """Draw the page that was asked for."""
     st.set_page_config("Atlas memories", layout="wide")
     find()
     others = {"Memories": memories_page, "Settings": settings_page, "Samples": samples_page, "Reading": reading_page}

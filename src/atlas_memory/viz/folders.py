@@ -1,8 +1,7 @@
-"""The folders of runs, and those in which reports are written."""
+"""Folders of runs and of reports."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -17,11 +16,10 @@ SIGNS = (LOG, "run.yaml")  # of a run: either
 
 
 def find_runs(places: Sequence[str | Path], closed: list[str] | None = None) -> list[Path]:
-    """The runs among folders and in them, each once, in the order of their names; ValueError if a place has none. Those
-    that cannot be read are named in `closed`."""
-    return list(
-        dict.fromkeys(run for place in places for run in _runs_in(Path(place), [] if closed is None else closed))
-    )
+    """The runs among folders and in them, each once; ValueError if a place has none. Folders that cannot be read are
+    named in `closed`."""
+    closed = [] if closed is None else closed
+    return list(dict.fromkeys(run for place in places for run in _runs_in(Path(place), closed)))
 
 
 def _runs_in(place: Path, closed: list[str]) -> list[Path]:
@@ -30,7 +28,7 @@ def _runs_in(place: Path, closed: list[str]) -> list[Path]:
     refused: list[OSError] = []
     walked = os.walk(place, onerror=refused.append)
     inside = sorted(Path(at) for at, folders, files in walked if {*folders, *files} & {*SIGNS})
-    closed += [f"no way into {str(error.filename)!r}: {error.strerror}" for error in refused]
+    closed += [f"{str(error.filename)!r} cannot be read: {error.strerror}" for error in refused]
     if not inside:
         found = f"neither the folder nor one in it holds a {' or a '.join(SIGNS)}"
         raise ValueError(f"no run at {str(place)!r}: {', '.join([found, *closed])}")
@@ -38,19 +36,14 @@ def _runs_in(place: Path, closed: list[str]) -> list[Path]:
 
 
 def common_folder(runs: Sequence[Path]) -> tuple[Path, dict[Path, str]]:
-    """The innermost folder that holds all runs, and their names in it."""
+    """The innermost folder that contains all runs, and their names in it."""
     above = Path(os.path.commonpath([run.parent for run in runs] or [Path("/")]))
     return above, {run: legible(run.relative_to(above), 1 << 16) for run in runs}
 
 
 @contextmanager
 def written(target: Path) -> Iterator[Path]:
-    """A folder to write files in, which take their places in `target` when all of them are written: a report that could
-    not be written leaves the one before as it was.
-
-    Raises:
-        OSError: They could not be written, in one line.
-    """
+    """A folder to write files in, moved to `target` when all are written; OSError of one line if that fails."""
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -68,37 +61,12 @@ def written(target: Path) -> Iterator[Path]:
 
 
 def check_writable(target: Path) -> None:
-    """OSError where `target` cannot be written: to be asked before minutes of reading go into what it is to hold."""
+    """OSError if `target` cannot be written, before minutes of reading."""
     if not os.access(target.parent, os.W_OK):
         raise OSError(f"{str(target)!r} could not be written: {str(target.parent)!r} is not writable")
 
 
 def report_folder(above: Path, name: str, data: str | Path | None) -> Path:
-    """The folder in `above` for what `name` is (a report, a comparison) of the text that `data` names: `name-TEXT`, and
-    `name-TEXT-2` and so on where that is of another text that is called the same; without `data`, `name`."""
-    if data is None:
-        return above / name
-    stem = re.sub(r"[^\w.+=-]+", "_", Path(data).stem).strip("_.") or "text"
-    first, number = above / f"{name}-{stem}", 1
-    target = first
-    while _text_in(target, name) not in (None, identity(data)):
-        number += 1
-        target = first.with_name(f"{first.name}-{number}")
-    return target
-
-
-def identity(data: str | Path | None) -> str | None:
-    """What tells a text from others: its path; the name of what is no file or folder here."""
-    if data is None:
-        return None
-    path = Path(data).expanduser()
-    return str(path.resolve()) if path.exists() else str(data)
-
-
-def _text_in(folder: Path, name: str) -> str | None:
-    """Of which text a folder is; None where it does not say, which may be overwritten."""
-    try:
-        found = json.loads((folder / f"{name}.json").read_text(encoding="utf-8")).get("data")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, str) else None
+    """The folder in `above` for a report or a comparison: `name`, or of a text that `data` names, `name-TEXT`."""
+    stem = "" if data is None else "-" + (re.sub(r"[^\w.+=-]+", "_", Path(data).stem).strip("_.") or "text")
+    return above / f"{name}{stem}"

@@ -1,4 +1,4 @@
-"""Names, numbers and colours as reports and the dashboard show them."""
+"""Names, numbers and colours of reports and the dashboard."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ from typing import Any
 
 from atlas_memory.console import printable
 
-# Okabe and Ito's colours, which people with any colour vision tell apart.
+# Okabe and Ito's colours, for any colour vision.
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A8A8A"
 COLOURS = (BLUE, ORANGE, GREEN, PINK, "#56B4E9", "#E69F00", "#000000", GREY, "#7A4EAB", "#8C564B")  # of runs
-FAULTS = {  # of an alarm's kind, the gravest first
-    "nonfinite": "holds numbers that are not finite",
-    "no writes": "writes nothing",
-    "no retention": "retains nothing",
-    "unused": "is not used",
-}
-DEMO_STEPS = 1200
-"""Steps, about, that the demo completes in its five minutes."""
 
 
 def legible(value: object, most: int = 1000) -> str:
-    """What stands in a file, or is the name of one, as text of `most` characters that can be shown anywhere."""
+    """Any value as text of at most `most` characters that can be shown anywhere."""
     try:
         text = str(value)
-    except ValueError:  # a whole number of more digits than Python writes
+    except ValueError:  # Python writes no integers of 5,000 digits
         text = "a huge number"
     return printable(text if len(text) <= most else f"{text[:most]}\u2026")
 
@@ -47,18 +39,16 @@ def amount(margin: dict[str, Any]) -> str:
 
 
 def decimals(value: float, error: float | None) -> str:
-    """A number with as many decimals as its error has two digits; four where that is nothing or not known."""
+    """A number with two digits of its error, or four decimals."""
     digits = max(0, 1 - math.floor(math.log10(error))) if error is not None and error > 1e-6 else 4
     return f"{round(value, digits) + 0.0:.{digits}f}"  # no minus before zeros
 
 
 def duration(seconds: float) -> str:
-    """Seconds, or from one minute on minutes."""
     return f"{seconds:.1f} seconds" if seconds < 60 else f"{seconds / 60:.1f} minutes"
 
 
 def average(values: Sequence[float | None]) -> float | None:
-    """The mean of those that are known, if any is."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -69,12 +59,12 @@ def count(number: int, noun: str) -> str:
 
 
 def loss_unit(of_bytes: bool) -> tuple[float, str]:
-    """The factor by which a logged loss is shown, and the unit that it then has."""
+    """The factor from a logged loss to a shown one, and the unit."""
     return (1 / math.log(2), "bits per byte") if of_bytes else (1.0, "nats per token")
 
 
 def model_size(numbers: dict[str, Any]) -> str:
-    """The model of a report; its preset only where that is what was built."""
+    """The model of a report in words."""
     preset = f"preset {numbers['preset']}, " if numbers["preset"] else ""
     rule = f", rule {numbers['rule']}" if numbers["rule"] else ""
     layers, heads = count(numbers["layers"], "layer"), count(numbers["heads"], "head")
@@ -82,36 +72,21 @@ def model_size(numbers: dict[str, Any]) -> str:
     return f"{preset}block {numbers['block']}{rule}, {wide}"
 
 
-def short_training(numbers: dict[str, Any]) -> str:
-    """A warning for a run that its time limit ended after far fewer steps than the demo completes; "" for others."""
-    steps, minutes = numbers["steps"], numbers["ended_after_minutes"]
-    if minutes is None or steps is None or 2 * steps > DEMO_STEPS:
-        return ""
-    return (
-        f"The limit of {minutes:g} minutes ended training after {count(steps, 'step')}; the demo completes about "
-        f"{DEMO_STEPS:,} in five. Fewer steps give worse results: use --resume with a larger train.max_minutes."
-    )
-
-
 def headline(numbers: dict[str, Any]) -> str:
-    """The title of a report, which names what the alarms found."""
+    """The title of a report, with what the alarms found."""
     if numbers["margin"] is None:
         return "A model without a memory"
-    memories: Sequence[dict[str, Any]] = numbers["memories"]
-    faults = {memory["name"]: "no writes" for memory in memories if not memory["wrote"]}
-    faults |= {alarm["memory"]: alarm["kind"] for alarm in numbers["alarms"] if alarm["until"] is None}
+    memories = {memory["name"] for memory in numbers["memories"]}
+    faults = {memory["name"] for memory in numbers["memories"] if not memory["wrote"]}
+    faults |= {alarm["memory"] for alarm in numbers["alarms"] if alarm["until"] is None}
     if not faults:
         return "A memory that learns while it reads"
-    if "" in faults or len(faults) >= len(memories):
-        fault = next((FAULTS[kind] for kind in FAULTS if kind in faults.values()), "is of no use")
-        return f"A memory that {fault}"
-    return (
-        f"A model with {len(memories)} memories, {len(faults)} of which {'is' if len(faults) == 1 else 'are'} of no use"
-    )
+    unused = len(memories) if "" in faults else len(faults)
+    return f"A model with {len(memories)} memories, {unused} of no use"
 
 
 def differing(settings: Sequence[dict[str, Any]], all_keys: bool = False) -> list[list[str]]:
-    """A row for each key in which flat settings differ, or for all: the key and its values."""
+    """Rows of a key and its values, where flat settings differ, or of all keys."""
     keys = dict.fromkeys(key for each in settings for key in each)
     differ = [key for key in keys if all_keys or len({legible(each.get(key)) for each in settings}) > 1]
     return [[key, *(legible(each.get(key, "")) for each in settings)] for key in differ]

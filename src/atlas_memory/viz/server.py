@@ -10,18 +10,18 @@ from pathlib import Path
 from atlas_memory.viz.folders import find_runs
 
 PAGES = Path(__file__).with_name("dashboard.py")
-EVERYONE = ("0.0.0.0", "::")  # addresses that stand for all of a machine
+ANY = ("0.0.0.0", "::")  # all addresses of a machine
 
 
 def serve(runs: Sequence[str | Path], port: int = 8501, address: str = "localhost", browser: bool = True) -> None:
     """Show runs, or all runs in folders, on http://`address`:`port` until it is interrupted; then the process ends.
 
-    `browser`: open it there. ValueError if a folder has no run, or where the address is none of this machine's or the
-    port is taken; ModuleNotFoundError without the extra `dashboard`.
+    `browser`: open it there. ValueError if a folder has no run, or the port cannot be used; ModuleNotFoundError without
+    the extra `dashboard`.
     """
     find_runs(runs)
     _check_free(address, port)
-    from streamlit.web.cli import main  # in this process: another would look for modules in the current folder first
+    from streamlit.web.cli import main  # a process of its own would import from the current folder
 
     options = {
         "server.port": port,
@@ -39,15 +39,15 @@ def serve(runs: Sequence[str | Path], port: int = 8501, address: str = "localhos
     command = ["run", str(PAGES), *(f"--{name}={value}" for name, value in options.items())]
     command += [f"--server.allowedHosts={host}" for host in hosts(address)]
     command += ["--", *(str(Path(place).resolve()) for place in runs)]
-    os.chdir(PAGES.parent)  # Streamlit takes settings, and secrets, from a folder .streamlit in the current one
-    shown = "localhost" if address in EVERYONE else f"[{address}]" if ":" in address else address
-    print(f"dashboard: http://{shown}:{port} (Ctrl-C ends it)", flush=True)
+    os.chdir(PAGES.parent)  # Streamlit reads settings and secrets from .streamlit in the current folder
+    name = "localhost" if address in ANY else f"[{address}]" if ":" in address else address
+    print(f"dashboard: http://{name}:{port} (Ctrl-C ends it)", flush=True)
     main(command, prog_name="streamlit")
 
 
 def _check_free(address: str, port: int) -> None:
     try:
-        if not address:  # which Streamlit takes for all
+        if not address:  # Streamlit takes it for all
             raise OSError(0, "it is empty")
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,8 +60,7 @@ def _check_free(address: str, port: int) -> None:
 
 
 def hosts(address: str) -> list[str]:
-    """By which hosts pages may be asked for: a machine's own names for itself, and `address`; where that stands for all
-    addresses, any IPv4 number. By another name a foreign page could reach the dashboard through the browser of whoever
-    opened it, and read what it shows (DNS rebinding). No name ends in a number."""
-    others = [f"*.{number}" for number in range(256)] if address in EVERYONE else [address]
+    """The host names that are answered: a machine's own, and `address`, or any IPv4 number where that stands for all.
+    By another name a foreign page could read the dashboard through the browser that opened it (DNS rebinding)."""
+    others = [f"*.{number}" for number in range(256)] if address in ANY else [address]
     return ["localhost", "127.0.0.1", "::1", *others]

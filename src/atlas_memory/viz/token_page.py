@@ -1,5 +1,4 @@
-"""A page on which a text is coloured, token by token, by what it cost the model and by what its memory saved; and how
-pages are made."""
+"""Pages, and that of a text coloured by what each token cost and by what the memory saved on it."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:  # which loads torch
 
 LEVELS = 8
 OPAQUE = 204  # opacity of full colours, of 255
-MOST_COST, MOST_SAVED, MOST_OLDER = 8.0, 4.0, 1.0  # bits a token, from which on colours are full
+MOST_COST, MOST_SAVED, MOST_OLDER = 8.0, 4.0, 1.0  # bits a token of a full colour
 
 
 @cache
@@ -32,13 +31,12 @@ def _templates() -> Any:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page from a file of `templates/`, in which all values are text; of characters that can be written."""
+    """A page from a file of `templates/`; all values are escaped."""
     return valid_utf8(_templates().get_template(template).render(values))
 
 
 def token_page(name: str, reading: TokenCosts, back: str | None = "report.html", about: str = "") -> str:
-    """The page of the document `name`, whole in one file, with a link `back`; `about` says what read it, and when. What
-    a token cost is shown where the pointer is, or the finger."""
+    """The page of the document `name` in one file, with a link `back`; `about`: by which run it was read."""
     cost, saved, older = reading.cost, reading.saved, reading.older
     shown = [("cost", "c", cost, MOST_COST), ("saved", "s", saved, MOST_SAVED), ("older", "o", older, MOST_OLDER)]
     kinds = {key: (letter, values, most) for key, letter, values, most in shown if values is not None}
@@ -66,7 +64,7 @@ def token_page(name: str, reading: TokenCosts, back: str | None = "report.html",
 
 
 def _level(value: float, most: float) -> int:
-    """How strong a colour is, from 0 to LEVELS; of what is negative LEVELS more, since a class's name has no sign."""
+    """The strength of a colour, from 0 to LEVELS; of negative values LEVELS more."""
     if not math.isfinite(value):
         return 0
     level = round(LEVELS * max(-1.0, min(1.0, value / most)))
@@ -74,5 +72,5 @@ def _level(value: float, most: float) -> int:
 
 
 def _tenths(values: np.ndarray) -> list[int | None]:
-    """Tenths of bits, as integers, which are short."""
+    """Tenths of bits."""
     return [round(10 * float(x)) if math.isfinite(x) else None for x in values]

@@ -1,4 +1,4 @@
-"""Runs as a dashboard sees them: folders with logs that grow."""
+"""Runs of the dashboard: folders with logs that grow."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WITHOUT_MEMORY = ("swa", "attention")  # as `BLOCKS` says too, which loads torch
 
 
 class WatchedRun:
-    """A run that may be in progress: its `run.yaml` as flat keys, such as "train.steps", and the records of its logs,
-    as of the last `read`; how many lines do not fit the schema; and why files that are there cannot be read."""
+    """A run that may be in progress: its `run.yaml` by keys such as "train.steps", the records of its logs as of the
+    last `read`, the number of damaged lines, and why files cannot be read."""
 
     config: dict[str, Any]
     steps: list[StepRecord]
@@ -38,7 +38,6 @@ class WatchedRun:
         self.read()
 
     def read(self) -> None:
-        """Read what was written since the last time."""
         with self._lock:
             self.steps, self.probes, self.samples = self._log.read(), self._memory.read(), self._samples.read()
             self.damaged = sum(log.damaged for log in self._logs)
@@ -55,7 +54,7 @@ class WatchedRun:
 
     @property
     def last_step(self) -> int | None:
-        """The step at which training ends, if the run says."""
+        """The step at which training ends, if it is known."""
         goal, minutes = self.config.get("train.steps"), self.config.get("train.max_minutes")
         if goal is None and minutes is None and self.config:
             return DEFAULT_STEPS
@@ -63,27 +62,24 @@ class WatchedRun:
 
     @property
     def written(self) -> float:
-        """When one of its logs was written last."""
+        """The time of the last change of a log."""
         return newest(log.path for log in self._logs)
 
     @property
     def of_bytes(self) -> bool:
-        """Whether a token is a byte, so that losses are bits per byte."""
         return has_byte_tokens(self.folder)
 
     @property
     def block(self) -> str:
-        """What mixes over time."""
         return str(self.config.get("model.block") or self._model.get("block") or "lmm")
 
     @property
     def has_memory(self) -> bool:
-        """Whether the model has memories."""
         return self.block not in WITHOUT_MEMORY
 
     @property
     def rule(self) -> str:
-        """The rule of its memories: as configured, as a saved model has it, or the preset's; "" where it is unknown."""
+        """The rule of its memories; "" where it is unknown."""
         known = self.config.get("model.rule") or self._model.get("rule") or ("hope" if self.block == "hope" else "")
         preset = PRESETS.get(str(self.config.get("model.preset")))
         if known or preset is None or self.config.get("model.init_from"):
@@ -92,12 +88,11 @@ class WatchedRun:
 
     @property
     def alarms(self) -> list[dict[str, Any]]:
-        """The alarms of its memories, as `alarm_history` gives them."""
         return alarm_history(self.probes)
 
 
 def _model_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the model in a folder; nothing where there is none, or not whole yet."""
+    """The configuration of the model in a folder; empty if there is none, or not whole yet."""
     try:
         found = read_json(folder / "config.json")
     except (OSError, ValueError):
@@ -106,7 +101,7 @@ def _model_config(folder: Path) -> dict[str, Any]:
 
 
 def newest(paths: Iterable[Path]) -> float:
-    """When one of these was changed last, in seconds; 0 where none is there."""
+    """The time of the last change of these files; 0 without any."""
     times = [0.0]
     for path in paths:
         with suppress(OSError):
@@ -115,7 +110,7 @@ def newest(paths: Iterable[Path]) -> float:
 
 
 class WatchedRuns:
-    """The runs in some places, as they come and go; `missing` names places without a run, and unreadable folders."""
+    """The runs in some places; `missing` names places without a run, and unreadable folders."""
 
     def __init__(self, places: Sequence[str | Path]) -> None:
         self.places, self._due = places, 0.0
@@ -123,8 +118,8 @@ class WatchedRuns:
         self._known: dict[Path, WatchedRun] = {}
 
     def all(self, due: bool = False) -> list[WatchedRun]:
-        """Those that are there now, under the shortest names that tell them apart. With `due`, as they were found last
-        if that is so recent that another search would take more than a twentieth of the time: training may need it."""
+        """The runs now, under the shortest names that tell them apart. With `due`, those found last, unless that is so
+        long ago that another search takes at most a twentieth of the time: training may need it."""
         begun = monotonic()
         if due and begun < self._due:
             return list(self._known.values())
