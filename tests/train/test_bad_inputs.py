@@ -5,11 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from atlas_memory.cli import main
 from atlas_memory.data import byte_tokenizer
-from atlas_memory.train.training_data import collate
 from tests.train.small import SMALL
 
 
@@ -101,13 +99,6 @@ def test_one_giant_line_is_text(wrong) -> None:
     assert main(["train", *SMALL, f"data.path={wrong}/line.txt", f"output_dir={wrong}/run", "train.steps=1"]) == 0
 
 
-def test_what_has_no_effect_is_said(wrong, capsys) -> None:
-    arguments = [*SMALL, f"data.path={wrong}/line.txt", f"output_dir={wrong}/run", "train.steps=1"]
-    assert main(["train", *arguments, "data.order=crops"]) == 0
-    said = capsys.readouterr().err
-    assert "warning: data.interleave=1 has no effect with data.order=crops\n" in said and said.count("warning") == 1
-
-
 def test_a_folder_that_cannot_be_made_is_said_before_the_text_is_read(wrong, capsys) -> None:
     for folder in (wrong / "file" / "run", Path("/proc/run")):
         assert main(["train", *SMALL, f"data.path={wrong}/none.txt", f"output_dir={folder}"]) == 2
@@ -134,5 +125,3 @@ def test_tokens_beyond_the_vocabulary(wrong, capsys) -> None:
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert "the text has the token 60,000, and the model's vocabulary has 258" in said
     assert not (wrong / "run").exists()
-    with pytest.raises(ValueError, match="the text has the token 7, and the model's vocabulary has 7"):  # in a batch
-        collate(7)([{"input_ids": torch.tensor([1, 7])}])

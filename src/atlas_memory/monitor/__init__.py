@@ -6,16 +6,8 @@ from atlas_memory.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
     from atlas_memory.monitor.logs import Alarm
-    from atlas_memory.monitor.probe import alarms, effective_remembrance, summarise
-    from atlas_memory.monitor.tracing import MemoryTrace, Trace, trace, traces
+    from atlas_memory.monitor.tracing import MemoryTrace, Trace, alarms, effective_remembrance, summarise, trace, traces
 
 __all__ = ["Alarm", "MemoryTrace", "Trace", "alarms", "effective_remembrance", "summarise", "trace", "traces"]
 
-__getattr__ = lazy_getattr(
-    __name__,
-    {
-        "Alarm": ".logs",
-        **dict.fromkeys(("alarms", "effective_remembrance", "summarise"), ".probe"),
-        **dict.fromkeys(("MemoryTrace", "Trace", "trace", "traces"), ".tracing"),
-    },
-)
+__getattr__ = lazy_getattr(__name__, {name: ".logs" if name == "Alarm" else ".tracing" for name in __all__})

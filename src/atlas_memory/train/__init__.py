@@ -12,16 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = ["M3", "MultiPeriod", "RunConfig", "load_config", "load_run", "m3_groups", "split_by_period", "train"]
 
-__getattr__ = lazy_getattr(
-    __name__,
-    {
-        "M3": ".optim",
-        "MultiPeriod": ".optim",
-        "RunConfig": ".config",
-        "load_config": ".config",
-        "load_run": ".run_model",
-        "m3_groups": ".optim",
-        "split_by_period": ".optim",
-        "train": ".trainer",
-    },
-)
+_MODULES = dict.fromkeys(("M3", "MultiPeriod", "m3_groups", "split_by_period"), ".optim")
+_MODULES |= {"RunConfig": ".config", "load_config": ".config", "load_run": ".run_model", "train": ".trainer"}
+__getattr__ = lazy_getattr(__name__, _MODULES)

@@ -44,8 +44,8 @@ def check_finite(step: int, folder: Path, loss: float, norm: float) -> None:
     for name, found in zip(names, wrong, strict=True):
         if found and step == 1:
             raise ValueError(
-                f"the {name} at step 1, before any weight has changed, so train.learning_rate is not the cause: check "
-                "the rule (raw inner steps, or a part of your own that diverges), the first weights and the text"
+                f"the {name} at step 1, before any weight has changed: check the rule (raw inner steps, or a part of "
+                "your own that diverges), the first weights and the text"
             )
         if found:
             raise not_finite(f"the {name}", step, folder)

@@ -64,9 +64,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.partition("-")[2])
 
 
-# Writing
-
-
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Around writing a file or a checkpoint of a run: OSError of one line, with the remedy, if it failed."""
@@ -121,9 +118,6 @@ def _writer(path: Path) -> int:
     """The process that wrote a file: the first number in `rng_state_1.pth`, `__1_0.distcp`."""
     found = re.search(r"[_-](\d+)[_.]", path.name)
     return int(found[1]) % world_size() if found else 0
-
-
-# Verifying and finding
 
 
 def checkpoint_files(checkpoint: Path) -> list[Path]:
@@ -217,9 +211,6 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-# Weights
-
-
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights in a folder; FileNotFoundError or ValueError if they are not whole."""
     if is_sharded(folder):
@@ -236,11 +227,9 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                     )
                 found[name] = tuple(weight.get_shape())
     except SafetensorError as error:
-        raise ValueError(f"{str(path)!r} is damaged or cut short ({first_line(error)})") from error
+        remedy = "move it away, and the newest checkpoint is taken"
+        raise ValueError(f"{str(path)!r} is damaged or cut short ({first_line(error)}): {remedy}") from error
     return found
-
-
-# Reading what a run is resumed with
 
 
 @contextmanager
@@ -348,8 +337,6 @@ def restoring_random_state(checkpoint: Path) -> Iterator[None]:
         if not 0 <= position <= 624:
             raise ValueError(f"NumPy's random state is at position {position} of 624")
 
-
-# Sharded weights and optimizers (FSDP2)
 
 _PLAIN = {
     "torch.distributed.checkpoint.metadata": {

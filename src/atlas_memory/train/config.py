@@ -287,11 +287,10 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def load_saved(folder: Path) -> RunConfig:
-    """The settings in the `run.yaml` of a run; ConfigError if it was cut short."""
+    """The settings in the `run.yaml` of a run; ConfigError if it is damaged."""
     saved = folder / RUN_YAML
-    lacking = [name for name in RunConfig.model_fields if name not in read_yaml(saved)]
-    if lacking:
-        raise ConfigError(f"{str(saved)!r} was cut short, and has no {', '.join(lacking)}: write them anew")
+    if read_yaml(saved).keys() != RunConfig.model_fields.keys():
+        raise ConfigError(f"{str(saved)!r} was cut short: it needs {', '.join(RunConfig.model_fields)}")
     return load_config(saved)
 
 

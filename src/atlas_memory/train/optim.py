@@ -70,7 +70,6 @@ class M3(Optimizer):
         weight_decay: decoupled, in both kinds.
         steps: of Newton-Schulz.
         adamw_betas, adamw_eps: of AdamW.
-        printed: see above.
 
     Raises:
         ValueError: a hyperparameter out of range, or a vector in a group without ``m3=False``.
@@ -92,15 +91,12 @@ class M3(Optimizer):
     ) -> None:
         options: dict[str, Any] = {"lr": lr, "betas": betas, "alpha": alpha, "every": every, "eps": eps, "steps": steps}
         options |= {"weight_decay": weight_decay, "adamw_betas": adamw_betas, "adamw_eps": adamw_eps}
-        for name in ("lr", "alpha", "weight_decay"):
-            if not options[name] >= 0:
-                raise ValueError(f"M3 {name} must be at least 0, got {options[name]!r}")
-        for name in ("eps", "adamw_eps"):
-            if not options[name] > 0:
-                raise ValueError(f"M3 {name} must be above 0, got {options[name]!r}")
-        for name, given, count in (("betas", betas, 3), ("adamw_betas", adamw_betas, 2)):
-            if len(given) != count or not all(0 <= b < 1 for b in given):
-                raise ValueError(f"M3 {name} must be {count} numbers from 0 to below 1, got {given!r}")
+        for name in ("lr", "alpha", "weight_decay", "eps", "adamw_eps"):
+            if not options[name] >= 0 or (name.endswith("eps") and not options[name]):
+                raise ValueError(f"M3 {name}={options[name]!r} is out of range")
+        for name, count in (("betas", 3), ("adamw_betas", 2)):
+            if len(options[name]) != count or not all(0 <= b < 1 for b in options[name]):
+                raise ValueError(f"M3 {name}={options[name]!r} must be {count} numbers from 0 to below 1")
         check_size("M3 every", every)
         check_size("M3 steps", steps)
         super().__init__(params, options | {"printed": printed, "m3": True})
@@ -111,10 +107,7 @@ class M3(Optimizer):
         for parameter in group["params"] if group["m3"] else ():
             if parameter.dim() < 2:
                 self.param_groups.pop()
-                raise ValueError(
-                    f"M3 moves matrices, got a parameter of shape {list(parameter.shape)}: put it into a group with "
-                    "m3=False, as m3_groups(model) does"
-                )
+                raise ValueError(f"M3 moves matrices, got the shape {list(parameter.shape)}: use a group with m3=False")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -33,29 +33,17 @@ LOGITS = 12
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs of one process of a run.
-
-    Attributes:
-        parameters: Of the model.
-        embeddings: Parameters of embeddings and output head.
-        initial: Parameters of the memories' M_0.
-        tokens: Read in all, by all processes; None: the clock decides.
-        flops_per_token: Floating-point operations of matrix products, forward and backward; two a multiply-add.
-        weights: Bytes of weights, gradients and the optimizer's state.
-        activations: Bytes that a pass keeps for the backward pass, and half a block's for temporaries.
-        logits: Bytes of logits and their gradient.
-        states: Bytes of the memory states that rows keep from step to step, at most.
-    """
+    """The needs of one process of a run."""
 
     parameters: int
-    embeddings: int
-    initial: int
-    tokens: int | None
-    flops_per_token: float
-    weights: int
-    activations: int
-    logits: int
-    states: int
+    embeddings: int  # parameters of embeddings and output head
+    initial: int  # parameters of the memories' M_0
+    tokens: int | None  # of all processes; None: the clock decides
+    flops_per_token: float  # of matrix products, forward and backward; a multiply-add is two
+    weights: int  # bytes of weights, gradients and the optimizer's state
+    activations: int  # bytes that a pass keeps for the backward pass, and half a block's for temporaries
+    logits: int  # bytes of logits and their gradient
+    states: int  # bytes of the memory states that rows keep from step to step, at most
 
     @property
     def memory(self) -> int:

@@ -17,12 +17,11 @@ from rich.console import Console
 from transformers.integrations import get_reporting_integration_callbacks
 
 from atlas_memory.console import print_line
-from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.layers.gate_projection import GateProjection
 from atlas_memory.models import AtlasConfig
 from atlas_memory.monitor.logs import LOG, MEMORY, SAMPLES, read_log
 from atlas_memory.train.checkpoint import SAVING, newest_checkpoint, step_of
-from atlas_memory.train.config import ConfigError, DataSection, RunConfig, load_saved
+from atlas_memory.train.config import ConfigError, RunConfig, load_saved
 from atlas_memory.train.distributed import rank, world_size
 from atlas_memory.train.plan import LOGITS, available_memory, plan_model, without_weights
 from atlas_memory.train.run_folder import DATA_JSON, RUN_YAML, read_json
@@ -87,24 +86,13 @@ def check_model(config: RunConfig, model: Any) -> None:
 
 
 def check_needs(config: RunConfig, architecture: AtlasConfig, console: Console) -> None:
-    """Warn of settings without effect, of chunks longer than segments, and of too little memory. ConfigError if the
-    logits of a pass alone do not fit."""
+    """Warn of too little memory; ConfigError if the logits of a pass alone do not fit."""
     data, run = config.data, config.train
     logits, there = LOGITS * architecture.vocab_size * run.batch_size * data.seq_len, available_memory(config)
     if logits > there:
         raise ConfigError(
             f"train.batch_size={run.batch_size} rows of data.seq_len={data.seq_len} tokens need {logits / 1e9:,.0f} GB "
             f"for logits alone, and there are {there / 1e9:,.0f}: lower one of them"
-        )
-    for name in ("interleave", "reset_every", "pass_states") if data.order == "crops" else ():
-        if (value := getattr(data, name)) != DataSection.model_fields[name].default:
-            print_line(console, f"warning: data.{name}={value} has no effect with data.order=crops")
-    chunk = architecture.memory_rule().window.chunk if BLOCKS[architecture.block].memory else 0
-    if data.order != "crops" and architecture.hierarchy is None and chunk > 2 * data.longest:
-        print_line(
-            console,
-            f"warning: memories read chunks of {chunk} tokens, and compute whole ones for each segment of "
-            f"{data.longest}: model.chunk_size={data.longest} saves time",
         )
     if rank() > 0 or without_weights(architecture).num_parameters() < LARGE:
         return
@@ -117,14 +105,9 @@ def check_needs(config: RunConfig, architecture: AtlasConfig, console: Console) 
         )
 
 
-# The folder
-
-
 def check_folder(folder: Path, config: RunConfig, resume: bool) -> None:
     """ConfigError unless the folder is new, empty or of a run that failed in its first step; to resume, unless it holds
     the run of `config`."""
-    if os.path.exists(folder) and not folder.is_dir():
-        raise ConfigError(f"output_dir={str(folder)!r} is a file: choose another")
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     with writable(folder), TemporaryDirectory(prefix=".atlas-", dir=there):
         pass

@@ -139,26 +139,23 @@ def flat_settings(folder: Path) -> dict[str, Any]:
     """The settings in `run.yaml`, by keys such as "train.steps"; empty if there is none, ValueError if it is not
     readable or not whole yet."""
     try:
-        found, problem = _flat_yaml(read_small_text(folder / RUN_YAML))
+        return _flat_yaml(read_small_text(folder / RUN_YAML))
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise ValueError(f"run.yaml cannot be read: {error.strerror}") from error
     except UnicodeError as error:
         raise ValueError("run.yaml is not UTF-8 text") from error
-    if problem:
-        raise ValueError(f"run.yaml {problem}")
-    return found
+    except ValueError as error:
+        raise ValueError(f"run.yaml {error}") from error
 
 
 @lru_cache(64)  # the dashboard asks every two seconds
-def _flat_yaml(text: str) -> tuple[dict[str, Any], str]:
-    """The flat keys of a text and "", or none and the problem."""
-    try:
-        tree = parse_yaml(text) or {}
-    except ValueError as error:
-        return {}, str(error)
-    return (dict(_flat(tree)), "") if isinstance(tree, dict) else ({}, "has no keys and values")
+def _flat_yaml(text: str) -> dict[str, Any]:
+    tree = parse_yaml(text) or {}
+    if not isinstance(tree, dict):
+        raise ValueError("has no keys and values")
+    return dict(_flat(tree))
 
 
 def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:

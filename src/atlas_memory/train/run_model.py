@@ -31,22 +31,13 @@ from atlas_memory.train.training_data import TrainingData
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model, in eval mode.
-
-    Attributes:
-        config: The settings, if there is a run.yaml.
-        step: The step of the weights; infinite where it is not known.
-    """
+    """A trained model, in eval mode."""
 
     model: Any
     tokenizer: Any
     folder: Path
-    config: RunConfig | None
-    step: float
-
-
-class UnsupportedConfigError(ValueError):
-    """A `config.json` that is not damaged, and that `AtlasConfig` refuses."""
+    config: RunConfig | None  # None without a run.yaml
+    step: float  # of the weights; infinite where it is not known
 
 
 def load_run(folder: str | Path) -> Run:
@@ -57,18 +48,9 @@ def load_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     source = _newest_model(folder)
-    try:
-        config = saved_config(source)
-        check_fit(source, config, "its config.json")
-        model = read_weights(source, config)
-    except UnsupportedConfigError:  # a checkpoint would be refused too
-        raise
-    except ValueError as error:
-        checkpoint = checkpoints.newest_checkpoint(folder) if source == folder else None
-        if checkpoint is None:
-            raise
-        remedy = f"{checkpoint.name} is intact: move {checkpoints.WEIGHTS} away, and the run is read from it"
-        raise ValueError(f"{error}; {remedy}") from error
+    config = saved_config(source)
+    check_fit(source, config, "its config.json")
+    model = read_weights(source, config)
     try:
         tokenizer = read_tokenizer(source)
     except ValueError as error:
@@ -107,8 +89,7 @@ def saved_step(folder: Path) -> float:
 
 
 def saved_config(folder: Path) -> AtlasConfig:
-    """The configuration in a model's folder. ValueError if it is missing, damaged or of another kind of model;
-    UnsupportedConfigError if a block or rule is not registered, for one."""
+    """The configuration in a model's folder; ValueError if it is missing, damaged or not of a registered model."""
     path = folder / "config.json"
     try:
         saved = read_json(path)
@@ -120,7 +101,7 @@ def saved_config(folder: Path) -> AtlasConfig:
     try:
         return AtlasConfig.from_dict(saved)
     except (ValueError, TypeError) as error:
-        raise UnsupportedConfigError(f"{str(path)!r} cannot be made into a model: {error}") from error
+        raise ValueError(f"{str(path)!r} cannot be made into a model: {error}") from error
 
 
 def check_fit(folder: Path, config: AtlasConfig, name_of_model: str) -> None:
@@ -154,9 +135,6 @@ def read_weights(folder: Path, config: AtlasConfig) -> Any:
         if not weight.isfinite().all():
             raise ValueError(f"the weight {name} in {str(folder)!r} is not finite: take an older checkpoint")
     return model
-
-
-# Making
 
 
 def model_config(config: RunConfig, tokenizer: Any) -> AtlasConfig:
@@ -206,8 +184,6 @@ def first_model(config: RunConfig, architecture: AtlasConfig) -> Any:
 def _init_from(init_from: str) -> tuple[Path, AtlasConfig]:
     """The folder of the first weights, and their configuration."""
     try:
-        if Path(init_from).expanduser().is_file():
-            raise ValueError(f"{init_from!r} is a file: give the folder of a run, or of save_pretrained")
         folder = _newest_model(Path(init_from).expanduser())
         return folder, saved_config(folder)
     except ValueError as error:
@@ -218,9 +194,6 @@ def _merge(options: Any, changes: Any) -> Any:
     if not isinstance(options, dict) or not isinstance(changes, dict):
         return changes
     return options | {name: _merge(options.get(name), value) for name, value in changes.items()}
-
-
-# Saving
 
 
 def save_model(

@@ -118,10 +118,9 @@ class TBPTTStates:
         batches, seen = _batches(about), json.loads(about["seen"])
         if any(rows.start < 0 or rows.stop > self._total or not rows for rows in batches):
             raise ValueError(f"it has other rows than the {self._total} of this run")
-        if len(seen) != len(batches) or not all(type(count) is int and 0 <= count <= MAX_TOKENS for count in seen):
-            raise ValueError("what its rows have read is no number of tokens")
-        if not 0 <= int(about["group"]) < self._groups * max(int(about["times"]), 0):
-            raise ValueError(f"its group is {about['group']}, and its segments {about['times']} times as long")
+        known = [type(count) is int and 0 <= count <= MAX_TOKENS for count in seen]
+        if known != [True] * len(batches) or not 0 <= int(about["group"]) < self._groups * int(about["times"]):
+            raise ValueError(f"its rows have read {seen} tokens in group {about['group']}")
         return batches
 
     def _unpack(self, parts: list[Packed], place: str = "the run") -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from atlas_memory.console import print_line
@@ -25,25 +25,13 @@ from atlas_memory.data import Segments
 from atlas_memory.layers.omega_memory import set_execution
 from atlas_memory.models import PRESETS, AtlasForCausalLM
 from atlas_memory.monitor.logs import LOG, cut_logs, so_far
+from atlas_memory.train import callbacks, preflight, run_model
 from atlas_memory.train import checkpoint as checkpoints
-from atlas_memory.train import preflight, run_model
-from atlas_memory.train.callbacks import (
-    Clock,
-    Evaluation,
-    JsonLog,
-    MemoryProbe,
-    OnAlarm,
-    ProgressBar,
-    Samples,
-    StopOnInterrupt,
-    check_finite,
-    not_finite,
-)
 from atlas_memory.train.config import ConfigError, RunConfig
 from atlas_memory.train.distributed import all_reduce_max, barrier, gather_weights, rank, shard, world_size
 from atlas_memory.train.optim import make_optimizer
 from atlas_memory.train.tbptt import TBPTTStates
-from atlas_memory.train.training_data import Examples, TrainingData, batches_per_step, collate
+from atlas_memory.train.training_data import Examples, TrainingData, batches_per_step
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ class Outcome:
 
 
 def train(
-    config: RunConfig, resume: bool = False, console: Console | None = None, on_alarm: OnAlarm | None = None
+    config: RunConfig, resume: bool = False, console: Console | None = None, on_alarm: callbacks.OnAlarm | None = None
 ) -> Outcome:
     """Train, and save model, tokenizer, `run.yaml`, `log.jsonl` and checkpoints into `output_dir`.
 
@@ -173,12 +161,14 @@ def _run(
     resume: bool,
     checkpoint: Path | None,
     console: Console,
-    on_alarm: OnAlarm | None,
+    on_alarm: callbacks.OnAlarm | None,
 ) -> Outcome:
     folder, run = Path(config.output_dir), config.train
     done = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
     last, elapsed = so_far(folder, done)
-    clock = Clock(run.last_step, run.max_minutes, elapsed, run.save_minutes)
+    if done and last is None and run.max_minutes is not None:
+        print_line(console, f"{folder / LOG} lacks step {done}: {elapsed / 60:.2f} minutes count as used")
+    clock = callbacks.Clock(run.last_step, run.max_minutes, elapsed, run.save_minutes)
     if checkpoint is not None:
         if clock.progress(done) >= 1:
             run_model.save_final_model(folder, checkpoint, data, last.held_out_bits_per_byte if last else None)
@@ -193,16 +183,16 @@ def _run(
             with checkpoints.writing(folder / LOG):
                 cut_logs(folder, done)
 
-    interrupt = StopOnInterrupt()
-    evaluation = Evaluation(config, model, data, interrupt)
-    log = JsonLog(folder / LOG, clock, evaluation)
-    samples = Samples(config, evaluation, interrupt, console)
+    interrupt = callbacks.StopOnInterrupt()
+    evaluation = callbacks.Evaluation(config, model, data, interrupt)
+    log = callbacks.JsonLog(folder / LOG, clock, evaluation)
+    samples = callbacks.Samples(config, evaluation, interrupt, console)
     tokens_per_step = run.batch_size * batches_per_step(config) * config.data.seq_len
-    probe = MemoryProbe(config, evaluation, tokens_per_step, interrupt, console, on_alarm)
-    bar = ProgressBar(clock, log, console, tokens_per_step)
-    callbacks = [clock, interrupt, evaluation, samples, probe, log, bar]
+    probe = callbacks.MemoryProbe(config, evaluation, tokens_per_step, interrupt, console, on_alarm)
+    bar = callbacks.ProgressBar(clock, log, console, tokens_per_step)
+    hooks = [clock, interrupt, evaluation, samples, probe, log, bar]
     tokenizer = run_model.with_pad_token(data.tokenizer)
-    trainer = _Trainer(config, clock, model, examples, args=arguments, processing_class=tokenizer, callbacks=callbacks)
+    trainer = _Trainer(config, clock, model, examples, args=arguments, processing_class=tokenizer, callbacks=hooks)
     trainer.extra_logs = lambda: (
         probe.metrics | ({} if evaluation.bits is None else {"held_out_bits_per_byte": evaluation.bits})
     )
@@ -223,7 +213,9 @@ class _Trainer(Trainer):
     """Trainer with our order of examples, optimizers, schedules by the clock, truncated BPTT, verified checkpoints and
     FSDP2 (accelerate's own leaves CPUs out and would gather M_0 in bfloat16: the model comes sharded)."""
 
-    def __init__(self, config: RunConfig, clock: Clock, model: nn.Module, examples: Examples, **kwargs: Any) -> None:
+    def __init__(
+        self, config: RunConfig, clock: callbacks.Clock, model: nn.Module, examples: Examples, **kwargs: Any
+    ) -> None:
         self.settings, self.clock, self.examples, self.folder = config.train, clock, examples, Path(config.output_dir)
         self.peak = config.train.learning_rate or PRESETS[config.model.preset].learning_rate
         self.network: Any = model  # without the wrappers of accelerate
@@ -235,7 +227,7 @@ class _Trainer(Trainer):
             self.states = TBPTTStates(model, rows, passes, examples.interleave, rank(), world_size())
         if self.settings.fsdp:
             shard(model, kwargs["args"].device)
-        kwargs |= {"train_dataset": examples, "data_collator": collate(cast(Any, model).config.vocab_size)}
+        kwargs |= {"train_dataset": examples, "data_collator": default_data_collator}
         super().__init__(model, **kwargs)
         if self.settings.fsdp:
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
@@ -262,10 +254,8 @@ class _Trainer(Trainer):
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:  # before the optimizer takes the gradient
         norm = super()._get_grad_norm(*args, **kwargs)
         loss, self.losses = float(sum(self.losses)), []
-        check_finite(self.state.global_step + 1, self.folder, loss, float(norm))
+        callbacks.check_finite(self.state.global_step + 1, self.folder, loss, float(norm))
         return norm
-
-    # Checkpoints
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.folder / checkpoints.SAVING)
@@ -273,7 +263,7 @@ class _Trainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
         if not self._weights_are_finite():
-            raise not_finite("the weights are not finite numbers", step, self.folder)
+            raise callbacks.not_finite("the weights are not finite numbers", step, self.folder)
         try:
             with checkpoints.writing(self.folder / f"checkpoint-{step}"):
                 super()._save_checkpoint(model, trial)
@@ -337,8 +327,6 @@ class _Trainer(Trainer):
         if self.states is not None and isinstance(self.examples, Segments) and checkpoint is not None:
             self.states.lengthen(self.examples.times(self.state.global_step))
             self.states.load(Path(checkpoint))
-
-    # Optimizer and schedule
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         run, network = self.settings, self.network if model is None else model

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
-from transformers import default_data_collator
 
 from atlas_memory.console import progress_bar, valid_utf8
 from atlas_memory.data import Corpus, Document, RandomCrops, Segments, Source, Tokens, load_tokenizer
@@ -88,7 +87,11 @@ class TrainingData:
     def check_ids(self, vocab_size: int) -> None:
         """ConfigError if one of a million tokens is beyond a model's vocabulary."""
         count = len(self.tokens.ids)
-        check_ids(self.tokens.ids[np.linspace(0, count - 1, min(count, 2**20)).astype(np.int64)], vocab_size)
+        found = int(self.tokens.ids[np.linspace(0, count - 1, min(count, 2**20)).astype(np.int64)].max())
+        if found >= vocab_size:
+            raise ConfigError(
+                f"the text has the token {found:,}, and the model's vocabulary has {vocab_size:,}: prepare it again"
+            )
 
     def check_same(self, folder: Path, config: RunConfig) -> None:
         """ConfigError if the run in `folder` began with another text or number of rows a step. The first process reads
@@ -166,26 +169,6 @@ def _read_and_tokenise(
     with progress_bar(console, what, characters if len(corpus.train) > 1 else None) as show:
         tokens = Tokens.of(tokenizer, corpus.train, lambda done: show(done, ""))
     return str(corpus), tokenizer, tokens, corpus.held_out
-
-
-def check_ids(ids: Any, vocab_size: int) -> None:
-    """ConfigError if a token is beyond a model's vocabulary: an embedding's own error names nothing."""
-    if (found := int(ids.max())) >= vocab_size:
-        raise ConfigError(
-            f"the text has the token {found:,}, and the model's vocabulary has {vocab_size:,}: a prepared folder whose "
-            "tokens are not those of its tokenizer is damaged: prepare it again"
-        )
-
-
-def collate(vocab_size: int) -> Callable[[list[Any]], dict[str, Any]]:
-    """The function that makes a batch of examples of one length."""
-
-    def batch(examples: list[Any]) -> dict[str, Any]:
-        made = default_data_collator(examples)
-        check_ids(made["input_ids"], vocab_size)
-        return made
-
-    return batch
 
 
 def _check_tokenizer(config: RunConfig, tokenizer: Any, name: str) -> None:

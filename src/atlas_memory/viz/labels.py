@@ -65,11 +65,10 @@ def loss_unit(of_bytes: bool) -> tuple[float, str]:
 
 def model_size(numbers: dict[str, Any]) -> str:
     """The model of a report in words."""
-    preset = f"preset {numbers['preset']}, " if numbers["preset"] else ""
     rule = f", rule {numbers['rule']}" if numbers["rule"] else ""
     layers, heads = count(numbers["layers"], "layer"), count(numbers["heads"], "head")
     wide = f"{layers} of width {numbers['width']:,} with {heads}, {numbers['parameters']:,} parameters"
-    return f"{preset}block {numbers['block']}{rule}, {wide}"
+    return f"block {numbers['block']}{rule}, {wide}"
 
 
 def headline(numbers: dict[str, Any]) -> str:

@@ -21,7 +21,6 @@ from atlas_memory.data.tokenization import encode, is_byte_tokenizer
 from atlas_memory.eval.perplexity import SEGMENT, Score, bits_per_byte, evaluation_length
 from atlas_memory.eval.sampling import sample
 from atlas_memory.eval.token_costs import token_costs
-from atlas_memory.models import PRESETS
 from atlas_memory.monitor import Trace, summarise, traces
 from atlas_memory.monitor.hooks import memory_layers
 from atlas_memory.monitor.logs import GATES, LOG, MEASURES, MEMORY, ProbeRecord, StepRecord, alarm_history, read_log
@@ -141,16 +140,14 @@ def _draw_training(
     scale, unit = labels.loss_unit(of_bytes)
     loss = charts.curves({"loss": [(e.step, scale * e.loss) for e in log]}, "Training loss", unit=unit, bands=True)
     charts.save(made / "loss.png", [loss])
-    names = [memory["name"] for memory in memories]
-    known = [probe for probe in probes if names and {*names} <= {memory.name for memory in probe.memories}]
-    if len(known) < 2:
+    if len(probes) < 2 or not memories:
         return {"loss"}
-    measured = charts.measures(known)
-    maps = [charts.heat_map(known, name) for name in PROBED if name in measured]
-    shares: dict[str, list[Any]] = {labels.memory_label(name): [] for name in names}
-    for probe in known:
-        for memory in (memory for memory in probe.memories if memory.name in names):
-            shares[labels.memory_label(memory.name)].append((probe.step, memory.memory_contribution))
+    measured = charts.measures(probes)
+    maps = [charts.heat_map(probes, name) for name in PROBED if name in measured]
+    shares: dict[str, list[Any]] = {}
+    for probe in probes:
+        for memory in probe.memories:
+            shares.setdefault(labels.memory_label(memory.name), []).append((probe.step, memory.memory_contribution))
     below = charts.curves(shares, MEASURES["memory_contribution"].title, dashed=True)
     charts.save(made / "training.png", maps, [below], width=1000)
     return {"loss", "training"}
@@ -212,9 +209,9 @@ def _about(run: Run, trained: int, log: Sequence[StepRecord]) -> dict[str, Any]:
         own = run.config.train.batch_size * run.config.train.gradient_accumulation_steps
         rows = read_data_json(run.folder).get("rows", own)  # of all processes
         tokens = rows * run.config.data.seq_len if type(rows) is int else None
+    processor = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
     return {
         "run": str(run.folder),
-        "preset": _preset(run),
         "block": config.block,
         "rule": config.rule if memory_layers(run.model) else None,
         "layers": config.num_hidden_layers,
@@ -222,22 +219,13 @@ def _about(run: Run, trained: int, log: Sequence[StepRecord]) -> dict[str, Any]:
         "heads": config.num_attention_heads,
         "parameters": run.model.num_parameters(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "machine": f"{_processor()}, {platform.system()}, torch {torch.__version__}",
+        "machine": f"{processor}, {platform.system()}, torch {torch.__version__}",
         "steps": steps,
         "tokens_per_step": tokens,
         "training_seconds": seconds,
         "training_length": trained,
         "training_length_is_known": run.config is not None,
     }
-
-
-def _preset(run: Run) -> str | None:
-    """The preset of the run, if the model is of its size."""
-    if run.config is None or run.config.model.init_from is not None:
-        return None
-    preset, sizes = PRESETS[run.config.model.preset].config, ("num_hidden_layers", "hidden_size", "num_attention_heads")
-    same = all(getattr(run.model.config, name) == preset[name] for name in sizes)
-    return run.config.model.preset if same else None
 
 
 def _amount_read(on: Score, documents: Sequence[Document]) -> str:
@@ -268,16 +256,6 @@ def _margin(pair: Sequence[float], streams: int) -> dict[str, Any]:
     """A saving and its standard error over streams; None of one stream."""
     error = float(pair[1]) if streams > 1 else None
     return {"bits_per_byte": float(pair[0]), "standard_error": error, "streams": int(streams)}
-
-
-def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def write_comparison(
