@@ -164,7 +164,7 @@ def test_what_cannot_be_sharded_is_refused(tmp_path, monkeypatch) -> None:
 
     refused("this one was started alone: start it with torchrun --nproc-per-node N -m atlas_memory train")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    refused("train.optimizer='m3' works on whole matrices", "train.optimizer=m3")
+    refused("train.optimizer='m3' needs whole matrices", "train.optimizer=m3")
     refused(r"model.continuum_periods=\[1, 4\] sums gradients over steps", "model.continuum_periods=[1,4]")
 
 

@@ -49,8 +49,8 @@ def test_every_measure_of_a_probe_is_explained_and_drawn(tmp_path: Path) -> None
     found = WatchedRun(made_run(tmp_path / "run", steps=100), "run").probes
     known = charts.measures(found)
     assert {"alpha", "alpha_spread", "half_life", "recall_error_256", "memory_contribution"} <= {*known}
-    assert all(len(charts.described(name).description) > 40 for name in known)
-    assert charts.described("recall_error_256").title == "error 256 tokens after the write"
+    assert all(len(charts.described(name)[1]) > 40 for name in known)
+    assert charts.described("recall_error_256")[0] == "error 256 tokens after the write"
     gate = found[-1].memories[1].alpha
     assert gate is not None
     for name, values in (("alpha", gate.mean), ("alpha_spread", gate.std)):

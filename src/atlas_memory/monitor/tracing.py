@@ -428,12 +428,8 @@ def effective_remembrance(model: Any, ids: Tensor, recent: int, piece: int = 256
     Raises:
         ValueError: a text that is too short, or ``recent`` below 1.
     """
-    if recent < 1:
-        raise ValueError(f"recent={recent} must be at least 1")
-    if ids.dim() != 2 or ids.shape[1] <= 2 * recent:
-        raise ValueError(
-            f"ids must be [batch, time] of more than 2 recent = {2 * recent} tokens, got {list(ids.shape)}"
-        )
+    if recent < 1 or ids.dim() != 2 or ids.shape[1] <= 2 * recent:
+        raise ValueError(f"ids must be [batch, time], longer than 2 recent, got {list(ids.shape)} and recent={recent}")
     with torch.inference_mode(), hooks.eval_mode(model):
         ids = ids.to(next(model.parameters()).device)
         *_, (_, whole) = _read(model, ids[:, : 2 * recent], None, piece)

@@ -42,9 +42,8 @@ def barrier() -> None:
 def destroy_process_group() -> None:
     """Leave the process group at the end of a run.
 
-    The group's threads end when nothing refers to it any more. A trainer and its wrapped model refer to it and to each
-    other, so they are collected here; deleting the last reference waits for the threads without Python's lock, which
-    they may need.
+    Its threads end when nothing refers to it any more: a trainer and its wrapped model are collected, and the last
+    reference is deleted without Python's lock, which the threads may need.
     """
     if torch.distributed.is_initialized():
         group = torch.distributed.group.WORLD

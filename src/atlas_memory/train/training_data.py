@@ -213,9 +213,7 @@ def evaluation_text(
         return f"the held-out part of {source}", held_out
     try:
         if Prepared.open(data) is not None:
-            raise ValueError(
-                f"data.path={str(data)!r} is a prepared folder, which keeps held-out text only: give the text"
-            )
+            raise ValueError(f"data.path={str(data)!r} is a prepared folder: give the text that it was made of")
         documents = _all_documents(data, run.config or RunConfig(), column)
         return valid_utf8(str(data)), documents
     except ValueError as error:  # the readers name the key of a run

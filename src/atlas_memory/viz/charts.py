@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -139,29 +139,20 @@ def contributions(probes: Sequence[ProbeRecord]) -> Points:
             yield probe.step, sum(known) / len(known), min(known), max(known)
 
 
-class Measure(NamedTuple):
-    """A measure of a memory, and the values between which its colours change."""
-
-    title: str
-    description: str
-    limits: tuple[float, float] | None
-
-
 def _field_of(name: str) -> tuple[str, str]:
     """The field of ``MemoryRecord`` that has a measure, and the lag or "spread"."""
     field, _, suffix = (name, "", "") if name in MEASURES else name.rpartition("_")
     return field, suffix
 
 
-def described(name: str) -> Measure:
-    """A measure by its name in ``MemoryRecord.by_head``."""
+def described(name: str) -> tuple[str, str, tuple[float, float] | None]:
+    """Title, description and limits of a measure by its name in ``MemoryRecord.by_head``."""
     field, suffix = _field_of(name)
     about, extra = MEASURES[field], cast(dict[str, Any], MEASURES[field].json_schema_extra)
-    found = Measure((about.title or "").format(lag=suffix), about.description or "", extra["limits"])
+    title = (about.title or "").format(lag=suffix)
     if suffix == "spread":
-        says = f"Standard deviation over tokens of {found.title}. 0: the gate is the same at every token."
-        return Measure(f"{found.title}, spread", says, None)
-    return found
+        return f"{title}, spread", f"Standard deviation over tokens of {title}. 0: it is the same everywhere.", None
+    return title, about.description or "", extra["limits"]
 
 
 def measures(probes: Sequence[ProbeRecord]) -> list[str]:
@@ -173,7 +164,7 @@ def measures(probes: Sequence[ProbeRecord]) -> list[str]:
 def heat_map(probes: Sequence[ProbeRecord], name: str) -> Spec:
     """A heat map of one measure: a column for each probe, a line for each head of each memory; for each memory, where
     there would be more than ``ROWS`` lines."""
-    measure = described(name)
+    title, _, limits = described(name)
     columns = list(probes[:: -(-len(probes) // PROBES)])
     columns += [] if columns[-1] is probes[-1] else [probes[-1]]
     field = [_field_of(name)[0]]
@@ -187,9 +178,9 @@ def heat_map(probes: Sequence[ProbeRecord], name: str) -> Spec:
                 line = f"{label}, head {head}" if len(values) > 1 else label
                 rows.append({"line": line, "step": probe.step, "value": value})
     lines = list(dict.fromkeys(row["line"] for row in rows))
-    log = measure.limits is not None and measure.limits[0] > 0
+    log = limits is not None and limits[0] > 0
     scale: Spec = {"scheme": "cividis", "clamp": True, "type": "log" if log else "linear"}
-    scale |= {} if measure.limits is None else {"domain": list(measure.limits)}
+    scale |= {} if limits is None else {"domain": list(limits)}
     tall = max(90, ROW * len(lines))
     legend = {"orient": "right", "gradientThickness": 10, "gradientLength": min(120, tall - 20), "tickCount": 4}
     axis = {"labelAngle": 0, "labelOverlap": True, "labelSeparation": 8, "format": ","}
@@ -198,9 +189,9 @@ def heat_map(probes: Sequence[ProbeRecord], name: str) -> Spec:
         "x": _field("step", "ordinal", title="step", axis=axis),
         "y": _field("line", "nominal", **y),
         "color": _field("value", "quantitative", scale=scale, legend=legend | {"format": "~s" if log else ".3~g"}),
-        "tooltip": [_field("line", "nominal"), _field("step", "ordinal"), _value(measure.title)],
+        "tooltip": [_field("line", "nominal"), _field("step", "ordinal"), _value(title)],
     }
-    return _chart(measure.title, tall + AROUND, data={"values": rows}, mark="rect", encoding=encoding)
+    return _chart(title, tall + AROUND, data={"values": rows}, mark="rect", encoding=encoding)
 
 
 def by_position(

@@ -83,8 +83,8 @@ def find() -> None:
     if now != before:
         chosen = {before[name] for name in st.session_state.get("runs", ()) if name in before}
         new = [folder for folder in now.values() if folder not in before.values()]
-        shown = chosen | {*new[: max(0, MANY - len(chosen & {*now.values()}))]}
-        st.session_state["runs"] = [name for name, folder in now.items() if folder in shown]
+        selected = chosen | {*new[: max(0, MANY - len(chosen & {*now.values()}))]}
+        st.session_state["runs"] = [name for name, folder in now.items() if folder in selected]
     st.session_state.update({"all": runs, "folders": now, "missing": places.missing})
 
 
@@ -172,11 +172,11 @@ def _alarms_and_curves() -> None:
 def _curve(runs: Sequence[WatchedRun], name: str) -> tuple[charts.Spec | None, str]:
     """A field of the logs over steps, with its description."""
     about = (StepRecord.model_fields | ProbeRecord.model_fields | MEASURES)[name]
-    title, says = about.title or "", about.description or ""
+    title, description = about.title or "", about.description or ""
     if name == "loss":
         of_bytes = {run.of_bytes for run in runs}
         unit = "bits per byte, of words nats per token" if len(of_bytes) > 1 else loss_unit(all(of_bytes))[1]
-        title, says = f"{title} ({unit})", says.replace(", in nats", "")
+        title, description = f"{title} ({unit})", description.replace(", in nats", "")
     series = {}
     for run in runs:
         if name == "memory_contribution":
@@ -186,7 +186,7 @@ def _curve(runs: Sequence[WatchedRun], name: str) -> tuple[charts.Spec | None, s
             records: list[Any] = [*run.steps, *run.probes]
             found = [(record.step, getattr(record, name, None)) for record in records]
             series[run.name] = [(step, by * value) for step, value in found if value is not None]
-    return charts.curves(series, title), says
+    return charts.curves(series, title), description
 
 
 def _row(run: WatchedRun) -> dict[str, str]:
@@ -226,12 +226,12 @@ def _heat_maps(run: WatchedRun) -> None:
         every = run.config.get("train.probe_every", 100)
         note(f"Its memories have not been probed yet (train.probe_every={every} steps; 0: never).", "info")
         return
-    known = {charts.described(name).title: name for name in charts.measures(run.probes)}
-    shown = [title for title, name in known.items() if name in ("half_life", "readout_change", "eta", "norm")]
-    chosen = [known[title] for title in st.pills("measures", known, selection_mode="multi", default=shown)]
+    known = {charts.described(name)[0]: name for name in charts.measures(run.probes)}
+    first = [title for title, name in known.items() if name in ("half_life", "readout_change", "eta", "norm")]
+    chosen = [known[title] for title in st.pills("measures", known, selection_mode="multi", default=first)]
     last = run.probes[-1]
     st.caption(f"Last probe after step {last.step:,}, in {last.seconds:.2f} s.")
-    side_by_side((charts.heat_map(run.probes, name), charts.described(name).description) for name in chosen)
+    side_by_side((charts.heat_map(run.probes, name), charts.described(name)[1]) for name in chosen)
 
 
 def settings_page() -> None:

@@ -38,8 +38,8 @@ def render(template: str, **values: Any) -> str:
 def token_page(name: str, reading: TokenCosts, back: str | None = "report.html", about: str = "") -> str:
     """The page of the document `name` in one file, with a link `back`; `about`: by which run it was read."""
     cost, saved, older = reading.cost, reading.saved, reading.older
-    shown = [("cost", "c", cost, MOST_COST), ("saved", "s", saved, MOST_SAVED), ("older", "o", older, MOST_OLDER)]
-    kinds = {key: (letter, values, most) for key, letter, values, most in shown if values is not None}
+    rows = [("cost", "c", cost, MOST_COST), ("saved", "s", saved, MOST_SAVED), ("older", "o", older, MOST_OLDER)]
+    kinds = {key: (letter, values, most) for key, letter, values, most in rows if values is not None}
     tokens = []
     for n, piece in enumerate(reading.pieces):
         levels = {letter: _level(values[n], most) for letter, values, most in kinds.values()}

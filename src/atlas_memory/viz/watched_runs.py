@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -49,8 +48,7 @@ class WatchedRun:
             except ValueError as error:
                 self.unreadable.append(str(error))
             if not self._model:
-                first = os.path.expanduser(str(self.config.get("model.init_from") or ""))
-                self._model = _model_config(self.folder) or (_model_config(Path(first)) if first else {})
+                self._model = _model_config(self.folder)
 
     @property
     def last_step(self) -> int | None:
