@@ -76,7 +76,7 @@ def wrong(tmp_path) -> Path:
         ("data.seq_len_schedule={{3: 64}}", "make train.batch_size a multiple of 4"),
         ("data.seq_len_schedule={{half: 32}}", "data.seq_len_schedule='half': input should be a valid integer"),
         ("model=nano", "model is a section, not 'nano': set its keys, such as model.preset"),
-        ("output_dir={}/file", "is a file"),
+        ("output_dir={}/file", "Not a directory"),
         ("output_dir={}/file/run", "file"),
     ],
 )

@@ -144,7 +144,7 @@ def test_a_saved_description_that_was_cut_short(tmp_path) -> None:
     load_config(None, ["train.learning_rate=0.02"]).save(tmp_path / "run.yaml")
     assert load_saved(tmp_path).train.learning_rate == 0.02
     whole = (tmp_path / "run.yaml").read_text()
-    for part, lacks in (("", "model, data, train"), (whole[: whole.index("train:")], "train")):
+    for part in ("", whole[: whole.index("train:")]):
         (tmp_path / "run.yaml").write_text(part)
-        with pytest.raises(ConfigError, match=f"was cut short, and has no {lacks}"):
+        with pytest.raises(ConfigError, match="was cut short: it needs model, data, train"):
             load_saved(tmp_path)

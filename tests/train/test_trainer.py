@@ -193,7 +193,7 @@ def test_a_folder_in_use_is_refused(whole, tmp_path) -> None:
         train(settings(tmp_path, f"output_dir={whole}"))
     assert snapshot(whole) == before
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="is a file"):
+    with pytest.raises(ConfigError, match=r"cannot be written to .Not a directory"):
         train(settings(tmp_path, f"output_dir={tmp_path / 'file'}"))
     with pytest.raises(ConfigError, match=r"nothing to resume: .* holds no run.yaml"):
         train(settings(tmp_path, f"output_dir={tmp_path / 'new'}"), resume=True)
