@@ -216,11 +216,13 @@ def test_a_text_is_read(opened: Any, finished: Path, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "run", tmp_path / "the other")
     with served(tmp_path / "run", tmp_path / "the other") as address:
         page = open_page(opened, f"{address}/reading", "Reading")
+        page.get_by_label("Your text").fill(2 * " ".join(str(n * n) for n in range(40)))
+        page.keyboard.press("Tab")
         page.get_by_role("button", name="Read", exact=True).click()
         expect(page.get_by_text("the memory's writes saved")).to_be_visible()
         frame = page.frame_locator("iframe")
         expect(frame.get_by_text("tokens in passages that had been read before")).to_be_visible()
-        assert frame.locator("i.again").count() >= 64  # the documents of this text have passages in common
+        assert frame.locator("i.again").count() >= 100
         frame.locator("i").nth(100).hover()
         assert frame.locator("#said").inner_text().startswith("token 100: ")
         page.get_by_label("Your text").fill("hello, hello")

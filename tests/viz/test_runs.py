@@ -183,8 +183,8 @@ def test_a_closed_folder_is_named_and_the_rest_is_shown(tmp_path: Path, monkeypa
     monkeypatch.setattr("os.scandir", refusing)
     places = WatchedRuns([tmp_path])
     assert [run.name for run in places.all()] == ["open"]
-    assert places.missing == [f"no way into {str(closed)!r}: Permission denied"]
-    with pytest.raises(ValueError, match=r"no run at .*no way into .*closed': Permission denied"):
+    assert places.missing == [f"{str(closed)!r} cannot be read: Permission denied"]
+    with pytest.raises(ValueError, match=r"no run at .*closed' cannot be read: Permission denied"):
         find_runs([closed])
 
 
