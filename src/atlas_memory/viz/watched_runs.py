@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -48,7 +49,8 @@ class WatchedRun:
             except ValueError as error:
                 self.unreadable.append(str(error))
             if not self._model:
-                self._model = _model_config(self.folder)
+                first = os.path.expanduser(str(self.config.get("model.init_from") or ""))
+                self._model = _model_config(self.folder) or (_model_config(Path(first)) if first else {})
 
     @property
     def last_step(self) -> int | None:
