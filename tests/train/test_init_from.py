@@ -72,7 +72,7 @@ def test_options_are_the_saved_models_and_not_the_presets(tmp_path) -> None:
     ("changes", "message"),
     [
         (["model.init_from=nowhere"], "model.init_from: no run at 'nowhere': the folder does not exist"),
-        (["model.hierarchy.shard=6"], "model: hierarchy shard=6 must be a multiple of every local chunk"),
+        (["model.hierarchy.shard=6"], "model: hierarchy shard=6 must be a multiple of the local chunk 4"),
         (
             ["model.hierarchy.local_chunks=[4, 2]"],
             "model.init_from: the weights in .* do not fit the options of this run",
