@@ -118,8 +118,7 @@ class _Attention(Stateful):
     def _append(
         self, k: Tensor, v: Tensor, nonfinite: Tensor | None, state: AttentionState
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """k and v behind those of the state, `[batch, heads, slots, head_dim]`; and which of all tokens are not finite,
-        bool `[batch, slots]`, whose keys and values are zero."""
+        """k and v behind those of the state, and which of all tokens are not finite, bool `[batch, slots]`."""
         if self.slots is None and not state.keys.shape[2]:
             return k, v.contiguous(), nonfinite  # a view of q, k and v together would keep all three in the state
         keys, values = state.keys.to(k.dtype), state.values.to(v.dtype)

@@ -235,8 +235,7 @@ def compute_gates(parameters: GateParameters, eta: Tensor, alpha: Tensor) -> tup
 def _write_inputs(
     rule: Rule, params: Params, gates: GateParameters, u: Tensor, frozen: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k and each memory's target v^, ``[batch, 5 heads, time, dim / heads]``, and eta and alpha ``[batch, 5 heads,
-    time]``, which the ``frozen`` memories make of u."""
+    """k, targets v^, eta and alpha ``[batch, 5 heads, time, ...]`` that the ``frozen`` memories make of u."""
     u, for_k = u.chunk(2, 1)
     read = read_out(rule, params, torch.cat([u, for_k, u, u, u], 1), frozen).unflatten(1, (len(MEMORIES), -1))
     _, k, v, eta, alpha = read.unbind(1)
@@ -255,8 +254,8 @@ def _read_chunks(
     end: Tensor | int,
     matrices: tuple[MatrixState, ...],
 ) -> tuple[Tensor, tuple[MatrixState, ...]]:
-    """Read with q ``[batch, heads, chunks, b, dim]``, learn from u, of twice the heads, and return y ``[batch, heads,
-    chunks * b, dim]``. The slots ``inside`` ``[batch or 1, 1, chunks, b]`` hold tokens; ``end`` is behind the last."""
+    """y ``[batch, heads, chunks * b, dim]``; slots ``inside`` ``[batch or 1, 1, chunks, b]`` hold tokens, none from
+    ``end`` on."""
     chunk, outputs = rule.window.chunk, []
     # Unbinding, where slicing in the loop would make the backward pass quadratic in time.
     for j, (q_j, u_j, real) in enumerate(zip(*(z.unbind(2) for z in (q, u, inside)), strict=True)):

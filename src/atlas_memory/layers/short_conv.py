@@ -49,7 +49,7 @@ class ShortConvolution(nn.Module):
             y ``[batch, time, channels]`` and the new ``past``.
 
         Raises:
-            ValueError: ``past`` of another shape, as from a state of another batch or layer.
+            ValueError: ``past`` of another batch or layer.
         """
         batch, time, channels = x.shape
         if past is None:
@@ -79,9 +79,7 @@ def check_lag(key_lag: int, conv_size: int) -> None:
 
 
 class _Convolution(Function):
-    """y_t = sum_j w_j x_{t+j}, for x ``[batch, time + taps - 1, channels]`` and w ``[channels, taps]``, tap by tap over
-    blocks of time that stay in cache. ``conv1d`` with the channels last takes three times as long in its backward
-    pass."""
+    """y_t = sum_j w_j x_{t+j}, tap by tap over blocks of time that stay in cache: ``conv1d`` is slower."""
 
     generate_vmap_rule = True
 

@@ -163,8 +163,7 @@ def _describe(layer: nn.Module) -> str:
 
 
 def _fits(got: torch.Size, fresh: torch.Size, grows: bool) -> bool:
-    """Whether a state's tensor may have this shape where a fresh one has ``fresh``, both without the batch. One that
-    ``grows`` is longer in one dimension behind the first, the heads."""
+    """Whether a state's tensor may have this shape where a fresh one has ``fresh``, both without the batch."""
     if not grows or not fresh:
         return got == fresh
     longer = [a - b for a, b in zip(got, fresh, strict=True)]

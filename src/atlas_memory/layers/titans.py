@@ -195,8 +195,7 @@ class MemoryAsContext(SequenceMixer):
     def _forward_segment(
         self, x: Tensor, count: Tensor | None, persistent: Tensor | None, state: ContextState
     ) -> tuple[Tensor, ContextState]:
-        """Outputs and state for x `[batch, width, dim]`, whose first `count` `[batch]` tokens are real and of each
-        row's current segment; `persistent` are the keys and values of p, `[1, tokens, 2 dim]`."""
+        """x's first `count` tokens are real and of each row's segment; `persistent`: keys and values of p."""
         real = length_mask(x, count)
         slot = state.seen % self.segment
         count = torch.full_like(slot, x.shape[1]) if count is None else count
@@ -213,8 +212,7 @@ class MemoryAsContext(SequenceMixer):
         return self.gate(y, recalled), ContextState(memory, start, keys, values, state.seen + count)
 
     def _update_slots(self, new: Tensor, old: Tensor, slot: Tensor, count: Tensor) -> Tensor:
-        """`old`, the keys or values of a segment, with the first `count` `[batch]` tokens of `new`
-        `[batch, heads, 2, width, head_dim]` in its slots from `slot` `[batch]` on."""
+        """`old` with the first `count` `[batch]` tokens of `new` in its slots from `slot` `[batch]` on."""
         shifted = shift_right(new, slot, self.segment)
         at = torch.arange(self.segment, device=slot.device) - slot[:, None]
         inside = (at >= 0) & (at < count[:, None])

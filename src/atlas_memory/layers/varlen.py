@@ -154,8 +154,7 @@ class PackedRows:
 
 
 def _group_by_length(length: Tensor) -> list[Tensor]:
-    """Sequences of `length` `[sequences]` in groups of similar length. If padding all to the longest would more than
-    double the tokens, those longer than half the longest are a group, and the rest is grouped so again."""
+    """Sequences in groups of similar length, so that padding at most doubles the tokens."""
     groups = []
     order = length.argsort(descending=True, stable=True)
     while len(order):

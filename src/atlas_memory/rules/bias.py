@@ -193,7 +193,6 @@ class RobustL2(Bias):
     has_delta = True
 
     def start_delta(self, dim: int) -> float:
-        """A tenth of the usual length of a value of ``dim``."""
         return 0.1 * dim**0.5
 
     def value(self, prediction: Tensor, v: Tensor) -> Tensor:

@@ -153,7 +153,6 @@ class NonLinearRetention(AnyRetention):
         return self.begin(initial) if self.to_initial else (None, None)
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
-        """W_0 and A_0."""
         mirrored = self.mirror_map(initial, initial, initial)
         return mirrored, self.restart(initial, mirrored)
 
@@ -238,7 +237,6 @@ class Sigmoid(NonLinearRetention):
         check_positive("Sigmoid scale", self.scale)
 
     def start(self, matrix: Tensor) -> Tensor:
-        """M_0 as logits of variance 1."""
         return _as_logits(matrix)
 
     def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:
@@ -281,7 +279,6 @@ class FDivergence(NonLinearRetention):
         check_positive("FDivergence scale", self.scale)
 
     def start(self, matrix: Tensor) -> Tensor:
-        """M_0 as logits of variance 1."""
         return _as_logits(matrix)
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -314,7 +311,6 @@ class RowNorm(NonLinearRetention):
         return _directed(matrix)
 
     def begin(self, initial: Tensor) -> tuple[Tensor, Tensor | None]:
-        """W_0 = A_0 = M_0."""
         return initial, initial
 
     def mirror_map(self, a: Tensor, frozen: Tensor, initial: Tensor) -> Tensor:

@@ -92,7 +92,6 @@ class State:
             yield from _named(f.name, getattr(self, f.name))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor."""
         return (tensor for _, tensor in self.named_tensors())
 
     def detach(self) -> Self:
