@@ -41,7 +41,7 @@ class Plan:
     tokens: int | None  # of all processes; None: the clock decides
     flops_per_token: float  # of matrix products, forward and backward; a multiply-add is two
     weights: int  # bytes of weights, gradients and the optimizer's state
-    activations: int  # bytes that a pass keeps for the backward pass, and half a block's for temporaries
+    activations: int  # bytes that a pass keeps for the backward pass, and about half a block's for temporaries
     logits: int  # bytes of logits and their gradient
     states: int  # bytes of the memory states that rows keep from step to step, at most
 
@@ -101,7 +101,7 @@ def plan_model(config: RunConfig, architecture: AtlasConfig, processes: int = 1)
         tokens=run.last_step * rows * data.seq_len * processes if ends else None,
         flops_per_token=passes * flops * blocks / length + 3 * head,
         weights=parameters * (8 + OPTIMIZER_BYTES[run.optimizer]) // (processes if run.fsdp else 1),
-        activations=3 * block // 2 + inputs if run.gradient_checkpointing else (2 * blocks + 1) * block // 2,
+        activations=29 * block // 20 + inputs if run.gradient_checkpointing else (2 * blocks + 1) * block // 2,
         logits=LOGITS * architecture.vocab_size * tokens,
         states=groups * rows * state * blocks,
     )
