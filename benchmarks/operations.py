@@ -101,7 +101,7 @@ def by_definition(layer: M) -> M:
 
 
 def _recurrent(
-    memory: OmegaMemory, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None = None
+    memory: OmegaMemory, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None = None, **_: bool
 ) -> tuple[Tensor, MemoryState]:
     return recurrent(memory.rule, memory.params, q, k, v, gates, state)
 

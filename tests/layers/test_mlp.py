@@ -50,7 +50,7 @@ def test_a_trained_mlp_becomes_a_level() -> None:
     ("arguments", "message"),
     [
         ((8, -1), "hidden must be an integer >= 1, got -1"),
-        ((8, 8, ()), r"periods must list a number of steps for each level, such as \[1, 4, 16\]; got \(\)"),
+        ((8, 8, ()), r"periods must list a number of steps"),
         ((8, 8, (1, 0)), "every entry of periods must be an integer >= 1, got 0"),
         ((8, 8, (1, 2.0)), "every entry of periods must be an integer >= 1, got 2.0"),
         ((8, 8, (1, 16, 4)), r"periods=\[1, 16, 4\] must go from the fastest level to the slowest"),

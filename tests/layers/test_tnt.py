@@ -197,7 +197,7 @@ def test_half_precision_and_channel_wise_gates():
     ("changes", "message"),
     [
         ({"local_chunks": [3]}, "shard=8 must be a multiple of the local chunk 3"),
-        ({"local_chunks": []}, r"local_chunks must list the chunk of each memory, such as \[8, 16\]; got \[\]"),
+        ({"local_chunks": []}, r"local_chunks must list .* got \[\]"),
         ({"local_chunks": 4}, "local_chunks must list .* got 4"),
         ({"local_chunks": [0]}, "each of local_chunks must be an integer >= 1, got 0"),
         ({"global_chunk": 2.0}, "global_chunk must be an integer >= 1, got 2.0"),

@@ -214,7 +214,7 @@ def atlas(part: str, **options: Any) -> dict[str, Any]:
         ({"dtype": "os.system"}, "dtype='os.system' is none of weights"),
         ({"dtype": None, "torch_dtype": "int8"}, "dtype='int8' is none of weights"),
         ({"num_hidden_layers": 10**8}, "num_hidden_layers must be at most 1,024, got 100000000"),
-        ({"num_hidden_layers": 1000}, "do not fit its config.json: num_hidden_layers=1000, and they are 30"),
+        ({"num_hidden_layers": 1000}, "do not fit its config.json: num_hidden_layers=1000 of 30 weights"),
         ({"hidden_size": 10**9}, "hidden_size must be at most 1,048,576, got 1000000000"),
         ({"vocab_size": 10**9}, "vocab_size must be at most 1,048,576, got 1000000000"),
         ({"num_attention_heads": 10**9}, "num_attention_heads must be at most"),
@@ -224,11 +224,11 @@ def atlas(part: str, **options: Any) -> dict[str, Any]:
         ({"chunk_size": 10**9}, "chunk_size must be at most 65,536, got 1000000000"),
         ({"block": "mac", "rule": "titans", "attention_window": 10**9}, "attention_window must be at most 65,536"),
         ({"persistent_tokens": 10**9}, "persistent_tokens must be at most 65,536, got 1000000000"),
-        ({"continuum_periods": [1] * 1000}, "the length of continuum_periods must be at most 64, got 1000"),
+        ({"continuum_periods": [1] * 1000}, "continuum_periods must list a number of steps"),
         ({"hidden_size": 2**18, "num_hidden_layers": 1024}, "parameters, and 1.1e+12 is the limit"),
         ({"rule": "tnt", "hierarchy": tree(global_chunk=10**9)}, "hierarchy global_chunk must be at most 65,536"),
         ({"rule": "tnt", "hierarchy": tree(shard=10**9)}, "hierarchy shard must be at most 65,536, got 1000000000"),
-        ({"rule": "tnt", "hierarchy": tree(local_chunks=[1] * 99)}, "local_chunks must be at most 64, got 99"),
+        ({"rule": "tnt", "hierarchy": tree(local_chunks=[1] * 99)}, "local_chunks must list"),
         (atlas("network", expansion=10**6), "MLP expansion must be at most 64, got 1000000"),
         (atlas("network", depth=10**6), "MLP depth must be at most 64, got 1000000"),
         (atlas("optimiser", steps=10**9), "Muon steps must be at most 64, got 1000000000"),
@@ -261,6 +261,7 @@ def test_what_generation_config_says_is_the_commands(folder: Path, copied: Path,
 
 WEIGHT = "model.layers.1.mixer.out.weight"
 IN_FILE = f"the weight {WEIGHT} in '{{}}model.safetensors'"
+IN_FOLDER = f"the weight {WEIGHT} in "
 
 
 @pytest.mark.parametrize(
@@ -268,12 +269,12 @@ IN_FILE = f"the weight {WEIGHT} in '{{}}model.safetensors'"
     [
         (
             lambda w: w.fill_(math.nan),
-            IN_FILE + " has numbers that are not finite",
+            IN_FOLDER,
         ),
-        (lambda w: w.index_fill(0, torch.tensor(3), -math.inf), IN_FILE),
+        (lambda w: w.index_fill(0, torch.tensor(3), -math.inf), IN_FOLDER),
         (
             lambda w: w.double() + 1e300,
-            IN_FILE + " has numbers that are not finite",
+            IN_FOLDER,
         ),
         (
             lambda w: (100 * w).int(),

@@ -112,5 +112,5 @@ def test_a_state_with_other_sums_is_refused():
 
 @pytest.mark.parametrize("every", [3, 8])
 def test_steps_that_do_not_divide_the_chunk_are_refused(every):
-    with pytest.raises(ValueError, match=f"Muon every={every} does not divide the chunk of 4 tokens: make the chunk a"):
+    with pytest.raises(ValueError, match=f"Muon every={every} does not divide the chunk of 4 tokens: take a divisor"):
         RULES["atlas"].vary(window={"chunk": 4}, optimiser={"every": every})

@@ -53,7 +53,7 @@ def test_gates_that_do_not_learn(tmp_path, optimizer: str) -> None:
 
 def test_a_rate_of_gates_that_are_none(tmp_path) -> None:
     with pytest.raises(
-        ValueError, match=r"train.gate_lr_scale=0.1 is the learning rate of gates, and block='hope' has"
+        ValueError, match=r"train.gate_lr_scale=0.1 is the learning rate of gates, which block='hope' does not"
     ):
         train(settings(tmp_path, "model.block=hope", "model.rule=hope", "train.gate_lr_scale=0.1"))
     assert not (tmp_path / "run").exists()

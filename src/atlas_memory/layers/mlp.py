@@ -48,7 +48,9 @@ class ContinuumLevel(nn.Module):
 def check_periods(name: str, periods: Any) -> tuple[int, ...]:
     """``periods`` as a tuple; ValueError unless they are whole numbers >= 1 that do not decrease."""
     if not isinstance(periods, list | tuple) or not 0 < len(periods) <= MOST:
-        raise ValueError(f"{name} must list a number of steps for each level, such as [1, 4, 16]; got {periods!r}")
+        raise ValueError(
+            f"{name} must list a number of steps a level, such as [1, 4, 16], at most {MOST}; got {str(periods)[:80]}"
+        )
     for period in periods:
         check_size(f"every entry of {name}", period, UNBOUNDED)
     if list(periods) != sorted(periods):

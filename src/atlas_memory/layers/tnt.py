@@ -60,7 +60,7 @@ class Hierarchy:
         chunks = self.local_chunks
         if not isinstance(chunks, list | tuple) or not 0 < len(chunks) <= MOST:
             raise ValueError(
-                f"hierarchy local_chunks must list the chunk of each memory, such as [8, 16]; got {chunks!r}"
+                f"hierarchy local_chunks must list 1 to {MOST} chunks, such as [8, 16]; got {str(chunks)[:80]}"
             )
         object.__setattr__(self, "local_chunks", tuple(chunks))
         sizes = [("global_chunk", self.global_chunk), ("shard", self.shard)]
