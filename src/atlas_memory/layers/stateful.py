@@ -128,6 +128,8 @@ class Stateful(nn.Module):
             FileNotFoundError: no such file.
             ValueError: no state, or one that was cut short, is of another layer, or has numbers that are not finite.
         """
+        if not Path(path).is_file():  # a pipe would be waited for
+            raise FileNotFoundError(f"there is no state at {path}")
         like = self.initial_state()
         device = next(like.tensors(), torch.empty(0)).device
         try:
