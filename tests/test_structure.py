@@ -28,3 +28,8 @@ def test_no_file_asks_for_the_type_of_a_part(path: Path) -> None:
     if str(path.relative_to(SOURCE)) not in TABLES:
         found = PARTS.intersection(asked(ast.parse(text)))
         assert not found, f"asks for the type of {found}: give the part a method, or the table a line"
+
+
+def test_a_file_name_stands_once() -> None:
+    names = [p.name for p in FILES if p.name != "__init__.py" and p.parent.name != "reference"]
+    assert sorted(names) == sorted(set(names))

@@ -45,7 +45,7 @@ def rules(
     if name is not None and name not in RULES:
         raise typer.BadParameter(
             f"unknown rule {name!r}; {suggest(name, RULES)} One of your own is known to a file that "
-            f"registers it and then calls the command: python mine.py rules {name} (CONTRIBUTING.md)"
+            f"registers it and then calls the command: python mine.py rules {name}"
         )
     if dim % heads:
         raise typer.BadParameter(f"--dim must be a multiple of --heads, got {dim} and {heads}")
@@ -60,23 +60,31 @@ def rules(
         return
     console, measured = Console(markup=False, highlight=False), f"layer of width {dim}, {heads} heads, float32"
     if name is None:
-        table = Table(Column("rule", no_wrap=True), ", ".join(PARTS[:5]), "c", "b", box=SIMPLE, padding=(0, 1, 0, 0))
-        table.title, table.caption = f"Rules, in a {measured}", "c: window; b: chunk (tokens); fields: atlas rules RULE"
-        table.add_column("state,\nbytes", justify="right")
-        table.add_column("multiply-adds\na token", justify="right")
-        for key, numbers in described.items():
-            window = (str(numbers["window"][field]) for field in ("size", "chunk"))
-            kinds = ", ".join(numbers[part]["kind"] for part in PARTS[:5])
-            table.add_row(key, kinds, *window, *_costs(numbers))
-        console.print(table)
+        _print_table(console, described, measured)
         return
-    one = Table("part", "kind", "fields", title=name, box=SIMPLE)
+    _print_rule(console, name, described[name], measured)
+
+
+def _print_table(console: Console, described: dict[str, dict[str, Any]], measured: str) -> None:
+    table = Table(Column("rule", no_wrap=True), ", ".join(PARTS[:5]), "c", "b", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.title, table.caption = f"Rules, in a {measured}", "c: window; b: chunk (tokens); fields: atlas rules RULE"
+    table.add_column("state,\nbytes", justify="right")
+    table.add_column("multiply-adds\na token", justify="right")
+    for key, numbers in described.items():
+        window = (str(numbers["window"][field]) for field in ("size", "chunk"))
+        kinds = ", ".join(numbers[part]["kind"] for part in PARTS[:5])
+        table.add_row(key, kinds, *window, *_costs(numbers))
+    console.print(table)
+
+
+def _print_rule(console: Console, name: str, described: dict[str, Any], measured: str) -> None:
+    table = Table("part", "kind", "fields", title=name, box=SIMPLE)
     for part in PARTS:
-        options = dict(described[name][part])
-        one.add_row(part, options.pop("kind"), ", ".join(f"{key}={value!r}" for key, value in options.items()))
-    console.print(one)
-    state, work = _costs(described[name])
-    unit = " bytes" if described[name]["state_bytes"] else ""
+        options = dict(described[part])
+        table.add_row(part, options.pop("kind"), ", ".join(f"{key}={value!r}" for key, value in options.items()))
+    console.print(table)
+    state, work = _costs(described)
+    unit = " bytes" if described["state_bytes"] else ""
     print(f"{measured}: state {state}{unit}, multiply-adds a token: {work}")
     if name in REFERENCE:
         print(f"as its paper prints it: atlas_memory/reference/{REFERENCE[name]}.py")

@@ -184,7 +184,7 @@ class SelfModifyingMemory(SequenceMixer):
             k, target, eta, alpha = _write_inputs(self.rule, self.memory.params, gates, u[..., now, :], state.frozen)
             real = None if length is None else (length > t).long()
             queries = repeat_for_memories(q[..., now, :])
-            y, state = self.memory(queries, k, target, Gates(eta, alpha, length=real), state)
+            y, state = self.memory(queries, k, target, Gates(eta, alpha, length=real), state, checked=True)
             outputs.append(y[:, : self.heads])
         return torch.cat(outputs, -2), state
 

@@ -188,8 +188,7 @@ class NeuralMemory(SequenceMixer):
         if self.writes:
             gates = self.gates(x)
             gates = gates if length is None else replace(gates, length=length)
-            made = {"checked": True} if isinstance(memory, OmegaMemory) else {}
-            y, after = memory(q, k, v, gates, before, **made)
+            y, after = memory(q, k, v, gates, before, checked=True)
         else:
             none = q.new_zeros(q.shape[0], self.gates.heads, 0)
             after = self.memory(q[:, :, :0], k[:, :, :0], v[:, :, :0], Gates(none), before)[1]

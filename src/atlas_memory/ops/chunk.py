@@ -67,7 +67,7 @@ def read_chunk(
             keys = _of_features(constants.keys, constants.targets[i][0])
         else:
             keys = hidden_keys(context, inputs[i][0], i == last)
-        outputs.append(keys.apply(state.weights if state.frozen is None else state.frozen))
+        outputs.append(keys.apply(state.start))
         keys = keys._replace(known=outputs[i]) if state.frozen is None else keys
         parts.append(MatrixContext(context, state, params.params.initial[i], *params.targets[i], keys))
     cache = network.make_cache(chunk.k, inputs, outputs[-1], norm)

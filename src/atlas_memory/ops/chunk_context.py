@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..rules.rule import Params, Rule
 from ..rules.state import Matrix
-from .fast_weight import add_product, times, weighted
+from .fast_weight import add_product, times, to_rows, weighted
 from .muon_space import MuonSpace
 from .triangular import WindowPairs
 
@@ -166,6 +167,16 @@ class MatrixContext(NamedTuple):
     errors: Tensor | None = None
     back: Callable[[Tensor], Tensor] | None = None
 
+    def decayed_answer(self, inputs: Inputs, retained: Tensor) -> Tensor:
+        """What the matrix before the chunk, decayed by ``retained`` ``[n, tokens, C]``, answers to inputs: ``[n,
+        tokens, rows]``."""
+        known = inputs.apply(self.state.weights) if inputs.known is None else inputs.known
+        retained = to_rows(retained, known.shape[-1])
+        if self.target is None:
+            return retained * known
+        at_target = inputs.apply(self.target) if inputs.at_target is None else inputs.at_target
+        return torch.lerp(at_target, known, retained)
+
     def write(self, w: Tensor, a: Tensor) -> Tensor:
         """W + sum_i a_i f_i^T over the window tokens, a ``[n, N, rows]``."""
         if self.keys.columns is None:
@@ -175,8 +186,7 @@ class MatrixContext(NamedTuple):
 
     def summed(self, numbers: Tensor, updates: Tensor) -> Tensor:
         """The updates ``[n, U, rows]`` times one number each, ``[n, U]`` or ``[n, C, U]``, summed over those of one
-        window
-        token: ``[n, N, rows]``."""
+        window token: ``[n, N, rows]``."""
         pairs = self.context.pairs
         if pairs is None:
             return weighted(numbers, updates)

@@ -160,20 +160,23 @@ class _When(NamedTuple):
         places = set(seen.tolist()) if is_cheap_to_read(seen) else set()
         if real is not None and is_cheap_to_read(real) and bool(real.all()):
             real = None
+
+        def divides(period: int, after: int) -> Tensor | bool:
+            found = {(place + after) % period == 0 for place in places}
+            return found.pop() if len(found) == 1 else (seen + after) % period == 0
+
         chunk, every = rule.window.chunk, rule.every
-        found: list[Tensor | bool] = []
-        for after, period in ((0, chunk), (1, chunk), (0, every), (1, every)):
-            same = {(place + after) % period == 0 for place in places} if len(places) != 1 else places
-            if len(same) != 1:
-                found.append((seen + after) % period == 0)
-            elif same is places:
-                found.append((next(iter(places)) + after) % period == 0)
-            else:
-                found.append(same.pop())
-        exists: Tensor | bool = True if real is None else real
-        first, last, follows, due = found
-        full = min(places, default=0) >= rule.window.size - 1
-        return _When(first, last, follows, due, exists, last if real is None else real & last, full)
+        last = divides(chunk, 1)
+        follows, due = (True, True) if every == 1 else (divides(every, 0), divides(every, 1))
+        return _When(
+            first=divides(chunk, 0),
+            last=last,
+            follows=follows,
+            due=due,
+            exists=True if real is None else real,
+            ends=last if real is None else real & last,
+            full=min(places, default=0) >= rule.window.size - 1,
+        )
 
 
 class _WriteInputs(NamedTuple):
@@ -254,15 +257,7 @@ def _write(
     at = TokenGates(*rates, alpha, write.gamma[..., -1], along_key, *directions)
     sums, step = optimiser.step(old.sums, old.weights, outer(write.deltas[i], f), at)
     step = step if every == 1 else pick(when.due, step, torch.zeros_like(step))
-    targets = retention.decay_target(params.initial[i])
-    if by_column:
-        targets = rule.decay_target(params.initial[i], old.weights)
-    before = OldMatrix(old.weights, old.frozen, old.dual, params.initial[i], *targets)
-    if keeps_linearly(rule) and targets[0] is not None and alpha.dim() == 2:
-        weights = torch.lerp(targets[0], old.weights, alpha[..., None, None]) - step
-        new = NewMatrix(weights, weights, None)
-    else:
-        new = retention.keep(before, step, alpha, when.first, when.last)
+    new = _keep(rule, params.initial[i], old, step, alpha, when)
     answering = optimiser.readout_weights(sums, new.weights, when.due)
     if optimiser.ends_chunk:
         sums = tuple(pick(when.last, a, b) for a, b in zip(optimiser.end_chunk(sums), sums, strict=True))
@@ -276,6 +271,16 @@ def _write(
         dual=None if old.dual is None or new.dual is None else pick(when.exists, new.dual, old.dual),
     )
     return after, answering
+
+
+def _keep(rule: Rule, initial: Tensor, old: Matrix, step: Tensor, alpha: Tensor, when: _When) -> NewMatrix:
+    """What the retention makes of one matrix and its step; under a linear one with a decay target in one pass."""
+    target, dual_target = rule.decay_target(initial, old.weights)
+    if keeps_linearly(rule) and target is not None and alpha.dim() == 2:
+        weights = torch.lerp(target, old.weights, alpha[..., None, None]) - step
+        return NewMatrix(weights, weights, None)
+    before = OldMatrix(old.weights, old.frozen, old.dual, initial, target, dual_target)
+    return rule.retention.keep(before, step, alpha, when.first, when.last)
 
 
 def _matrix_input(rule: Rule, params: Params, i: int, u: Tensor, keys: Tensor) -> Tensor:
@@ -313,9 +318,9 @@ def _forget(rule: Rule, state: MemoryState, ends: Tensor | bool) -> MemoryState:
     if rule.features.horizon is None:
         return state
     have = state.keys.shape[-2]
-    held = min(have, rule.features.horizon + rule.window.chunk + rule.window.size - 2)
+    kept = min(have, rule.features.horizon + rule.window.chunk + rule.window.size - 2)
     old = torch.arange(have, 0, -1, device=state.seen.device) > rule.features.horizon
     gone = (old & torch.as_tensor(ends, device=old.device)[..., None])[..., None, None, :]
     return state.map_key_columns(
-        rule, lambda w: torch.where(gone, 0.0, w)[..., have - held :], state.keys[..., have - held :, :]
+        rule, lambda w: torch.where(gone, 0.0, w)[..., have - kept :], state.keys[..., have - kept :, :]
     )

@@ -44,7 +44,7 @@ class ChunkConstants(NamedTuple):
         features, a, retention = rule.features, params.params.sqrt_a, rule.retention
         key_kernel = query_kernel = None
         if not retention.fixed_row_sums:  # else of what writes are made of
-            if needs_key_kernel(rule, rule.network.feature_mapped[-1]):
+            if _needs_key_kernel(rule, rule.network.feature_mapped[-1] and rule.online):
                 key_kernel = features.kernel(chunk.k, chunk.k, a)
             if rule.window.read != "frozen":
                 query_kernel = features.kernel(chunk.q, chunk.k, a)
@@ -101,9 +101,10 @@ class ChunkConstants(NamedTuple):
         return _unbound(found, count, n)
 
 
-def needs_key_kernel(rule: Rule, last: bool) -> bool:
-    """Whether the kernel of the window tokens with one another is needed, for the ``last`` matrix or one before it."""
-    return rule.optimiser.estimates_change or rule.optimiser.erases or (last and rule.online)
+def _needs_key_kernel(rule: Rule, sees_writes: bool) -> bool:
+    """Whether the kernel of the window tokens with one another is needed, for a matrix whose errors are online or not
+    (``sees_writes``)."""
+    return rule.optimiser.estimates_change or rule.optimiser.erases or sees_writes
 
 
 def hidden_keys(context: ChunkContext, u: Tensor, last: bool) -> Inputs:
@@ -112,8 +113,7 @@ def hidden_keys(context: ChunkContext, u: Tensor, last: bool) -> Inputs:
     f, written = u, u
     if rule.retention.fixed_row_sums:
         f, written = centred(rule, u, last), rule.retention.tangent(u)
-    needed = rule.optimiser.estimates_change or rule.optimiser.erases or (last and context.online)
-    return Inputs(f, written, times(f, written) if needed else None)
+    return Inputs(f, written, times(f, written) if _needs_key_kernel(rule, last and context.online) else None)
 
 
 def hidden_queries(context: ChunkContext, u: Tensor, last: bool, keys: Inputs) -> Inputs:

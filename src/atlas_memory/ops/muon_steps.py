@@ -81,8 +81,8 @@ class MuonSteps:
         if pairs is None:
             return sums[:, group.steps, : group.seen, None] * self.updates[:, None, : group.seen]
         seen = pairs.upto(group.seen)
-        numbers = sums[:, group.steps, : seen.chunk * seen.size]
-        return (numbers[:, :, None] * seen.of_token) @ self.updates[:, None, : seen.chunk * seen.size]
+        numbers = sums[:, group.steps, : seen.number]
+        return (numbers[:, :, None] * seen.of_token) @ self.updates[:, None, : seen.number]
 
     def read(self, queries: Inputs) -> Tensor:
         """W_t f for the input f of every query, ``[n, b, m]``, as if the retention were linear at all tokens."""
@@ -99,12 +99,7 @@ class MuonSteps:
         assert steps is not None
         if late_by_one:
             retained, steps = late(retained, 1.0), late(steps)
-        known = queries.apply(part.state.weights)
-        if part.target is None:
-            out = retained * known
-        else:
-            at_target = queries.apply(part.target) if queries.at_target is None else queries.at_target
-            out = torch.lerp(at_target, known, retained)
+        out = part.decayed_answer(queries, retained)
         by_step = steps.mT[..., None]
         for group, change in zip(self.groups, moved, strict=True):
             total = (by_step[:, group.steps, group.first :] * change).sum(1)

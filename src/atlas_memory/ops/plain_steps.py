@@ -28,13 +28,7 @@ class PlainSteps(NamedTuple):
         assert kernel is not None and mix is not None
         if context.rule.window.read == "before":
             retained, mix, started = late(retained, 1.0), late(mix), None if started is None else late(started)
-        known = queries.apply(part.state.weights)
-        retained = to_rows(retained, known.shape[-1])
-        if part.target is None:
-            out = retained * known
-        else:
-            at_target = queries.apply(part.target) if queries.at_target is None else queries.at_target
-            out = torch.lerp(at_target, known, retained)
+        out = part.decayed_answer(queries, retained)
         if started is not None:
             out = torch.addcmul(out, to_rows(started, out.shape[-1]), queries.apply(part.state.sums[0]), value=-1)
         return minus_masked(out, mix, kernel, self.updates)

@@ -61,7 +61,7 @@ class WindowPairs(NamedTuple):
 
     @property
     def block(self) -> int:
-        """How many tokens a block of triangular.py has."""
+        """How many tokens a block has."""
         return max(BLOCK // self.size, 1)
 
     @property

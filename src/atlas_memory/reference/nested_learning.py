@@ -2,7 +2,7 @@
 other such memories make them). q, k, v [time, dim]; eta, alpha [time]. M holds W1 [dim, hidden] and W2 [hidden, dim].
 
 Eq. 88 multiplies by alpha I - eta k k^T, which fits one matrix that multiplies k. Here the k of a matrix is what that
-matrix multiplies. With the l2 loss Eq. 88 takes out twice what stood under k, by this factor and by the gradient.
+matrix multiplies. With the l2 loss Eq. 88 takes out twice what was stored under k, by this factor and by the gradient.
 """
 
 import torch
