@@ -86,6 +86,7 @@ def read(mixer, x, pieces, options):
     return torch.cat(out, 1), x
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [name for name in MIXERS if name not in OWN])
 def test_nonfinite_tokens_at_any_split_into_calls(name):
     """Also from states that hold it, token by token. A sliding window forgets it, a memory does not."""
@@ -101,6 +102,7 @@ def test_nonfinite_tokens_at_any_split_into_calls(name):
     torch.testing.assert_close(read(mixer, x, [4, 5, 6], {})[0], whole, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [name for name in MIXERS if name not in OWN])
 def test_nonfinite_padding_is_padding(name):
     """Of a block: also norms and MLP, and the gradients of all weights."""

@@ -422,6 +422,7 @@ def is_finite(found: Any) -> bool:
     return not isinstance(found, float) or math.isfinite(found)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(10))
 def test_fuzz(folder: Path, ended: Callable[..., tuple[int, str]], tmp_path: Path, seed: int) -> None:
     """Fifty folders a seed, each a sound one with a change or two."""
@@ -440,6 +441,7 @@ def test_fuzz(folder: Path, ended: Callable[..., tuple[int, str]], tmp_path: Pat
             assert is_finite(json.loads(said))
 
 
+@pytest.mark.extended
 def test_fuzz_of_states(tmp_path: Path) -> None:
     """Three hundred files of a state: refused, or read on from."""
     memory, x, path, draw = NeuralMemory(16, 2, "titans"), torch.randn(2, 9, 16), tmp_path / "s", random.Random(0)

@@ -240,6 +240,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(model: AtlasForCausalLM
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:.*checkpointing_enable:FutureWarning")
 def test_a_graph_that_is_kept_is_not_lost_to_checkpointing(model: AtlasForCausalLM) -> None:
     """PyTorch's older way of recomputing lets no gradient through to a state; the other does."""

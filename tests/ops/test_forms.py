@@ -230,6 +230,7 @@ def test_errors_of_windows_in_blocks(monkeypatch, name, channels):
         assert gap < 1e-8, (where, block)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name,channels", with_channels(NAMES))
 def test_large_memories(monkeypatch, name, channels):
     """As if the matrices were so large that gradients of our own pay, of products and of what fading leaves."""

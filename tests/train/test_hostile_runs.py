@@ -510,6 +510,7 @@ def _keys() -> list[str]:
     return [*keys(RunConfig), *own, *odd]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(4))
 def test_random_settings(tmp_path: Path, capsys, monkeypatch, seed: int) -> None:
     """A hundred a seed. Nothing is there to be resumed, so that those that are right end with one line too."""
@@ -576,6 +577,7 @@ def _silently_other(what: str) -> bool:
     return what.startswith("bytes of checkpoint-6/")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", range(5))
 def test_random_damage(six_steps: Path, seventh: bytes, tmp_path: Path, capsys, caplog, seed: int) -> None:
     """Twenty a seed, half of them with the digests that fit: one line, or the run that would have been without it."""

@@ -220,6 +220,7 @@ def test_no_thread_of_a_connection_is_left() -> None:
     assert not threads() - before
 
 
+@pytest.mark.extended
 def test_a_run_killed_again_and_again_ends_the_same(tmp_path) -> None:
     """SIGKILL at ten random moments, wherever it falls: in a step, in a checkpoint, at the end."""
     config = ("train.steps=60", "train.save_every=2")

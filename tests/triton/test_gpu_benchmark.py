@@ -24,6 +24,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, env=given, cwd=ROOT)
 
 
+@pytest.mark.extended
 def test_dry_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--dry-run", "--out", str(tmp_path / "new")])
     runpy.run_path(gpu.__file__, run_name="__main__")
@@ -48,6 +49,7 @@ def test_dry_run(tmp_path, monkeypatch, capsys):
     assert kernels == 4
 
 
+@pytest.mark.extended
 def test_a_dry_run_chooses_the_interpreter(tmp_path):
     done = python("benchmarks.gpu", "gpu-newton-schulz", "--dry-run", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -93,6 +95,7 @@ def test_without_names_the_command_runs_what_the_machine_can(monkeypatch):
         assert names == [name for name in BENCHMARKS if here or not name.startswith("gpu-")]
 
 
+@pytest.mark.extended
 def test_the_command_tries_a_suite_in_the_interpreter(tmp_path):
     done = python("benchmarks", "run", "gpu-newton-schulz", "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -105,6 +105,7 @@ def test_runs_appear_and_vanish_while_the_page_is_open(opened: Any, tmp_path: Pa
         page.close()
 
 
+@pytest.mark.extended
 @needs_browser
 def test_no_page_moves_sideways_on_a_phone(opened: Any, shared: tuple[Path, str]) -> None:
     folder, address = shared
