@@ -92,7 +92,7 @@ def test_calls_without_a_kernel(monkeypatch):
     assert not ask_gram("cuda", torch.float32, 64)
 
 
-def test_no_kernel_is_taken_unasked(monkeypatch):
+def test_no_kernel_is_taken_by_default(monkeypatch):
     assert not ask(kernels=False)
     monkeypatch.delenv(dispatch.SWITCH)
     assert not ask()
@@ -100,23 +100,23 @@ def test_no_kernel_is_taken_unasked(monkeypatch):
     assert ask(kernels=True)
 
 
-def test_what_is_taken_unasked(monkeypatch):
-    """Only after a trial, of a call that has a kernel, and not in the interpreter; with the environment variable at 0
+def test_what_is_taken_by_default(monkeypatch):
+    """Only after a check, of a call that has a kernel, and not in the interpreter; with the environment variable at 0
     nothing is."""
     monkeypatch.delenv(dispatch.SWITCH)
     monkeypatch.delenv(dispatch.INTERPRETER)
     tried = []
     yes, no = lambda: tried.append(1) or True, lambda: tried.append(0) or False
     assert not ask() and not tried
-    assert ask(unasked=yes) and not ask(unasked=no) and tried == [1, 0]
-    assert not ask(unasked=yes, kernels=False) and not ask(unasked=yes, dtype=torch.float64)
-    assert ask(unasked=no, kernels=True) and tried == [1, 0]
-    assert taken(None, convolution_refusal, "cuda", torch.bfloat16, unasked=yes)
+    assert ask(by_default=yes) and not ask(by_default=no) and tried == [1, 0]
+    assert not ask(by_default=yes, kernels=False) and not ask(by_default=yes, dtype=torch.float64)
+    assert ask(by_default=no, kernels=True) and tried == [1, 0]
+    assert taken(None, convolution_refusal, "cuda", torch.bfloat16, by_default=yes)
     monkeypatch.setenv(dispatch.INTERPRETER, "1")
-    assert not ask(unasked=yes) and ask(unasked=yes, kernels=True)
+    assert not ask(by_default=yes) and ask(by_default=yes, kernels=True)
     monkeypatch.delenv(dispatch.INTERPRETER)
     monkeypatch.setenv(dispatch.SWITCH, "0")
-    assert not ask(unasked=yes) and ask(unasked=yes, kernels=True) and tried == [1, 0, 1]
+    assert not ask(by_default=yes) and ask(by_default=yes, kernels=True) and tried == [1, 0, 1]
 
 
 def test_transforms_of_pytorch_take_none():

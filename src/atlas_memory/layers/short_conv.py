@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops.banded import take
 from ..ops.triton import kernel_support
-from ..ops.triton.kernel_check import proven
+from ..ops.triton.kernel_check import matches_pytorch
 from ..rules.autograd import Function, call
 from ..rules.validation import LONGEST, check_size
 
@@ -122,8 +122,10 @@ class _Convolution(Function):
 
 
 def _has_kernel(x: Tensor, w: Tensor) -> bool:
-    unasked = partial(proven, "conv_kernel", x.dtype, w.shape[1], x.device) if kernel_support.on_cuda(x) else None
-    return kernel_support.taken(None, kernel_support.convolution_refusal, x.device.type, x.dtype, unasked=unasked)
+    by_default = (
+        partial(matches_pytorch, "conv_kernel", x.dtype, w.shape[1], x.device) if kernel_support.on_cuda(x) else None
+    )
+    return kernel_support.taken(None, kernel_support.convolution_refusal, x.device.type, x.dtype, by_default=by_default)
 
 
 CACHED = 2**18

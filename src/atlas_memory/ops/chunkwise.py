@@ -35,7 +35,7 @@ from .matrix_inputs import ChunkConstants
 from .muon_space import DEFAULT, MuonSpace
 from .precision import NonFinite, cast, check_inputs, compute, kept_dtype, working_dtype
 from .triton import kernel_support
-from .triton.kernel_check import proven
+from .triton.kernel_check import matches_pytorch
 
 GROUP = 64
 """How many chunks are laid out at a time. Tensors that are b times as large as their tokens, such as Gamma, then exist
@@ -66,11 +66,11 @@ def chunkwise(
             keep everything.
         compiled: let ``torch.compile`` fuse the operations of a chunk; it needs a C++ compiler (on a GPU, Triton) and
             half a minute at the first call. Inside a ``torch.compile`` of yours it changes nothing.
-        spaces: how Muon orthogonalises; by default in the cheapest way.
-        kernels: whether a Triton kernel reads the whole sequence (notes/kernels.md; Muon's is chosen in
-            ``gram_polynomial``). True: it must; False: never. None: with ATLAS_MEMORY_KERNELS=1 in the environment
+        muon_space: how Muon orthogonalises; by default in the cheapest way.
+        kernels: whether a Triton kernel reads the whole sequence (that of Newton-Schulz is chosen
+            in ``gram_polynomial``). True: it must; False: never. None: with ATLAS_MEMORY_KERNELS=1 in the environment
             wherever there is one; if that is not set, only one of the delta rule, on a GPU from Hopper on where it has
-            passed its trial, and for more tokens than a chunk has.
+            been checked, and for more tokens than a chunk has.
         starts: whether all rows of ``state`` stand at the start of a chunk, as ``starts_chunk`` finds it, which is
             asked if None. Chunks that all rows begin aligned take less work.
 
@@ -109,10 +109,10 @@ def _chunkwise(
     if q.shape[-2] == 0:
         return q.new_zeros(q.shape), state
     gate = gates.complete(q, rule.window.size)
-    unasked = None
+    by_default = None
     if kernel_support.is_delta(rule) and q.shape[-2] > rule.window.chunk and kernel_support.fast_delta(q):
-        unasked = partial(_proven, rule, q.shape[-1], q.device)
-    if kernel_support.taken(kernels, _no_kernel, rule, q, gates.length, gate, starts, unasked=unasked):
+        by_default = partial(_delta_matches, rule, q.shape[-1], q.device)
+    if kernel_support.taken(kernels, _no_kernel, rule, q, gates.length, gate, starts, by_default=by_default):
         from .triton.delta_rule import delta_recurrence
 
         return delta_recurrence(rule, q, k, v, gate, state, partial(_delta, rule), recompute)
@@ -146,9 +146,9 @@ def _delta(
     return y, after.weights[0], after.matrices[0].frozen
 
 
-def _proven(rule: Rule, dim: int, device: torch.device) -> bool:
+def _delta_matches(rule: Rule, dim: int, device: torch.device) -> bool:
     """Whether the kernels of the delta rule compute the same on this GPU."""
-    return proven("delta_rule", _delta, rule, dim, device)
+    return matches_pytorch("delta_rule", _delta, rule, dim, device)
 
 
 def _no_kernel(rule: Rule, q: Tensor, length: Tensor | None, gate: CompleteGates, starts: bool) -> str | None:

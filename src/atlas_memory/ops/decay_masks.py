@@ -211,8 +211,8 @@ def _pending(rule: Rule, start: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     slot = torch.arange(int(after), start.shape[-1] + after, device=start.device)
     if not after:
         start, sums = F.pad(start[..., :-1], (1, 0), value=1.0), late(sums)
-    waits = (slot % rule.every != 0).to(start)[:, None]
-    return waits * start[..., None], waits * sums
+    held = (slot % rule.every != 0).to(start)[:, None]
+    return held * start[..., None], held * sums
 
 
 def _before_updates(factor: Tensor, at_start: float, pairs: WindowPairs | None) -> Tensor:

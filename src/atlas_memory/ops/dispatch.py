@@ -37,6 +37,11 @@ def has_chunks(rule: Rule) -> bool:
     return known and type(rule.optimiser) in CHUNK_FORMS
 
 
+def adds_gradients(rule: Rule) -> bool:
+    """Whether every token adds s_t g_t to a matrix that decays linearly: gradient descent or momentum."""
+    return type(rule.optimiser) in (GradientDescent, Momentum) and keeps_linearly(rule)
+
+
 SCANNED: dict[str, type] = {
     "features": Identity,
     "network": Linear,

@@ -1,28 +1,30 @@
 """The form for decoding: one or a few tokens that go on from a state, one after the other.
 
-It computes what recurrent.py says, with three differences. Gradients have a closed form, sum_i gamma_i delta_i f_i^T
+It computes what recurrent.py says, with four differences. Gradients have a closed form, sum_i gamma_i delta_i f_i^T
 for every matrix, with f_i its input and delta_i the error at its output for window token i. Sequences of a batch may
-stand at different places of their chunks and have different lengths. And Newton-Schulz is the fast one.
+stand at different places of their chunks and have different lengths. Newton-Schulz is the fast one. And the spectral
+norms of frozen matrices are computed once a chunk.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..rules.autograd import is_cheap_to_read, no_autocast
 from ..rules.gates import CompleteGates, Gates, pick
-from ..rules.networks import MatrixInput
+from ..rules.networks import MatrixInput, squared_spectral_norm
 from ..rules.retention import NewMatrix, OldMatrix
 from ..rules.rule import Params, Rule
 from ..rules.state import Matrix, MemoryState, initial_state
-from ..rules.step import TokenGates
-from .dispatch import has_chunks, keeps_linearly
+from ..rules.step import Rates, Sums, TokenGates
+from .dispatch import adds_gradients, has_chunks, keeps_linearly
 from .matrix_inputs import centred
 from .newton_schulz import newton_schulz, saturated
 from .precision import compute, working_dtype
@@ -226,7 +228,7 @@ def _write_inputs(
             counted = None
             if rule.window.size > 1:
                 counted = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
-            for i, size in enumerate(rule.step_normalisers(frozen, cache, rate, params)):
+            for i, size in enumerate(rule.step_normalisers(frozen, cache, rate, params, norm=_frozen_norm)):
                 sizes[i] = size[..., 0] if counted is None else (counted * size).sum(-1)
     return _WriteInputs(f, network.back(frozen, cache, gamma[..., None] * error), sizes, gamma)
 
@@ -239,6 +241,9 @@ def _write(
     rates = optimiser.rates(gate.theta, gate.eta, write.sizes[i], every, rule.window.chunk)
     alpha = gate.alpha if retention.gated else torch.ones_like(gate.theta)
     by_column = rule.kernelised(i)
+    if adds_gradients(rule) and not by_column and gate.eta.dim() == alpha.dim() == 2:
+        sums, w = _add_gradient(rule, params.initial[i], old, write.deltas[i], f, rates, alpha)
+        return _after(old, NewMatrix(w, w, None), sums, when), w
 
     def outer(deltas: Tensor, f: Tensor) -> Tensor:
         """A write: the sum of delta f^T; on phi* the tokens have the last columns."""
@@ -259,18 +264,55 @@ def _write(
     step = step if every == 1 else pick(when.due, step, torch.zeros_like(step))
     new = _keep(rule, params.initial[i], old, step, alpha, when)
     answering = optimiser.readout_weights(sums, new.weights, when.due)
-    if optimiser.ends_chunk:
+    if optimiser.ends_chunk and when.last is not False:
         sums = tuple(pick(when.last, a, b) for a, b in zip(optimiser.end_chunk(sums), sums, strict=True))
+    return _after(old, new, sums, when), answering
+
+
+def _after(old: Matrix, new: NewMatrix, sums: Sums, when: _When) -> Matrix:
+    """The matrix that the next token meets: in rows where there was no token, ``old``."""
     frozen = pick(when.ends, new.mirrored, old.frozen)
     if when.exists is True:
-        return Matrix(new.weights, frozen, sums, new.dual), answering
-    after = Matrix(
+        return Matrix(new.weights, frozen, sums, new.dual)
+    return Matrix(
         weights=pick(when.exists, new.weights, old.weights),
         frozen=frozen,
         sums=tuple(pick(when.exists, a, b) for a, b in zip(sums, old.sums, strict=True)),
         dual=None if old.dual is None or new.dual is None else pick(when.exists, new.dual, old.dual),
     )
-    return after, answering
+
+
+def _add_gradient(
+    rule: Rule, initial: Tensor, old: Matrix, deltas: Tensor, f: Tensor, rates: Rates, alpha: Tensor
+) -> tuple[Sums, Tensor]:
+    """The sums and W_t of a rule that ``adds_gradients``, in few passes over the matrices: g_t = delta^T f is added
+    where it is computed."""
+    size = rates.write if old.sums else rates.apply
+    left, right = (size[..., None, None] * deltas).flatten(0, 1).mT, f.flatten(0, 1)
+    alone = is_cheap_to_read(left) and is_cheap_to_read(old.weights)
+    add, subtract = (Tensor.baddbmm_, Tensor.sub_) if alone else (torch.baddbmm, torch.sub)
+    target = rule.decay_target(initial, old.weights)[0]
+    decay = alpha[..., None, None]
+    w = decay * old.weights if target is None else torch.lerp(target, old.weights, decay)
+    if not old.sums:
+        return (), add(w.flatten(0, 1), left, right, alpha=-1).view_as(w)
+    s = rates.theta[..., None, None] * old.sums[0]
+    s = add(s.flatten(0, 1), left, right).view_as(s)
+    return (s,), subtract(w, s)
+
+
+_NORMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _frozen_norm(matrix: Tensor, columns: int) -> Tensor:
+    """``squared_spectral_norm``; where there are no gradients, remembered for as long as the frozen matrix lives."""
+    if torch.is_grad_enabled() or not is_cheap_to_read(matrix):
+        return squared_spectral_norm(matrix, columns)
+    known = columns, None if matrix.is_inference() else matrix._version
+    found = _NORMS.get(matrix)
+    if found is None or found[0] != known:
+        found = _NORMS[matrix] = known, squared_spectral_norm(matrix, columns)
+    return cast(Tensor, found[1])
 
 
 def _keep(rule: Rule, initial: Tensor, old: Matrix, step: Tensor, alpha: Tensor, when: _When) -> NewMatrix:

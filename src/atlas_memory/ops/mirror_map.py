@@ -52,10 +52,10 @@ def boundary_update(
     ``jump`` ``moved``, all), and map the matrix where the chunk ends; ``linear`` and ``dual`` are W and A after the
     last token."""
     retention, filled = cast(NonLinearRetention, part.context.rule.retention), part.context.filled
-    frozen, shown = part.state.start, part.context.rule.window.read != "frozen"
+    frozen, reads_writes = part.state.start, part.context.rule.window.read != "frozen"
     if moved is not None:
         left = left_of_jump(part)
-        if shown:
+        if reads_writes:
             out = out + to_rows(left, out.shape[-1]) * queries.apply(moved)
         linear = linear + to_rows(left[:, -1:], moved.shape[-2]).mT * moved
     if filled is False:
@@ -63,7 +63,7 @@ def boundary_update(
     mapped = retention.mirror_map(dual, frozen, part.initial)
     if moved is None:
         linear = pick(filled, mapped, linear)
-        if shown:
+        if reads_writes:
             last = pick(filled, queries.apply(mapped)[:, -1:], out[:, -1:])
             out = torch.cat([out[:, :-1], last], 1)
     return BoundaryUpdate(

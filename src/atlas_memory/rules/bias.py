@@ -75,7 +75,7 @@ class L2(Bias):
 
 @dataclass(frozen=True)
 class DotProduct(Bias):
-    """-<M(phi(k)), v>: the Hebbian write +v k^T (ATLAS Eqs. 19-20, 25; with the printed sign they would erase).
+    """``-<M(phi(k)), v>``: the Hebbian write +v k^T (ATLAS Eqs. 19-20, 25; with the printed sign they would erase).
 
     It has no minimum. Its curvature counts as 1, so that a deep memory grows at most linearly.
     """

@@ -126,7 +126,7 @@ class Polynomial(Features):
 
     Each monomial of degree j carries sqrt(multinomial coefficient) and sqrt(a_j); the bare ones that the paper prints
     would not give that kernel. ``sqrt_a`` is learned, a_j = sqrt_a_j^2 >= 0. It starts at the Taylor series of exp,
-    a_j = 1/j!, but for sqrt(a_0) = ``constant``, which all keys share and Hebbian writes add up.
+    a_j = 1/j!, but for sqrt(a_0) = ``constant``, 1 in the series; Hebbian rules take less, since all keys share it.
     """
 
     degree: int = 2

@@ -87,12 +87,14 @@ NORM_EPS = 1e-6
 POWER_STEPS = 4
 
 
-def squared_spectral_norm(matrix: Tensor) -> Tensor:
-    """The square of the largest singular value, ``[..., rows, columns] -> [...]``, by power iteration from below."""
-    (rows, columns), tiny = matrix.shape[-2:], torch.finfo(matrix.dtype).tiny
+def squared_spectral_norm(matrix: Tensor, columns: int | None = None) -> Tensor:
+    """The square of the largest singular value of the first ``columns`` of a matrix, ``[..., rows, all] -> [...]``, by
+    power iteration from below."""
+    matrix = matrix[..., :columns]
+    rows, tiny = matrix.shape[-2], torch.finfo(matrix.dtype).tiny
     start = torch.arange(1, rows + 1, dtype=matrix.dtype, device=matrix.device).square().mul(0.7).cos()
     size = matrix.detach().abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
-    unit = (matrix / size).reshape(-1, rows, columns)  # squares of huge entries must not overflow
+    unit = (matrix / size).reshape(-1, *matrix.shape[-2:])  # squares of huge entries must not overflow
     # The gradient of a singular value needs none through u. |fixed|^2 is from 1 / rows to the columns: powers stay
     # finite.
     u, fixed = start.expand(len(unit), 1, rows), unit.detach() * rows**-0.5
@@ -101,6 +103,10 @@ def squared_spectral_norm(matrix: Tensor) -> Tensor:
         u = u.bmm(fixed).bmm(transposed)
     u = u / u.norm(dim=-1, keepdim=True).clamp_min(tiny)
     return u.bmm(unit).square().sum((-2, -1)).view(matrix.shape[:-2]) * size.square()[..., 0, 0]
+
+
+SpectralNorm = Callable[[Tensor, int], Tensor]
+"""``squared_spectral_norm``, or the same from a store of known norms."""
 
 
 def layer_norm(x: Tensor, norm: Norm | None) -> Tensor:
@@ -240,7 +246,9 @@ class NetworkBase:
         """delta_l of every matrix, from dl / d pre-norm ``[..., time, dim]``."""
         raise NotImplementedError
 
-    def jacobian_bounds(self, weights: Sequence[Tensor], cache: ForwardCache) -> tuple[Tensor, ...]:
+    def jacobian_bounds(
+        self, weights: Sequence[Tensor], cache: ForwardCache, norm: SpectralNorm = squared_spectral_norm
+    ) -> tuple[Tensor, ...]:
         """Bounds on |d pre-norm / d (W_l f_l)|^2, each ``[..., time]``; 1 for the last matrix."""
         raise NotImplementedError
 
@@ -270,7 +278,9 @@ class Linear(NetworkBase):
     def back(self, weights: Sequence[Tensor], cache: ForwardCache, error: Tensor) -> tuple[Tensor, ...]:
         return (error,)
 
-    def jacobian_bounds(self, weights: Sequence[Tensor], cache: ForwardCache) -> tuple[Tensor, ...]:
+    def jacobian_bounds(
+        self, weights: Sequence[Tensor], cache: ForwardCache, norm: SpectralNorm = squared_spectral_norm
+    ) -> tuple[Tensor, ...]:
         return (torch.ones_like(cache.pre_norm[..., 0]),)
 
 
@@ -321,12 +331,14 @@ class MLP(NetworkBase):
             out.append((out[-1] @ weights[layer][..., : slope.shape[-1]]) * slope)
         return tuple(reversed(out))
 
-    def jacobian_bounds(self, weights: Sequence[Tensor], cache: ForwardCache) -> tuple[Tensor, ...]:
+    def jacobian_bounds(
+        self, weights: Sequence[Tensor], cache: ForwardCache, norm: SpectralNorm = squared_spectral_norm
+    ) -> tuple[Tensor, ...]:
         """|J_l|^2 <= |W_{l+1}|^2 max slope_l^2 |J_{l+1}|^2, J_l = d pre-norm / d (W_l f_l), spectral norms."""
         out = [torch.ones_like(cache.pre_norm[..., 0])]
         for layer in range(self.depth - 1, 0, -1):
             slope = cache.hidden[layer - 1]
-            through = squared_spectral_norm(weights[layer][..., : slope.shape[-1]])
+            through = norm(weights[layer], slope.shape[-1])
             out.append(out[-1] * max_entry(slope.square()) * through[..., None])
         return tuple(reversed(out))
 
@@ -374,8 +386,10 @@ class GatedMLP(NetworkBase):
         inner = error @ weights[2]
         return inner * to_gate, inner * to_value, error
 
-    def jacobian_bounds(self, weights: Sequence[Tensor], cache: ForwardCache) -> tuple[Tensor, ...]:
-        through = squared_spectral_norm(weights[2])[..., None]
+    def jacobian_bounds(
+        self, weights: Sequence[Tensor], cache: ForwardCache, norm: SpectralNorm = squared_spectral_norm
+    ) -> tuple[Tensor, ...]:
+        through = norm(weights[2], weights[2].shape[-1])[..., None]
         to_gate, to_value = (max_entry(x.square()) * through for x in cache.hidden)
         return to_gate, to_value, torch.ones_like(through.expand(to_gate.shape))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .bias import L2, AttentionalBias, Bias, DotProduct, Huber, Lp, RobustL2
 from .features import Exponential, FeatureMap, Features, Identity, Polynomial
 from .initialisation import FeatureLayout
-from .networks import MLP, ForwardCache, GatedMLP, Linear, Network, NetworkBase
+from .networks import MLP, ForwardCache, GatedMLP, Linear, Network, NetworkBase, SpectralNorm, squared_spectral_norm
 from .optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
 from .retention import (
     AnyRetention,
@@ -111,6 +111,9 @@ PRINTED: dict[str, dict[str, Any]] = {
 }
 
 
+ALIASES = {"bias": ("loss",), "optimiser": ("optimizer",)}
+
+
 @dataclass(frozen=True)
 class Rule:
     """How keys are mapped, what learns, what it minimises, what it keeps, how it steps, and over which window.
@@ -172,7 +175,7 @@ class Rule:
         known = [f.name for f in fields(self)]
         for name, options in parts.items():
             if name not in known:
-                raise ValueError(f"a rule has no part {name!r}; {suggest(name, known)}")
+                raise ValueError(f"a rule has no part {name!r}; {suggest(name, known, ALIASES)}")
             if not isinstance(options, Mapping):
                 raise ValueError(
                     f"options of {name!r} must map fields to values, got {options!r}; for an instance, use "
@@ -204,7 +207,8 @@ class Rule:
         features starts at 1, and phi* forgets no key. With one step a chunk, ``every=None``, a chunk is read before it
         is written (LaCT).
 
-        Window, chunk, and features, bias and retention of your own stay. A deep memory diverges so at the usual eta.
+        Window, chunk, and features, bias and retention of your own stay. Parts that ``vary`` replaces afterwards are
+        the library's again. Raw steps of a deep memory may diverge: lower eta where outputs grow.
         """
         changed: dict[str, dict[str, Any]] = {"window": {"read": "frozen"} if self.optimiser.every is None else {}}
         for axis, options in PRINTED.items():
@@ -254,11 +258,12 @@ class Rule:
         curvature_bound: Tensor,
         params: Params,
         lengths: Tensor | None = None,
+        norm: SpectralNorm = squared_spectral_norm,
     ) -> tuple[Tensor, ...]:
         """lambda_l,t / share_l of step.py for every matrix, ``[..., time]``; ``lengths``: |phi(x)|^2, if it is
         known."""
         network, found = self.network, []
-        bounds = network.jacobian_bounds(weights, cache)
+        bounds = network.jacobian_bounds(weights, cache, norm)
         for mapped, u, bound, share in zip(network.feature_mapped, cache.inputs, bounds, network.shares, strict=True):
             if mapped and not self.retention.fixed_row_sums:
                 length = self.features.squared_norm(u, params.sqrt_a) if lengths is None else lengths

@@ -2,7 +2,7 @@
 
     kernel_support.py         which calls take a kernel, and which only when asked: functions of device, dtype, shapes
                               and rule
-    kernel_check.py                  the trial that a kernel must pass before it is taken unasked
+    kernel_check.py                  the check that a kernel must pass before it is taken by default
     delta_rule.py                  the delta rule over a whole sequence, with its backward pass
     delta_forward.py, delta_backward.py, delta_common.py     its kernels, and the equations
     conv_kernel.py            the short convolution of q, k and v

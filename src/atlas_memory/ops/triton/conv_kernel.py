@@ -41,7 +41,7 @@ def convolve_back(x: Tensor, w: Tensor, by_y: Tensor) -> tuple[Tensor, Tensor]:
     return by_x, by_w.sum(0).mT.to(w.dtype)
 
 
-def trial(dtype: torch.dtype, taps: int, device: torch.device) -> float:
+def deviation(dtype: torch.dtype, taps: int, device: torch.device) -> float:
     """How far both kernels are from PyTorch, on a few tokens: see ``distance`` of kernel_check.py."""
     # A number of channels that 16 divides, as in models: for others Triton makes another kernel.
     draw, time, channels = torch.Generator().manual_seed(0), 2 * ROWS + 5, COLUMNS + 16

@@ -88,7 +88,7 @@ def options(rule: Rule, dim: int) -> dict[str, Any]:
     }
 
 
-def trial(plain: Callable[..., tuple[Tensor, ...]], rule: Rule, dim: int, device: torch.device) -> float:
+def deviation(plain: Callable[..., tuple[Tensor, ...]], rule: Rule, dim: int, device: torch.device) -> float:
     """How far the kernels for heads of ``dim`` are from ``plain`` in float64, a function of the rule and of what the
     argument ``plain`` of ``delta_recurrence`` is a function of, on two chunks and a few tokens: see ``distance`` of
     kernel_check.py."""

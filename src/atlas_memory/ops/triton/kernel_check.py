@@ -1,8 +1,8 @@
-"""Whether a kernel computes here what PyTorch does, found out once, before it is first taken unasked.
+"""Whether a kernel computes here what PyTorch does, found out once, before it is first taken by default.
 
 Of kernels that are right in the interpreter and on one GPU, a version of Triton has made wrong code (notes/kernels.md),
 and a GPU with less shared memory than an H200 cannot start some of them. So a kernel that nobody asked for has a small
-trial first: what it gives and its gradients beside those of PyTorch. A trial does not help where a kernel reads memory
+check first: what it gives and its gradients beside those of PyTorch. That does not help where a kernel reads memory
 that nobody has: CUDA then fails whatever the process does next.
 """
 
@@ -26,12 +26,12 @@ _found: dict[Hashable, bool] = {}
 _lock = Lock()
 
 
-def proven(name: str, *about: Hashable) -> bool:
-    """Whether the kernels of the module ``name`` have passed their trial, the module's function ``trial`` of ``about``:
-    it gives the largest distance as ``distance`` does, over what is allowed, and must be below 1.
+def matches_pytorch(name: str, *about: Hashable) -> bool:
+    """Whether the kernels of the module ``name`` compute what PyTorch does: ``deviation`` of ``about``, a function of
+    the module, must be below 1. It is the largest ``distance``, over what is allowed.
 
     What fails warns once. False, with nothing tried, while a CUDA graph is recorded and inside a backward pass, whose
-    thread a trial would wait for.
+    thread the check would wait for.
     """
     key = (name, *about)
     if key not in _found:
@@ -40,21 +40,21 @@ def proven(name: str, *about: Hashable) -> bool:
             return False
         with _lock:
             if key not in _found:
-                why = _try(name, about)
+                why = _mismatch(name, about)
                 _found[key] = not why
                 if why:
                     warnings.warn(f"the Triton kernels {name} are not taken on this GPU: {why}", stacklevel=2)
     return _found[key]
 
 
-def _try(name: str, about: tuple[Hashable, ...]) -> str:
-    """Why the trial fails; empty: it does not. In a thread of its own, which has none of the caller's grad and
-    inference modes, autocast and hooks."""
+def _mismatch(name: str, about: tuple[Hashable, ...]) -> str:
+    """Why the kernels fail their check; empty: they do not. In a thread of its own, which has none of the caller's
+    grad and inference modes, autocast and hooks."""
     why = ["it did not end"]
 
     def run() -> None:
         try:
-            off = import_module(f"{__package__}.{name}").trial(*about)
+            off = import_module(f"{__package__}.{name}").deviation(*about)
             why[0] = "" if off < 1.0 else f"it was off by {off:.1e} times what is allowed"
         except Exception as error:  # of any kind: an import, Triton's compiler, its launcher, the GPU
             why[0] = " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -24,7 +24,7 @@ from ...rules.rule import Rule
 
 SWITCH = "ATLAS_MEMORY_KERNELS"
 """The environment variable that lets all kernels be taken (1), or none (anything else); not set: those that are taken
-unasked."""
+by default."""
 
 INTERPRETER = "TRITON_INTERPRET"
 """The environment variable by which Triton runs kernels on the CPU, to try them."""
@@ -56,28 +56,28 @@ def taken(
     kernels: bool | None,
     refusal: Callable[..., str | None],
     *call: object,
-    unasked: Callable[[], bool] | None = None,
+    by_default: Callable[[], bool] | None = None,
 ) -> bool:
     """Whether a call takes its kernel.
 
     Args:
         kernels: True: asked for; False: never; None: where the environment variable ``SWITCH`` is 1, or is not set and
-            the kernel is one to take ``unasked``.
+            the kernel is one to take by default.
         refusal: what says of ``call`` why it has no kernel, and what would help; None: it has one.
-        unasked: what says whether to take it where nobody has asked for it; None: no.
+        by_default: what says whether to take it where nobody has asked for it; None: no.
 
     Raises:
         ValueError: a kernel was asked for, and the call has none.
     """
     switch = os.environ.get(SWITCH)
     asked = kernels or (kernels is None and switch == "1")
-    unasked = None if os.environ.get(INTERPRETER) == "1" else unasked  # slow, and for what is asked for
-    if not asked and (kernels is False or switch is not None or unasked is None):
+    by_default = None if os.environ.get(INTERPRETER) == "1" else by_default  # slow, and for what is asked for
+    if not asked and (kernels is False or switch is not None or by_default is None):
         return False
     why = refusal(*call)
     if kernels and why is not None:
         raise ValueError(f"kernels=True, but no kernel {why}; or leave kernels out")
-    return why is None and (bool(asked) or (unasked is not None and unasked()))
+    return why is None and (bool(asked) or (by_default is not None and by_default()))
 
 
 def is_delta(rule: Rule) -> bool:
@@ -86,7 +86,7 @@ def is_delta(rule: Rule) -> bool:
 
 
 def on_cuda(x: Tensor) -> bool:
-    """Whether x is a plain tensor on a GPU of CUDA: only then is a kernel taken unasked."""
+    """Whether x is a plain tensor on a GPU of CUDA: only then is a kernel taken by default."""
     return type(x) in (Tensor, torch.nn.Parameter) and x.is_cuda and torch.version.hip is None
 
 

@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed")
 
 from atlas_memory.memory import RULES
-from atlas_memory.ops.chunkwise import _proven
+from atlas_memory.ops.chunkwise import _delta_matches
 from atlas_memory.ops.triton import conv_kernel as convolution
 from atlas_memory.ops.triton import delta_rule as delta
 from atlas_memory.ops.triton import kernel_check as proof
-from atlas_memory.ops.triton.kernel_check import distance, proven
+from atlas_memory.ops.triton.kernel_check import distance, matches_pytorch
 
 CPU = torch.device("cpu")
 
@@ -27,12 +27,12 @@ def test_the_delta_rule_passes(name):
     rule = RULES[name].vary(window={"chunk": 16})
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("error")
-        assert _proven(rule, 16, CPU)
+        assert _delta_matches(rule, 16, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_convolution_passes(dtype):
-    assert proven("conv_kernel", dtype, 4, CPU)
+    assert matches_pytorch("conv_kernel", dtype, 4, CPU)
 
 
 def test_what_is_wrong_is_not_taken_and_says_so_once(monkeypatch):
@@ -48,10 +48,10 @@ def test_what_is_wrong_is_not_taken_and_says_so_once(monkeypatch):
     with pytest.warns(
         UserWarning, match=r"the Triton kernels delta_rule are not taken on this GPU: it was off by [19].*e.02 times"
     ):
-        assert not _proven(rule, 16, CPU)
+        assert not _delta_matches(rule, 16, CPU)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not _proven(rule, 16, CPU)
+        assert not _delta_matches(rule, 16, CPU)
 
 
 def test_what_fails_is_not_taken(monkeypatch):
@@ -60,19 +60,19 @@ def test_what_fails_is_not_taken(monkeypatch):
 
     monkeypatch.setattr(convolution, "_launch", failing)
     with pytest.warns(UserWarning, match="not taken on this GPU: RuntimeError: out of resource: shared memory, Req"):
-        assert not proven("conv_kernel", torch.float32, 4, CPU)
+        assert not matches_pytorch("conv_kernel", torch.float32, 4, CPU)
 
 
 def test_what_cannot_be_imported_is_not_taken():
     with pytest.warns(UserWarning, match="kernels nowhere are not taken on this GPU: ModuleNotFoundError"):
-        assert not proven("nowhere")
+        assert not matches_pytorch("nowhere")
 
 
 def test_in_a_backward_pass_nothing_is_tried():
-    """Its thread would wait for a trial that waits for it."""
+    """Its thread would wait for a check that waits for it."""
     found = []
     x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda _: found.append(proven("conv_kernel", torch.float32, 4, CPU)))
+    x.register_hook(lambda _: found.append(matches_pytorch("conv_kernel", torch.float32, 4, CPU)))
     (2 * x).backward()
     assert found == [False] and not proof._found
 
@@ -80,8 +80,8 @@ def test_in_a_backward_pass_nothing_is_tried():
 def test_the_dtype_of_the_caller_does_not_matter():
     try:
         torch.set_default_dtype(torch.bfloat16)
-        assert proven("conv_kernel", torch.float32, 2, CPU)
-        assert _proven(RULES["gated-deltanet"].vary(window={"chunk": 16}), 16, CPU)
+        assert matches_pytorch("conv_kernel", torch.float32, 2, CPU)
+        assert _delta_matches(RULES["gated-deltanet"].vary(window={"chunk": 16}), 16, CPU)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -89,7 +89,7 @@ def test_the_dtype_of_the_caller_does_not_matter():
 def test_nor_does_whether_gradients_are_wanted():
     """The delta rule is tried in inference mode above."""
     with torch.no_grad():
-        assert proven("conv_kernel", torch.float32, 2, CPU)
+        assert matches_pytorch("conv_kernel", torch.float32, 2, CPU)
 
 
 def test_what_is_no_number_is_far():
