@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
+import posixpath
 import re
 import typing
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 
@@ -128,3 +131,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links of notebooks to pages, which mkdocs follows in Markdown alone."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+
+    def target(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), link[1]))
+        if (file := files.get_file_from_path(path)) is None:
+            logging.getLogger("mkdocs.hooks").warning(
+                "%s has a link to %s, which is not there", page.file.src_uri, link[1]
+            )
+            return link[0]
+        return f'href="{file.url_relative_to(page.file)}{link[2] or ""}"'
+
+    return re.sub(r'href="(?!\w+:)([^"#]+\.(?:md|ipynb))(#[^"]*)?"', target, html)

@@ -93,6 +93,21 @@ class Heavier(Momentum):
 
 
 @dataclass(frozen=True)
+class Adagrad(InnerOptimiser):
+    """A sum without theta, which is never negative."""
+
+    normalised: bool = False
+    online: bool = True
+
+    def sums(self, online):
+        return 1
+
+    def step(self, sums, weights, g, at):
+        squares = sums[0] + g.square()
+        return (squares,), rows(at.apply, g / (squares + 1e-3).sqrt())
+
+
+@dataclass(frozen=True)
 class Directions(Averaged):
     """Orthogonalises every gradient on its way into S, also where no step is due."""
 
@@ -111,7 +126,10 @@ ALONE = [{axis: part} for axis, part in OWN.items()]
 @pytest.mark.parametrize(
     "name,parts",
     [
-        *(("titans", parts) for parts in (*ALONE, OWN, {"optimiser": Directions()}, {"retention": Ball()})),
+        *(
+            ("titans", parts)
+            for parts in (*ALONE, OWN, {"optimiser": Directions()}, {"optimiser": Adagrad()}, {"retention": Ball()})
+        ),
         *((name, {"optimiser": Heavier()}) for name in ("omeganet", "memora", "tnt", "atlas++")),
         *((name, {"features": Cosines()}) for name in ("atlas", "gated-deltanet", "ttt-linear")),
     ],
@@ -158,8 +176,14 @@ WRONG: dict[str, tuple[type, dict[str, Any], str]] = {
         {"step": lambda _, s, w, g, at: AVERAGED(s, w, g.detach(), at)},
         "step is not that of its values",
     ),
+    "still": (
+        Averaged,
+        {"step": lambda _, s, w, g, at: (s, rows(at.apply, g).detach())},
+        "step is not that of its val",
+    ),
+    "far": (Square, {"value": lambda _, p, v: (p - v).cosh().log().sum(-1)}, "value is not finite in float32"),
     "growing": (Averaged, {"step": growing}, "step is .* times as long"),
-    "forgot": (Averaged, {"step": lambda _, s, w, g, at: ((), g)}, "step must return a tuple of 1 sums"),
+    "forgot": (Averaged, {"step": lambda _, s, w, g, at: ((), g)}, "step must return 1 sums"),
     "place": (Averaged, {"step": lambda _, s, w, g, at: ((s[0].add_(g),), g)}, "step changes its arguments in place"),
     "titans": (
         Friction,

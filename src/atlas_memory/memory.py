@@ -16,8 +16,8 @@ from .rules.features import (
     PolynomialFeatures,
     l2_normalise,
 )
-from .rules.gates import Gates
-from .rules.networks import MLP, GatedMLP, Linear, Network
+from .rules.gates import Gates, rows
+from .rules.networks import MLP, ForwardCache, GatedMLP, Linear, Network, NetworkBase
 from .rules.optimisers import DeltaGradientDescent, GradientDescent, Momentum, Muon, Optimiser
 from .rules.retention import (
     Decay,
@@ -36,6 +36,6 @@ from .rules.retention import (
 )
 from .rules.rule import KINDS, RULES, Params, Rule, Window, resolve_rule
 from .rules.state import MemoryState, State, initial_state
-from .rules.step import InnerOptimiser
+from .rules.step import InnerOptimiser, TokenGates
 
 __all__ = [name for name in globals() if not name.startswith("_")]

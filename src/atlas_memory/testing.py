@@ -1,6 +1,6 @@
 """Checks of rules and mixers of your own, to be called in a test, as ``check_estimator`` of scikit-learn is:
 
-    check_rule(replace(RULES["titans"], bias=LogCosh()))
+    check_rule(dataclasses.replace(RULES["titans"], bias=LogCosh()))
     check_mixer(CausalMean)
 
 Each takes seconds, and raises a ValueError that names the class, the method and the remedy.
@@ -163,6 +163,8 @@ def _check_bias(bias: Bias) -> None:
         for method, shape in (("value", FRONT), ("derivative", (*FRONT, dim)), ("curvature", FRONT)):
             _call(bias, method, shape, prediction, v)
             _check_gradients(bias, method, getattr(bias, method), prediction, v)
+            far = getattr(bias, method)(1e4 * prediction.float(), v.float())
+            _require(far.isfinite().all(), f"{name}.{method} is not finite in float32 where errors are large")
         leaf, error = prediction.clone().requires_grad_(), prediction - v[..., :dim]
         (slope,) = torch.autograd.grad(bias.value(leaf, v).sum(), leaf)
         derivative, curvature = bias.derivative(leaf, v), bias.curvature(prediction, v)
@@ -215,15 +217,17 @@ def _check_retention(retention: Any) -> None:
 
 def _check_optimiser(optimiser: InnerOptimiser) -> None:
     name, count, chunk = type(optimiser).__name__, optimiser.sums(optimiser.is_online), optimiser.every or 4
-    sums = tuple(_numbers(*MATRIX, frequency=0.3 + 0.2 * i) for i in range(count))
     weights, g, theta = _numbers(*MATRIX), _numbers(*MATRIX, frequency=0.7), 0.5 + 0.4 * _numbers(*FRONT)
+    start = tuple(torch.zeros_like(g) for _ in range(count))
     for channels in ((DIM,), ())[optimiser.mixes_rows :]:
         eta, size = 0.5 + 0.4 * _numbers(*FRONT, *channels), 1.0 + theta if optimiser.normalised else None
         rates = _call(optimiser, "rates", None, theta, eta, size, chunk, chunk)
         at = TokenGates(**rates._asdict(), alpha=eta, gamma=theta, along_key=lambda w: w)
-        made = _call(optimiser, "step", MATRIX, sums, weights, g, at)
-        pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], tuple) and len(made[0]) == count
-        _require(pair, f"{name}.step must return a tuple of {count} sums, as many as it gets, and a step: ((s,), s)")
+        made: Any = (start, None)
+        for _ in range(3):  # the sums are the step's own, on whose sign it may rely
+            sums, made = made[0], _call(optimiser, "step", MATRIX, made[0], weights, g, at)
+            pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], tuple) and len(made[0]) == count
+            _require(pair, f"{name}.step must return {count} sums, as many as it gets, and a step: ((s,), s)")
     for stepped in (False, True, torch.tensor([False, True])):
         _call(optimiser, "readout_weights", MATRIX, sums, weights, stepped)
     if optimiser.is_online:
@@ -235,8 +239,11 @@ def _check_optimiser(optimiser: InnerOptimiser) -> None:
         now: Any = dict(zip(gates, others[count:], strict=True))
         return optimiser.step(others[:count], weights, g, at._replace(**now))
 
+    leaf = g.clone().requires_grad_()
+    found = step(leaf, weights, *sums, *gates.values())[1]
+    _require(found.requires_grad, f"the gradient of {name}.step is not that of its values: detach nothing")
     _check_gradients(optimiser, "step", step, g, weights, *sums, *gates.values())
-    zeros = (0.0 * weights, *(0.0 * s for s in sums))
+    zeros = (0.0 * weights, *start)
     down = ((step(g, *zeros, *gates.values())[1] * g).sum((-2, -1)) > 0.0).all()
     _require(down, f"{name}.step must be along the gradient: it is subtracted from the memory")
     doubled = (2.0 * x if key in ("write", "apply", "plain") else x for key, x in gates.items())

@@ -380,3 +380,28 @@ def test_a_first_write_takes_half_of_the_loss(name):
         target = v if opened.delta is None else torch.cat([v, opened.delta[..., None]], -1)
         before, after = (loss.value(memory.retrieve(k, at), target).sum() for at in (None, state))
     assert after / before <= {"lact": 0.7}.get(name, 0.5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("rule", RULES)
+def test_decoding_is_one_call(rule, mode):
+    memory, x = layer(rule).double(), torch.randn(2, 3 * CHUNK + 1, DIM, dtype=torch.float64)
+    with mode():
+        whole, end = memory(x)
+        state, outputs = memory(x[:, :1])[1], []
+        for token in x[:, 1:].split(1, 1):
+            y, state = memory(token, state)
+            outputs.append(y)
+    assert torch.allclose(torch.cat(outputs, 1), whole[:, 1:], rtol=0, atol=1e-8)
+    for ours, theirs in zip(state.tensors(), end.tensors(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-8)
+
+
+def test_a_frozen_matrix_that_is_changed_in_place_is_read_anew():
+    memory, x = layer("titans"), torch.randn(2, 3, DIM)
+    with torch.no_grad():
+        state = memory(x[:, 1:2], memory(x[:, :1])[1])[1]
+        for matrix in state.memory.matrices:
+            matrix.frozen.mul_(3.0)
+        remembered, fresh = memory(x[:, 2:], state), memory(x[:, 2:], state.map(torch.clone))
+    assert all(map(torch.equal, remembered[1].tensors(), fresh[1].tensors()))

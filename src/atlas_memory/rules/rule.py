@@ -379,7 +379,8 @@ def resolve_rule(rule: str | Rule, window: int | None = None, chunk_size: int | 
     if isinstance(rule, str):
         if rule not in RULES:
             raise ValueError(
-                f"unknown rule {rule!r}; {suggest(rule, RULES)} Register your own first: RULES[{rule!r}] = Rule(...)"
+                f"unknown rule {rule!r}; {suggest(rule, RULES)} Your own: RULES[{rule!r}] = Rule(...), "
+                "for the command in a file that ends in atlas_memory.cli.main()"
             )
         rule = RULES[rule]
     if not isinstance(rule, Rule):

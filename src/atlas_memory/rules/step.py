@@ -90,7 +90,7 @@ class InnerOptimiser:
     online: bool = True
     """Whether the errors of a chunk see what the chunk has written before."""
     has_momentum = False
-    """Whether there is a sum S, and a gate theta by which it decays."""
+    """Whether there is a sum S, and a gate theta by which it decays. For sums without theta override ``sums``."""
     every: int | None = 1
     """A step is taken after every so many tokens, a divisor of the chunk; None: at the end of a chunk."""
     erases = False
@@ -109,8 +109,8 @@ class InnerOptimiser:
     """Whether the step of W A, for any matrix A, is the step of W times A, so that ``Exponential`` features can be
     used. A class with its own ``step`` declares it anew."""
     raw_eta: float | None = None
-    """Where raw steps' eta begins in a layer, as a share of ``largest_step``. None: where a first write is nearly
-    full."""
+    """Where raw steps' eta begins in a layer, as a share of ``largest_step``. None: where a first step of gradient
+    descent is a nearly full write. Set it if your steps are longer than gradients."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
