@@ -76,9 +76,21 @@ class _Decay(Function):
         factor, output = ctx.saved_tensors
         if ctx.columns[0] == factor.shape[-1] - 1:  # the last column has no factor in it
             return torch.zeros_like(factor), None, None
-        d = output if ctx.whole else _running_products(factor, EVERYTHING, EVERYTHING)
-        through = g @ d[..., slice(*ctx.columns)].mT  # sum_n g[t, n] D[s, n]
-        return F.pad((d[..., slice(*ctx.rows), 1:] * through[..., :-1]).sum(-2), (1, 0)), None, None
+        if output.shape[-1] == factor.shape[-1] and not ctx.whole:
+            d, through = output, _scan(factor[..., None, :], g)  # sum_n g[t, n] D[s, n]
+        else:
+            d = output if ctx.whole else _running_products(factor, EVERYTHING, EVERYTHING)
+            d, through = d[..., slice(*ctx.rows), :], g @ d[..., slice(*ctx.columns)].mT
+        return F.pad((d[..., 1:] * through[..., :-1]).sum(-2), (1, 0)), None, None
+
+
+def _scan(factor: Tensor, x: Tensor) -> Tensor:
+    """h_m = x_m + factor_m h_{m-1} along the last axis, in as many passes as the length has binary digits."""
+    step = 1
+    while step < x.shape[-1]:
+        x = x + factor * F.pad(x[..., :-step], (step, 0))
+        factor, step = factor * F.pad(factor[..., :-step], (step, 0)), 2 * step
+    return x
 
 
 def _running_products(factor: Tensor, rows: slice, columns: slice) -> Tensor:

@@ -49,11 +49,13 @@ class GateDecay(NamedTuple):
     def of(rule: Rule, chunk: Chunk, pairs: WindowPairs | None) -> GateDecay:
         """For one chunk, or for several as sequences of a batch."""
         alpha = chunk.alpha if chunk.alpha.dim() == 2 else chunk.alpha.mT
-        decay, muon = decay_matrix(alpha), rule.optimiser.estimates_change
+        muon = rule.optimiser.estimates_change
+        at_steps = slice(rule.every - 1, None, rule.every) if muon and not rule.online else None
+        decay = decay_matrix(alpha, columns=at_steps)
         retained = _by_token(_from_start(alpha, decay))
         before = _before_updates(retained, 1.0, pairs) if rule.online or rule.optimiser.erases else None
-        inside = chunk.inside[:, None] if decay.dim() == 3 else chunk.inside[:, None, None]
-        steps, ends = torch.where(inside, decay, 0.0), None
+        inside = chunk.inside if at_steps is None else chunk.inside[:, at_steps]
+        steps, ends = torch.where(inside[:, None] if decay.dim() == 3 else inside[:, None, None], decay, 0.0), None
         after: tuple[Tensor, ...] = ()
         if pairs is not None and pairs.chunk > pairs.block:
             ends = pairs.ends
@@ -93,7 +95,7 @@ class GateDecay(NamedTuple):
             start=_from_start(theta, by_theta),
             mix=_of_updates(decay, chunk, pairs) if rule.online else None,
             sums=_of_updates(by_theta, chunk, pairs),
-            steps=steps[..., at],
+            steps=steps[..., at] if rule.online else steps,
         )
 
 

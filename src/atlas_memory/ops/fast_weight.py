@@ -168,7 +168,7 @@ def minus_masked(out: Tensor, mask: Tensor, kernel: Tensor, updates: Tensor) -> 
     """out - (mask * kernel) updates: out ``[n, b, m]``, updates ``[n, U, m]``, mask ``[n, b, U]`` or ``[n, C, b, U]``,
     kernel ``[n, b, U]``."""
     if mask.dim() == 3:
-        return torch.baddbmm(out, mask * kernel, updates, alpha=-1)
+        return out - (mask * kernel).bmm(updates)
     return out - join_channels((mask * kernel[:, None]) @ split_channels(updates, mask.shape[1]))
 
 
