@@ -56,8 +56,8 @@ class ShortConvolution(nn.Module):
             past = x.new_zeros(batch, self.size - 1, channels)
         if past.shape != (batch, self.size - 1, channels):
             raise ValueError(
-                f"state must have past inputs {[batch, self.size - 1, channels]}, got {list(past.shape)}: it is of "
-                "another batch or layer"
+                f"x has {batch} rows, and the state must have past inputs {[batch, self.size - 1, channels]}, got "
+                f"{list(past.shape)}: it is of another batch or layer"
             )
         past = past.to(x.dtype)
         inputs = torch.cat([past, x], 1)
