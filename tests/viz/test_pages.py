@@ -77,6 +77,7 @@ def test_runs_are_shown_and_followed(opened: Any, shared: tuple[Path, str]) -> N
     page.close()
 
 
+@pytest.mark.extended
 @needs_browser
 def test_runs_appear_and_vanish_while_the_page_is_open(opened: Any, tmp_path: Path) -> None:
     for name in ("first", "second"):

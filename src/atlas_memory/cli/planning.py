@@ -63,9 +63,9 @@ def plan(
         print(json.dumps(found.to_dict() | {"processes": processes, "device_hours": hours, "cost": cost}, indent=2))
         return
     table = _table(settings, found, processes, hours, price, by_clock)
-    table.add_row(
-        "memory of a process", si_format(found.memory), f"this machine has {si_format(available_memory(settings))}"
-    )
+    available = available_memory(settings)
+    remedy = ": lower train.batch_size or data.seq_len" if found.memory > available else ""
+    table.add_row("memory of a process", si_format(found.memory), f"this machine has {si_format(available)}{remedy}")
     Console().print(table)
 
 

@@ -137,9 +137,9 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
             moved = section == "data" and (key == "path" or (key == "tokenizer" and None in (old, new)))
             moved = moved and (folder / DATA_JSON).is_file()  # TrainingData.check_same compares the text
             if old != new and not (may or moved):
+                back = f"has {old!r}: {'leave it out' if old is None else 'set it back'}"
                 raise ConfigError(
-                    f"{section}.{key} is {new!r}, but the run to resume has {old!r}: "
-                    "set it back, or train into another output_dir"
+                    f"{section}.{key} is {new!r}, but the run to resume {back}, or train into another output_dir"
                 )
 
 
