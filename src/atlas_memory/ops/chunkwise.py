@@ -139,10 +139,10 @@ def _delta(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the kernels of the delta rule compute, without them: y of one matrix without a residual, the matrix after
     the last token, and the one at which the next token's gradient is taken."""
-    bare, empty = rule.vary(network={"residual": False}), q[:, :, :0]
+    plain, empty = rule.vary(network={"residual": False}), q[:, :, :0]
     seen = torch.zeros(len(q), dtype=torch.int64, device=q.device)
     state = MemoryState((Matrix(matrix, matrix),), empty, empty, empty, seen)
-    y, after = chunkwise(bare, Params((matrix[0],)), q, k, v, Gates(eta, alpha), state, kernels=False, starts=True)
+    y, after = chunkwise(plain, Params((matrix[0],)), q, k, v, Gates(eta, alpha), state, kernels=False, starts=True)
     return y, after.weights[0], after.matrices[0].frozen
 
 

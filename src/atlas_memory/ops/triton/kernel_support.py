@@ -100,7 +100,7 @@ def delta_refusal(rule: Rule, device: str, dtype: torch.dtype, shape: torch.Size
     """Why ops/triton/delta_rule.py does not compute ``rule`` for q of this device type, dtype and ``shape``
     ``[batch, heads, time, dim]``, to follow "no kernel"; None: it does.
 
-    It computes the delta rule: one matrix on plain keys, the dot product, bare delta steps, linear retention to zero,
+    It computes the delta rule: one matrix on plain keys, the dot product, raw delta steps, linear retention to zero,
     gates one a head, in float32 on CUDA, at widths that fit.
     """
     network, chunk, dim = rule.network, rule.window.chunk, shape[-1]
