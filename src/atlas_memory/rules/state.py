@@ -64,8 +64,8 @@ def _unflatten(cls: type[State], parts: Iterable[Tree], names: str) -> State:
 
 class State:
     """The base class of states: frozen dataclasses of tensors with the batch first, other states, None and tuples of
-    these. They are pytrees, and ``torch.load(..., weights_only=True)`` reads them once their class has been
-    imported."""
+    these. They are values: make new tensors instead of changing theirs in place. They are pytrees, and
+    ``torch.load(..., weights_only=True)`` reads them once their class has been imported."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
