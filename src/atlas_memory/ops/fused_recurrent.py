@@ -228,7 +228,7 @@ def _write_inputs(
             counted = None
             if rule.window.size > 1:
                 counted = torch.cat([gamma[..., :-1], torch.ones_like(gamma[..., -1:])], -1)
-            for i, size in enumerate(rule.step_normalisers(frozen, cache, rate, params, norm=_frozen_norm)):
+            for i, size in enumerate(rule.step_normalisers(frozen, cache, rate, params, spectral_norm=_frozen_norm)):
                 sizes[i] = size[..., 0] if counted is None else (counted * size).sum(-1)
     return _WriteInputs(f, network.back(frozen, cache, gamma[..., None] * error), sizes, gamma)
 

@@ -247,7 +247,7 @@ class NetworkBase:
         raise NotImplementedError
 
     def jacobian_bounds(
-        self, weights: Sequence[Tensor], cache: ForwardCache, norm: SpectralNorm = squared_spectral_norm
+        self, weights: Sequence[Tensor], cache: ForwardCache, spectral_norm: SpectralNorm = squared_spectral_norm
     ) -> tuple[Tensor, ...]:
         """Bounds on |d pre-norm / d (W_l f_l)|^2, each ``[..., time]``; 1 for the last matrix."""
         raise NotImplementedError
@@ -279,7 +279,7 @@ class Linear(NetworkBase):
         return (error,)
 
     def jacobian_bounds(
-        self, weights: Sequence[Tensor], cache: ForwardCache, norm: SpectralNorm = squared_spectral_norm
+        self, weights: Sequence[Tensor], cache: ForwardCache, spectral_norm: SpectralNorm = squared_spectral_norm
     ) -> tuple[Tensor, ...]:
         return (torch.ones_like(cache.pre_norm[..., 0]),)
 
@@ -332,13 +332,13 @@ class MLP(NetworkBase):
         return tuple(reversed(out))
 
     def jacobian_bounds(
-        self, weights: Sequence[Tensor], cache: ForwardCache, norm: SpectralNorm = squared_spectral_norm
+        self, weights: Sequence[Tensor], cache: ForwardCache, spectral_norm: SpectralNorm = squared_spectral_norm
     ) -> tuple[Tensor, ...]:
         """|J_l|^2 <= |W_{l+1}|^2 max slope_l^2 |J_{l+1}|^2, J_l = d pre-norm / d (W_l f_l), spectral norms."""
         out = [torch.ones_like(cache.pre_norm[..., 0])]
         for layer in range(self.depth - 1, 0, -1):
             slope = cache.hidden[layer - 1]
-            through = norm(weights[layer], slope.shape[-1])
+            through = spectral_norm(weights[layer], slope.shape[-1])
             out.append(out[-1] * max_entry(slope.square()) * through[..., None])
         return tuple(reversed(out))
 
@@ -387,9 +387,9 @@ class GatedMLP(NetworkBase):
         return inner * to_gate, inner * to_value, error
 
     def jacobian_bounds(
-        self, weights: Sequence[Tensor], cache: ForwardCache, norm: SpectralNorm = squared_spectral_norm
+        self, weights: Sequence[Tensor], cache: ForwardCache, spectral_norm: SpectralNorm = squared_spectral_norm
     ) -> tuple[Tensor, ...]:
-        through = norm(weights[2], weights[2].shape[-1])[..., None]
+        through = spectral_norm(weights[2], weights[2].shape[-1])[..., None]
         to_gate, to_value = (max_entry(x.square()) * through for x in cache.hidden)
         return to_gate, to_value, torch.ones_like(through.expand(to_gate.shape))
 

@@ -258,12 +258,12 @@ class Rule:
         curvature_bound: Tensor,
         params: Params,
         lengths: Tensor | None = None,
-        norm: SpectralNorm = squared_spectral_norm,
+        spectral_norm: SpectralNorm = squared_spectral_norm,
     ) -> tuple[Tensor, ...]:
         """lambda_l,t / share_l of step.py for every matrix, ``[..., time]``; ``lengths``: |phi(x)|^2, if it is
-        known."""
+        known; ``spectral_norm``: as in ``jacobian_bounds``."""
         network, found = self.network, []
-        bounds = network.jacobian_bounds(weights, cache, norm)
+        bounds = network.jacobian_bounds(weights, cache, spectral_norm)
         for mapped, u, bound, share in zip(network.feature_mapped, cache.inputs, bounds, network.shares, strict=True):
             if mapped and not self.retention.fixed_row_sums:
                 length = self.features.squared_norm(u, params.sqrt_a) if lengths is None else lengths
