@@ -1,4 +1,4 @@
-"""The command: `atlas train`, `plan`, `generate`, `evaluate`, `report`, `dashboard`, `rules`, `data`, `tokenizer`."""
+"""The command: `atlas train`, `plan`, `generate`, `read`, `chat`, `memory`, `serve`, `evaluate`, `report`, ..."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from .. import __version__
 from ..console import one_line, progress_lines
 from .data_commands import data_app, tokenizer_app
+from .memory_commands import chat, memory_app, read
 from .planning import plan
 from .rule_tables import rules
 from .startup import accept_any_output, imports, interrupted, on_interrupt, report_error
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
+app.add_typer(memory_app, name="memory")
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")]
 ColumnOfData = Annotated[str | None, typer.Option("--column", help="Where tables in --data have the text.")]
 
@@ -104,10 +106,12 @@ def generate(
     ] = 1.0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1)] = 0,
+    memory: Annotated[Path | None, typer.Option(help="What `atlas read` has read: write on from there.")] = None,
 ) -> None:
     """Write text with a trained model, as it comes."""
     with imports():
         from atlas_memory.eval.sampling import TerminalStreamer, sample
+        from atlas_memory.models import Memory
         from atlas_memory.train.run_model import load_run
 
     if greedy and (temperature, top_k, top_p) != (0.8, 40, 1.0):
@@ -115,7 +119,9 @@ def generate(
     prompt = _prompt(prompt)
     loaded = load_run(run)
     streamer = TerminalStreamer(loaded.tokenizer, skip_special_tokens=True)
-    sample(loaded.model, loaded.tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed, greedy, streamer)
+    before = None if memory is None else Memory.load(memory, loaded.model)
+    choice = temperature, top_k, top_p, seed, greedy, streamer, before
+    sample(loaded.model, loaded.tokenizer, prompt, max_new_tokens, *choice)
 
 
 @app.command()
@@ -126,11 +132,15 @@ def evaluate(
     length: Annotated[int | None, typer.Option(help="Tokens a stream; default 8 training lengths or 8,192.")] = None,
     streams: Annotated[int, typer.Option(min=0, help="Read at most so many streams; 0: all.")] = 64,
     writes: Annotated[Literal["on", "off", "both"], typer.Option(help="Memory on, its writes off, or both.")] = "both",
+    memories: Annotated[
+        list[Path] | None, typer.Option("--memory", help="Also begin with what `atlas read` has read; may be repeated.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Bits per byte of held-out text, overall and by position."""
     with imports():
         from atlas_memory.eval.perplexity import bits_per_byte, evaluation_length
+        from atlas_memory.models import Memory
         from atlas_memory.monitor.hooks import memory_layers
         from atlas_memory.train.config import RunConfig
         from atlas_memory.train.run_model import load_run
@@ -141,29 +151,46 @@ def evaluate(
         if writes == "off":
             raise ValueError("--writes off: the model has no memory whose writes could be off")
         writes = "on"
+    before = {str(path): Memory.load(path, loaded.model) for path in memories or ()}
     _, documents = evaluation_text(loaded, data, column)
     trained = (loaded.config or RunConfig()).data
     length = evaluation_length(trained.longest) if length is None else length
+    readings: dict[str, dict[str, Any]] = {"memory_on": {}, "writes_off": {"writes": False}}
+    if before:  # each beside the same text read from an empty memory
+        readings = {"empty memory": {}} | {name: {"memory": memory} for name, memory in before.items()}
+    elif writes != "both":
+        del readings["writes_off" if writes == "on" else "memory_on"]
     scores = {}
     with progress_lines("evaluate") as progress:
-        for name, enabled in (("memory_on", True), ("writes_off", False)):
-            if writes != ("off" if enabled else "on"):
-                shown = partial(progress, f"reading with {name.replace('_', ' ')}")
-                scores[name] = bits_per_byte(
-                    loaded.model, loaded.tokenizer, documents, length, enabled, streams or None, progress=shown
-                ).checked()
-    margin = scores["memory_on"].margin(scores["writes_off"]) if writes == "both" else None
+        for name, options in readings.items():
+            shown = partial(progress, f"reading with {name.replace('_', ' ')}")
+            options |= {"streams": streams or None, "progress": shown}
+            scores[name] = bits_per_byte(loaded.model, loaded.tokenizer, documents, length, **options).checked()
+    if before:
+        empty = scores["empty memory"]
+        margins = {name: score.margin(empty) for name, score in scores.items() if score is not empty}
+    else:
+        margins = {"margin": scores["memory_on"].margin(scores["writes_off"])} if len(scores) > 1 else {}
+    count = len(next(iter(scores.values())).bits)
     if as_json:
         found: dict[str, Any] = {name: score.to_dict() for name, score in scores.items()}
-        if margin is not None:
-            error = margin[1] if len(scores["memory_on"].bits) > 1 else None
-            found["margin"] = {"bits_per_byte": margin[0], "standard_error": error}
-        print(json.dumps(found, indent=2))
-    else:
-        _show(scores, margin)
+        saved = {
+            name: {"bits_per_byte": v, "standard_error": e if count > 1 else None} for name, (v, e) in margins.items()
+        }
+        print(json.dumps(found | ({"saved": saved} if before else saved), indent=2))
+        return
+    _show(scores)
+    for name, (value, error) in margins.items():
+        what = name if before else "the memory's writes"
+        within = f" ± {error:.4f}" if count > 1 else ""
+        print(
+            one_line(
+                f"{what} save{'s' * bool(before)} {value:.4f}{within} bits per byte ({count} stream{'s'[: count > 1]})"
+            )
+        )
 
 
-def _show(scores: dict[str, Any], margin: tuple[float, float] | None) -> None:
+def _show(scores: dict[str, Any]) -> None:
     first = next(iter(scores.values()))
     table = Table("tokens", *(name.replace("_", " ") for name in scores), title="Bits per byte by position")
     for j, (start, stop) in enumerate(zip(first.edges, first.edges[1:], strict=False)):
@@ -171,10 +198,6 @@ def _show(scores: dict[str, Any], margin: tuple[float, float] | None) -> None:
     table.add_section()
     table.add_row("all", *(f"{score.overall:.4f}" for score in scores.values()))
     Console().print(table)
-    if margin is not None:
-        count = len(first.bits)
-        error = f" ± {margin[1]:.4f}" if count > 1 else ""
-        print(f"the memory's writes save {margin[0]:.4f}{error} bits per byte ({count} stream{'s'[: count > 1]})")
 
 
 @app.command()
@@ -223,6 +246,8 @@ def dashboard(
     serve(runs, port, address, browser)
 
 
+app.command()(read)
+app.command()(chat)
 app.command()(plan)
 app.command()(rules)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from atlas_memory.console import first_line
 
@@ -32,20 +33,27 @@ class NotATable(ValueError):
 def read_text(path: Path, chunk: int | None = None) -> Iterator[str]:
     """The text of a file, whole or in chunks of about so many characters, cut at ends of lines; UnicodeDecodeError for
     what is not text."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        text, first = "", True
-        while True:
-            more = file.read(-1 if chunk is None else chunk)
-            if "\0" in more:
-                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
-            text += more
-            if chunk is None or len(more) < chunk:
-                if text or first:
-                    yield text
-                return
-            first, cut = False, text.rfind("\n") + 1 or len(text)
-            yield text[:cut]
-            text = text[cut:]
+    with path.open("rb") as file:
+        yield from text_of(file, chunk)
+
+
+def text_of(file: BinaryIO, chunk: int | None = None) -> Iterator[str]:
+    """`read_text` of an open file."""
+    decoded = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    text, first = "", True
+    while True:
+        more = decoded.read(-1 if chunk is None else chunk)
+        if "\0" in more:
+            raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
+        text += more
+        if chunk is None or len(more) < chunk:
+            if text or first:
+                yield text
+            decoded.detach()
+            return
+        first, cut = False, text.rfind("\n") + 1 or len(text)
+        yield text[:cut]
+        text = text[cut:]
 
 
 def read_column(place: str, rows: Iterable[Row], column: str) -> Iterator[Any]:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ TIMEOUT = 5.0
 """Seconds in which the hub must answer."""
 DECODING_CONTEXT = 8
 """Tokens decoded before others: the first one may be decoded differently, and characters span several."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""For tokenizers without one: a line for each message, as in a play."""
+CHAT_STOP = "\nUser:"
+"""What ends an answer by `CHAT_TEMPLATE`."""
 SMALLEST_VOCABULARY = 258  # every byte, the end of text and padding
 _LONG_WORD = re.compile(r"\S{1000}")
 # <|endoftext|> inside a text is plain text.
@@ -129,6 +137,14 @@ def read_tokenizer(name: str | Path) -> Any:
 def is_byte_tokenizer(tokenizer: Any) -> bool:
     """Whether its ids are `byte_tokenizer`'s (also after saving and loading)."""
     return len(tokenizer) == 258 and tokenizer.get_vocab() == {**_byte_alphabet(), END: 256, PAD: 257}
+
+
+def chat_tokenizer(tokenizer: Any) -> Any:
+    """A tokenizer with a chat template: its own, or else `CHAT_TEMPLATE`."""
+    if not tokenizer.chat_template:
+        tokenizer = deepcopy(tokenizer)
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def encode(tokenizer: Any, text: str) -> np.ndarray:

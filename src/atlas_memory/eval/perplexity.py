@@ -13,6 +13,7 @@ from torch import nn
 
 from atlas_memory.data.sources import Document
 from atlas_memory.data.tokenization import bytes_per_token, encode
+from atlas_memory.models.saved_memory import Memory
 from atlas_memory.monitor.hooks import eval_mode, memory_writes
 
 SEGMENT = 256  # tokens given to the model in one call
@@ -114,6 +115,7 @@ def bits_per_byte(
     streams: int | None = None,
     recent: int | None = None,
     progress: Progress | None = None,
+    memory: Memory | None = None,
 ) -> Score:
     """Read the documents as streams of at most `length` tokens, each from the end-of-text token and an empty memory, so
     that every byte is predicted once. Memory use does not depend on `length`.
@@ -122,6 +124,7 @@ def bits_per_byte(
         writes: False: the memories stay as training left them.
         streams: How many are read: the longest, from documents in turn and random places. None: all.
         recent: Give each token only the last recent / 2 to `recent` tokens, to show what older ones are worth.
+        memory: What has been read before each stream, in place of the end-of-text token alone; not with `recent`.
 
     Raises:
         ValueError: There is no text, or an argument is too small.
@@ -132,17 +135,23 @@ def bits_per_byte(
     rows = _streams(tokenizer, documents, length, streams)
     if not rows:
         raise ValueError("no text to evaluate: the documents are empty")
+    if memory is not None:
+        memory.check_model(model)
+    begin = tokenizer.eos_token_id if memory is None else memory.last_token
     edges = _edges(max(len(ids) for ids, _ in rows))
     bits, counts = np.zeros((2, len(rows), len(edges) - 1))
     with eval_mode(model), memory_writes(model, writes), torch.inference_mode():
         for first in range(0, len(rows), ROWS):
             batch = rows[first : first + ROWS]
             longest = max(len(ids) for ids, _ in batch)
-            tokens = torch.full((len(batch), longest + 1), tokenizer.eos_token_id)  # right-padded
+            tokens = torch.full((len(batch), longest + 1), begin)  # right-padded
             for i, (ids, _) in enumerate(batch):
                 tokens[i, 1 : len(ids) + 1] = torch.from_numpy(ids.astype(np.int64))
             part = _part(progress, first / len(rows), len(batch) / len(rows))
-            nats = token_nats(model, tokens.to(model.device), recent, part)
+            cache = None if memory is None else memory.cache()
+            if cache is not None:
+                cache.batch_repeat_interleave(len(batch))
+            nats = token_nats(model, tokens.to(model.device), recent, part, cache)
             for i, (ids, sizes) in enumerate(batch):
                 bucket = np.searchsorted(edges, np.arange(len(ids)), side="right") - 1
                 np.add.at(bits[first + i], bucket, nats[i, : len(ids)] / math.log(2))
@@ -182,13 +191,18 @@ def _part(progress: Progress | None, begin: float, share: float) -> Progress | N
 
 
 def token_nats(
-    model: Any, tokens: torch.Tensor, recent: int | None = None, progress: Progress | None = None
+    model: Any,
+    tokens: torch.Tensor,
+    recent: int | None = None,
+    progress: Progress | None = None,
+    cache: Any = None,
 ) -> np.ndarray:
     """The negative log-likelihood of every token but the first, `[rows, tokens - 1]`; with `recent`, given the last
-    ``recent // 2`` to `recent` tokens only: the second halves of windows that overlap by half."""
+    ``recent // 2`` to `recent` tokens only: the second halves of windows that overlap by half. `cache`: what has been
+    read before."""
     count = tokens.shape[1] - 1
     if recent is None:
-        cache, found = None, []
+        found = []
         for inputs, targets in zip(tokens[:, :-1].split(SEGMENT, 1), tokens[:, 1:].split(SEGMENT, 1), strict=True):
             out = model(input_ids=inputs, past_key_values=cache, use_cache=True)
             cache = out.past_key_values

@@ -9,7 +9,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from atlas_memory.console import printable
-from atlas_memory.data.tokenization import encode
+from atlas_memory.data.tokenization import CHAT_STOP, CHAT_TEMPLATE, encode
+from atlas_memory.models import Memory
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -34,6 +35,23 @@ class TerminalStreamer(TextStreamer):
         super().on_finalized_text(printable(text) if sys.stdout.isatty() else text, stream_end)
 
 
+class ReplyStreamer(TerminalStreamer):
+    """Prints an answer without the `stop` that ends it."""
+
+    def __init__(self, tokenizer: Any, stop: str) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.stop, self.held = stop, ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        text = self.held + text
+        begun = next((n for n in range(len(self.stop), 0, -1) if text.endswith(self.stop[:n])), 0)
+        whole = stream_end and begun < len(self.stop)
+        self.held = "" if whole else text[len(text) - begun :]
+        super().on_finalized_text(text if whole else text[: len(text) - begun], stream_end)
+        if stream_end:
+            self.held = ""
+
+
 @torch.inference_mode()
 def sample(
     model: Any,
@@ -46,22 +64,58 @@ def sample(
     seed: int = 0,
     greedy: bool = False,
     streamer: BaseStreamer | None = None,
+    memory: Memory | None = None,
 ) -> str:
-    """`prompt` and up to `tokens` tokens that the model writes after it, as a document of its own. `streamer` is given
-    tokens as they are made. PyTorch's random state is restored."""
-    ids = [tokenizer.eos_token_id, *encode(tokenizer, prompt).tolist()]
+    """`prompt` and up to `tokens` tokens that the model writes after it, as a document of its own, or behind what
+    `memory` has read. `streamer` is given tokens as they are made. PyTorch's random state is restored."""
+    ids = encode(tokenizer, prompt).tolist()
+    if memory is None:
+        ids = [tokenizer.eos_token_id, *ids]
     choice = {} if greedy else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    out = _generate(model, tokenizer, ids, tokens, seed, memory, streamer=streamer, do_sample=not greedy, **choice)
+    return str(tokenizer.decode(out[0], skip_special_tokens=True))
+
+
+def reply(
+    model: Any,
+    tokenizer: Any,
+    memory: Memory,
+    message: str,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+) -> Memory:
+    """Print the answer to a message of the user, and return the memory that has read both. `tokenizer` has a chat
+    template."""
+    stop = CHAT_STOP if tokenizer.chat_template == CHAT_TEMPLATE else None
+    said = [{"role": "user", "content": message}]
+    prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    asked = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+    memory = model.read(asked, memory=memory)
+    streamer = ReplyStreamer(tokenizer, stop or "\0")
+    choice = {"temperature": temperature, "top_k": top_k, "do_sample": True, "stop_strings": stop, "streamer": streamer}
+    out = _generate(model, tokenizer, [], tokens, seed, memory, **choice)
+    if stop:  # the next message is told who speaks, and begins a line
+        answer = tokenizer.decode(out[0], skip_special_tokens=True).removesuffix(stop)
+        out = torch.from_numpy(encode(tokenizer, answer + "\n"))[None]
+    return model.read(out, memory=memory) if out.shape[1] else memory
+
+
+def _generate(
+    model: Any, tokenizer: Any, ids: list[int], tokens: int, seed: int, memory: Memory | None, **options: Any
+) -> torch.Tensor:
+    """The ids, and those that the model writes after them, `[1, time]`."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        out = model.generate(
-            torch.tensor([ids], device=model.device),
+        return model.generate(
+            torch.tensor([ids], dtype=torch.long, device=model.device),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
             max_new_tokens=tokens,
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
-            streamer=streamer,
             logits_processor=LogitsProcessorList([RaiseIfNotFinite()]),
-            do_sample=not greedy,
-            **choice,
+            memory=memory,
+            tokenizer=tokenizer,
+            **options,
         )
-    return str(tokenizer.decode(out[0], skip_special_tokens=True))

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from .cache import AtlasCache
     from .configuration import AtlasConfig
     from .modeling import AtlasForCausalLM, AtlasModel
+    from .saved_memory import Memory
 
-__all__ = ["PRESETS", "AtlasCache", "AtlasConfig", "AtlasForCausalLM", "AtlasModel", "Preset"]
+__all__ = ["PRESETS", "AtlasCache", "AtlasConfig", "AtlasForCausalLM", "AtlasModel", "Memory", "Preset"]
 
 __getattr__ = lazy_getattr(
     __name__,
@@ -20,5 +21,6 @@ __getattr__ = lazy_getattr(
         "AtlasConfig": ".configuration",
         "AtlasForCausalLM": ".modeling",
         "AtlasModel": ".modeling",
+        "Memory": ".saved_memory",
     },
 )

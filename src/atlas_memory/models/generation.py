@@ -1,5 +1,8 @@
-"""`generate` of transformers with an Atlas cache, into which no padding is read."""
+"""`generate` of transformers with an Atlas cache, into which no padding is read; and `read`, which makes a `Memory`."""
 
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,15 +11,104 @@ from transformers import GenerationMixin
 
 from .cache import CACHE, AtlasCache, FinishedRows, check_cache
 from .inputs import check_ids
+from .layer_facts import layer_facts, retention_gates
+from .saved_memory import Memory, ReadText
 
-PREFILL = 8192  # tokens of a prompt that are read at a time
+PREFILL = 8192  # tokens that are read at a time
 DOCUMENT_ARGUMENTS = ("document_starts", "cu_seq_lens_q")
 
 
 class AtlasGenerationMixin(GenerationMixin):
-    """`generate` of a model whose state is an `AtlasCache`."""
+    """`generate` of a model whose state is an `AtlasCache`, and `read`."""
 
     config: Any
+
+    @torch.no_grad()
+    def read(
+        self,
+        text: str | Tensor,
+        tokenizer: Any = None,
+        memory: Memory | None = None,
+        name: str = "text",
+        progress: Callable[[int], None] | None = None,
+    ) -> Memory:
+        """What the model holds after reading a text, in a state of constant size.
+
+        Args:
+            text: Or its token ids, int64 `[1, time]`, of which `Memory.texts` does not tell.
+            tokenizer: Of a text. Special tokens in a text are read as plain text.
+            memory: Read on from it; None: from `Memory.empty`. It stays as it is.
+            name: Of the text, in `Memory.texts`.
+            progress: Called after each piece with how many tokens it had.
+
+        Raises:
+            ValueError: No token, ids of several rows, a text without a tokenizer, or a memory of another model.
+        """
+        memory = Memory.empty(self) if memory is None else memory
+        memory.check_model(self)
+        texts, device = memory.texts, next(self.parameters()).device  # type: ignore[attr-defined]
+        if isinstance(text, str):
+            if tokenizer is None:
+                raise ValueError("a text is read with its tokenizer: give tokenizer=..., or token ids")
+            encoded = text.encode()
+            texts += (ReadText(name, len(encoded), hashlib.sha256(encoded).hexdigest()),)
+            text = torch.tensor([tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids])
+        check_ids("the ids given to read", text, self.config.vocab_size)
+        if len(text) != 1 or not text.shape[1]:
+            raise ValueError(f"one text with at least one token is read at a time, got ids of shape {list(text.shape)}")
+        cache, model = memory.cache(), self.model  # type: ignore[attr-defined]
+        ids = torch.cat([torch.tensor([[memory.last_token]]), text.long().cpu()], 1)
+        with retention_gates(self) as gates:
+            for piece in ids[:, :-1].split(PREFILL, 1):
+                model(input_ids=piece.to(device), past_key_values=cache, use_cache=True)
+                if progress is not None:
+                    progress(piece.shape[1])
+        states = tuple(block.state for block in cache.blocks)
+        tokens = memory.tokens + text.shape[1]
+        return replace(
+            memory,
+            states=states,
+            last_token=int(ids[0, -1]),
+            tokens=tokens,
+            texts=texts,
+            layers=layer_facts(self, states, gates),
+        )
+
+    def generate(self, inputs: Any = None, *args: Any, memory: Memory | None = None, **kwargs: Any) -> Any:
+        """As in transformers; and with a `memory` from what it has read, which does not change.
+
+        The ids are then new ones, `[batch, time]`, behind what was read; none, or of no tokens: the model goes on from
+        there. What is returned begins with them, as without a memory.
+
+        Raises:
+            ValueError: The memory is of another model, or a cache or embeddings are given beside it.
+        """
+        parent: Any = super()
+        if memory is None:
+            return parent.generate(inputs, *args, **kwargs)
+        for other in ("past_key_values", "cache", "inputs_embeds"):
+            if kwargs.get(other) is not None:
+                raise ValueError(f"memory is what was read: leave {other} out")
+        memory.check_model(self)
+        cache, model = memory.cache(), self.model  # type: ignore[attr-defined]
+        ids = kwargs.pop("input_ids", None) if inputs is None else inputs
+        rows = 1 if ids is None else len(ids)
+        last = torch.full((rows, 1), memory.last_token, device=next(model.parameters()).device)
+        alone = ids is None or not ids.shape[1]
+        if alone:
+            kwargs.pop("attention_mask", None)
+        else:
+            with torch.no_grad():
+                model(input_ids=last[:1], past_key_values=cache, use_cache=True)
+            for block in cache.blocks:
+                block.seen = 0
+        cache.batch_repeat_interleave(rows)
+        found = parent.generate(last if alone else ids, *args, **{CACHE: cache}, **kwargs)
+        if alone and isinstance(found, Tensor):
+            found = found[:, 1:]
+        elif alone:
+            found.sequences = found.sequences[:, 1:]
+        return found
 
     def _prepare_model_inputs(self, inputs: Any = None, bos_token_id: Any = None, model_kwargs: Any = None) -> Any:
         """As in transformers, with the ids checked."""

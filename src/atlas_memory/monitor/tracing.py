@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..memory import Gates, MemoryState
+from ..rules.gates import half_life
 from ..rules.validation import UNBOUNDED, check_size
 from . import hooks
 from .logs import Alarm, GateRecord, MemoryRecord
@@ -19,7 +19,6 @@ from .logs import Alarm, GateRecord, MemoryRecord
 LAGS = (16, 256)
 """Tokens after its write at which a key is queried again."""
 GATES = ("alpha", "eta", "theta", "gamma", "delta")
-LONGEST = 1e6  # tokens, the largest half-life
 
 Matrices = tuple[Tensor, ...]
 
@@ -271,12 +270,6 @@ def _of_matrices(end: MemoryState, start: MemoryState, update: Matrices, before:
         "update_angle": length * torch.nan if before is None else angle(update, _widened(before, update)),
     }
     return {name: None if value is None else value[..., None].cpu() for name, value in found.items()}
-
-
-def half_life(alpha: Tensor, dim: int = -1) -> Tensor:
-    """Tokens after which retention ``alpha`` has left half of a write, by the mean of ln(alpha) along ``dim``."""
-    rate = -alpha.double().clamp(min=1e-30).log().mean(dim)
-    return (math.log(2) / rate.clamp(min=math.log(2) / LONGEST)).float()
 
 
 def error(answer: Tensor, v: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from .autograd import is_cheap_to_read
+
+LONGEST_HALF_LIFE = 1e6  # tokens
 
 
 @dataclass(frozen=True)
@@ -120,3 +123,9 @@ def pick(condition: Tensor | bool, new: Tensor, old: Tensor) -> Tensor:
     if isinstance(condition, bool):
         return new if condition else old
     return torch.where(condition.view(-1, *(1,) * (new.dim() - 1)), new, old)
+
+
+def half_life(alpha: Tensor, dim: int = -1) -> Tensor:
+    """Tokens after which retention ``alpha`` has left half of a write, by the mean of ln(alpha) along ``dim``."""
+    rate = -alpha.double().clamp(min=1e-30).log().mean(dim)
+    return (math.log(2) / rate.clamp(min=math.log(2) / LONGEST_HALF_LIFE)).float()
