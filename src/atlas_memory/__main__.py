@@ -9,8 +9,9 @@ def main() -> int:
 
         return command()
     except ModuleNotFoundError as error:
-        extras = "dashboard" if error.name == "streamlit" else "train,report"
-        print(f"atlas: {error.name} is not installed: pip install 'atlas-memory[{extras}]'", file=sys.stderr)
+        extras = {"streamlit": "dashboard", "fastapi": "serve", "openai": "serve", "uvicorn": "serve"}
+        extra = extras.get(error.name or "", "train,report")
+        print(f"atlas: {error.name} is not installed: pip install 'atlas-memory[{extra}]'", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the command began
         print("atlas: interrupted", file=sys.stderr)

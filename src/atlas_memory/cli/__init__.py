@@ -17,7 +17,7 @@ from rich.table import Table
 from .. import __version__
 from ..console import one_line, progress_lines
 from .data_commands import data_app, tokenizer_app
-from .memory_commands import chat, memory_app, read
+from .memory_commands import chat, memory_app, read, serve
 from .planning import plan
 from .rule_tables import rules
 from .startup import accept_any_output, imports, interrupted, on_interrupt, report_error
@@ -248,6 +248,7 @@ def dashboard(
 
 app.command()(read)
 app.command()(chat)
+app.command()(serve)
 app.command()(plan)
 app.command()(rules)
 

@@ -207,6 +207,32 @@ def _save(memory: Memory, place: str) -> None:
         print(one_line(f"saved: {place}, {memory.tokens:,} tokens"), file=sys.stderr)
 
 
+def serve(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")],
+    memories: Annotated[Path, typer.Option(help="The folder of the memories that requests name.")] = Path("memories"),
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    address: Annotated[str, typer.Option(help="Whom it answers: 0.0.0.0 is every machine that can reach it.")] = (
+        "localhost"
+    ),
+    rows: Annotated[int, typer.Option(min=1, help="Texts that are written at once; others wait.")] = 16,
+    loaded: Annotated[int, typer.Option(min=1, help="Memories that stay loaded; the last used ones.")] = 64,
+) -> None:
+    """Answer requests in OpenAI's protocol, from saved memories, many at a time."""
+    with imports():
+        import fastapi  # noqa: F401 - without these, transformers' handlers fail with no clear word
+        import openai  # noqa: F401
+        import uvicorn
+
+        from atlas_memory.serve.app import make_app
+        from atlas_memory.train.run_model import load_run
+        from atlas_memory.viz.server import check_free, hosts, shown
+
+    check_free(address, port)
+    app = make_app(load_run(run), memories, rows, loaded, hosts(address))
+    print(one_line(f"{run}: http://{shown(address)}:{port}/v1, memories in {memories} (Ctrl-C ends it)"), flush=True)
+    uvicorn.run(app, host=address, port=port, log_level="warning")
+
+
 @memory_app.command()
 def show(file: MemoryFile) -> None:
     """What a memory has read, and how far it is from where it began."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,21 +36,27 @@ class TerminalStreamer(TextStreamer):
         super().on_finalized_text(printable(text) if sys.stdout.isatty() else text, stream_end)
 
 
-class ReplyStreamer(TerminalStreamer):
-    """Prints an answer without the `stop` that ends it."""
+def split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """A text up to the first of its `stops`, and the rest: from the stop on, or what may be the beginning of one."""
+    cut = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+    if cut is None:
+        begun = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        cut = len(text) - max(begun, default=0)
+    return text[:cut], text[cut:]
 
-    def __init__(self, tokenizer: Any, stop: str) -> None:
+
+class ReplyStreamer(TerminalStreamer):
+    """Prints an answer without the stop that ends it."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.stop, self.held = stop, ""
+        self.stops, self.held = stops, ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        text = self.held + text
-        begun = next((n for n in range(len(self.stop), 0, -1) if text.endswith(self.stop[:n])), 0)
-        whole = stream_end and begun < len(self.stop)
-        self.held = "" if whole else text[len(text) - begun :]
-        super().on_finalized_text(text if whole else text[: len(text) - begun], stream_end)
-        if stream_end:
-            self.held = ""
+        text, self.held = split_at_stop(self.held + text, self.stops)
+        if stream_end and not any(stop in self.held for stop in self.stops):
+            text += self.held
+        super().on_finalized_text(text, stream_end)
 
 
 @torch.inference_mode()
@@ -88,16 +95,17 @@ def reply(
 ) -> Memory:
     """Print the answer to a message of the user, and return the memory that has read both. `tokenizer` has a chat
     template."""
-    stop = CHAT_STOP if tokenizer.chat_template == CHAT_TEMPLATE else None
+    stops = [CHAT_STOP] if tokenizer.chat_template == CHAT_TEMPLATE else []
     said = [{"role": "user", "content": message}]
     prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
     asked = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
     memory = model.read(asked, memory=memory)
-    streamer = ReplyStreamer(tokenizer, stop or "\0")
-    choice = {"temperature": temperature, "top_k": top_k, "do_sample": True, "stop_strings": stop, "streamer": streamer}
+    streamer = ReplyStreamer(tokenizer, stops)
+    choice = {"temperature": temperature, "top_k": top_k, "do_sample": True, "streamer": streamer}
+    choice |= {"stop_strings": stops} if stops else {}
     out = _generate(model, tokenizer, [], tokens, seed, memory, **choice)
-    if stop:  # the next message is told who speaks, and begins a line
-        answer = tokenizer.decode(out[0], skip_special_tokens=True).removesuffix(stop)
+    if stops:  # the next message is told who speaks, and begins a line
+        answer = split_at_stop(tokenizer.decode(out[0], skip_special_tokens=True), stops)[0]
         out = torch.from_numpy(encode(tokenizer, answer + "\n"))[None]
     return model.read(out, memory=memory) if out.shape[1] else memory
 

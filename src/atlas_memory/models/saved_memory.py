@@ -204,7 +204,7 @@ def _digest(text: str, tensors: dict[str, Tensor]) -> str:
     found = hashlib.sha256(text.encode())
     for name, t in sorted(tensors.items()):
         found.update(f"\n{name} {t.dtype} {list(t.shape)}\n".encode())
-        found.update(memoryview(t.contiguous().flatten().view(torch.uint8).numpy()))
+        found.update(t.contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

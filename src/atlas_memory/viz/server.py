@@ -20,7 +20,7 @@ def serve(runs: Sequence[str | Path], port: int = 8501, address: str = "localhos
     the extra `dashboard`.
     """
     find_runs(runs)
-    _check_free(address, port)
+    check_free(address, port)
     from streamlit.web.cli import main  # a process of its own would import from the current folder
 
     options = {
@@ -40,12 +40,17 @@ def serve(runs: Sequence[str | Path], port: int = 8501, address: str = "localhos
     command += [f"--server.allowedHosts={host}" for host in hosts(address)]
     command += ["--", *(str(Path(place).resolve()) for place in runs)]
     os.chdir(PAGES.parent)  # Streamlit reads settings and secrets from .streamlit in the current folder
-    name = "localhost" if address in ANY else f"[{address}]" if ":" in address else address
-    print(f"dashboard: http://{name}:{port} (Ctrl-C ends it)", flush=True)
+    print(f"dashboard: http://{shown(address)}:{port} (Ctrl-C ends it)", flush=True)
     main(command, prog_name="streamlit")
 
 
-def _check_free(address: str, port: int) -> None:
+def shown(address: str) -> str:
+    """The address as a part of a URL of this machine."""
+    return "localhost" if address in ANY else f"[{address}]" if ":" in address else address
+
+
+def check_free(address: str, port: int) -> None:
+    """ValueError unless a server can be started there."""
     try:
         if not address:  # Streamlit takes it for all
             raise OSError(0, "it is empty")

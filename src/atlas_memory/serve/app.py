@@ -1,0 +1,171 @@
+"""The protocol: transformers' own handlers of completions and chats, with a memory beside each request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastapi import Body, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from transformers import GenerationConfig
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import BaseGenerateManager, DirectStreamer, GenerationState, _StreamError
+
+from atlas_memory.console import one_line
+from atlas_memory.data.tokenization import CHAT_STOP, CHAT_TEMPLATE, chat_tokenizer
+from atlas_memory.eval.sampling import split_at_stop
+from atlas_memory.models import Memory
+from atlas_memory.serve.batching import Engine, writing
+from atlas_memory.serve.memory_folder import MemoryFolder
+from atlas_memory.train.run_model import Run
+
+
+class OneModel(ModelManager):
+    """The model of a run, under the name of its folder."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(model_timeout=-1)
+        self.run, self.force_model = run, run.folder.resolve().name
+        self.tokenizer = chat_tokenizer(run.tokenizer)
+        # As `atlas generate` draws; without this, transformers takes the likeliest token at every temperature.
+        run.model.generation_config = GenerationConfig.from_model_config(run.model.config)
+        run.model.generation_config.update(do_sample=True, temperature=0.8, top_k=40)
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return self.run.model, self.tokenizer
+
+
+class Answer(BaseGenerateManager, GenerationState):
+    """How one request is answered: from `memory`, and kept by `save` (None: not)."""
+
+    def __init__(self, engine: Engine, memory: Memory, save: Callable[[Memory], None] | None, seed: int | None) -> None:
+        GenerationState.__init__(self)
+        self.engine, self.memory, self.save, self.seed = engine, memory, save, seed
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Answer:
+        return self
+
+    def stop(self) -> None:
+        """Nothing: the engine serves others."""
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
+    ) -> tuple[asyncio.Queue[Any], DirectStreamer]:
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        streamer = StopStreamer(processor._tokenizer, loop, queue, response_parser)
+        streamer.stops = list(gen_config.stop_strings or ())
+        streamer.put(torch.empty(0))  # transformers takes what comes first for the prompt
+
+        def ended(result: Any) -> None:
+            if (error := result.exception()) is None:
+                streamer.end()
+            elif not streamer._cancelled.is_set():
+                said = json.dumps(one_line(error))[1:-1]  # transformers puts it between quotes
+                loop.call_soon_threadsafe(queue.put_nowait, _StreamError(said))
+
+        self._submit(processor, inputs, gen_config, lambda t: streamer.put(torch.tensor([t]))).add_done_callback(ended)
+        return queue, streamer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        ids = await asyncio.wrap_future(self._submit(processor, inputs, gen_config, lambda _: None))
+        text = processor.decode(ids, skip_special_tokens=True)
+        return split_at_stop(text, gen_config.stop_strings or ())[0], inputs["input_ids"].shape[-1], ids
+
+    def _submit(self, tokenizer: Any, inputs: Any, config: Any, on_token: Callable[[int], None]) -> Any:
+        ids = inputs["input_ids"].long().cpu()
+        return self.engine.submit(
+            writing(self.memory, ids, config, tokenizer, self.seed, on_token=on_token, on_end=self.save or _nothing)
+        )
+
+
+def _nothing(_: Memory) -> None:
+    pass
+
+
+class StopStreamer(DirectStreamer):
+    """Holds back what may be the beginning of a stop, and leaves it out."""
+
+    stops: list[str] = []  # noqa: RUF012
+    held = ""
+
+    def _enqueue(self, item: Any) -> None:
+        if isinstance(item, str):
+            item, self.held = split_at_stop(self.held + item, self.stops)
+        elif self.held and not any(stop in self.held for stop in self.stops):
+            super()._enqueue(self.held)
+        if item is None or item:
+            super()._enqueue(item)
+
+
+def make_app(run: Run, folder: Path, rows: int, loaded: int, hosts: list[str]) -> FastAPI:
+    """The application. ValueError if the model has no end-of-text token; OSError if the folder cannot be made."""
+    models, engine, app = OneModel(run), Engine(run.model, rows), FastAPI(title="atlas serve", docs_url=None)
+    memories, empty = MemoryFolder(folder, run.model, loaded), Memory.empty(run.model)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+
+    async def answer(handler: type[Any], body: dict[str, Any]) -> Any:
+        name, keep, seed = body.pop("memory", None), body.pop("save_as", None), body.get("seed")
+        if body.get("model") in (str(run.folder), None):
+            body["model"] = models.force_model
+        try:
+            if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**64):
+                raise ValueError(f"seed={seed!r} must be a whole number of 64 bits")
+            save = None
+            if keep is not None:
+                memories.path(keep)
+                save = lambda memory: memories.save(keep, memory)  # noqa: E731
+            memory = empty if name is None else await asyncio.to_thread(memories.load, name)
+            state = Answer(engine, memory, save, seed)
+            body.pop("seed", None)
+            return await handler(model_manager=models, generation_state=state).handle_request(body, uuid.uuid4().hex)
+        except FileNotFoundError as error:
+            raise HTTPException(404, one_line(error)) from error
+        except OSError as error:
+            raise HTTPException(507, one_line(error)) from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise HTTPException(400, one_line(error)) from error
+
+    @app.exception_handler(HTTPException)
+    def refuse(_: Request, error: HTTPException) -> JSONResponse:
+        said = {"message": error.detail, "type": "invalid_request_error", "code": error.status_code}
+        return JSONResponse({"error": said}, error.status_code)
+
+    @app.post("/v1/completions")
+    async def completions(body: dict[str, Any] = Body()) -> Any:  # noqa: B008
+        return await answer(CompletionHandler, body)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: dict[str, Any] = Body()) -> Any:  # noqa: B008
+        if not isinstance(messages := body.get("messages"), list) or not messages:
+            raise HTTPException(400, "messages must be a list of at least one message with role and content")
+        if models.tokenizer.chat_template == CHAT_TEMPLATE and not body.get("stop"):
+            body["stop"] = [CHAT_STOP]
+        return await answer(ChatCompletionHandler, body)
+
+    @app.get("/v1/models")
+    def list_models() -> Any:
+        return {"object": "list", "data": [{"id": models.force_model, "object": "model", "owned_by": "atlas-memory"}]}
+
+    @app.get("/v1/memories")
+    def list_memories() -> Any:
+        return {"object": "list", "data": [{"id": name, "object": "memory"} for name in memories.names()]}
+
+    @app.get("/health")
+    def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    return app
