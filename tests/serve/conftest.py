@@ -1,0 +1,5 @@
+"""The small models of tests/models."""
+
+from tests.models.conftest import make
+
+__all__ = ["make"]
