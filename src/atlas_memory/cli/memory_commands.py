@@ -56,36 +56,38 @@ def read(
             )
     elif out.exists():
         raise ValueError(f"{str(out)!r} exists: choose another --out, or --resume to go on with it")
-    done, began, first = len(start.texts), time.monotonic(), memory.tokens
-    saved, console = began, Console(stderr=True)
-    with progress_bar(console, "", _size(texts) or None) as show:
-        read_bytes = 0
+    done, began, first, read_bytes = len(start.texts), time.monotonic(), memory.tokens, 0
+    saved = began
 
-        def progress(_: int) -> None:
-            speed = (memory.tokens - first) / max(time.monotonic() - began, 1e-9)
-            show(read_bytes, f"{memory.tokens:,} tokens, {speed:,.0f} a second")
+    def speed() -> str:
+        return f"{(memory.tokens - first) / max(time.monotonic() - began, 1e-9):,.0f} a second"
 
-        for text in texts:
-            for piece, record, known in _pieces(text, memory.texts[done] if len(memory.texts) > done else None):
-                read_bytes += len(piece.encode())
-                ids = encode(loaded.tokenizer, piece)
-                if not known and len(ids):
-                    memory = loaded.model.read(_tensor(ids), memory=memory)
-                if not known:
-                    memory = replace(memory, texts=(*memory.texts[:done], record))
-                progress(0)
-                if time.monotonic() - saved > SAVE_EVERY:
-                    memory.save(out)
-                    saved = time.monotonic()
-            done += 1
+    try:
+        with progress_bar(Console(stderr=True), "", _size(texts) or None) as show:
+            for text in texts:
+                for piece, record, known in _pieces(text, memory.texts[done] if len(memory.texts) > done else None):
+                    read_bytes += len(piece.encode())
+                    if not known:
+                        ids = encode(loaded.tokenizer, piece)
+                        now = loaded.model.read(_tensor(ids), memory=memory) if len(ids) else memory
+                        memory = replace(now, texts=(*memory.texts[:done], record))  # at once: Ctrl-C may come between
+                    show(read_bytes, f"{memory.tokens:,} tokens, {speed()}")
+                    if time.monotonic() - saved > SAVE_EVERY:
+                        memory.save(out)
+                        saved = time.monotonic()
+                done += 1
+    except KeyboardInterrupt:
+        if memory.tokens > first:
+            memory.save(out)
+            print(one_line(f"{out}: {memory.tokens:,} tokens; the same command with --resume goes on"), file=sys.stderr)
+        raise
     if memory.tokens == start.tokens:
         raise ValueError(f"no text in {', '.join(texts)}: there is nothing to read")
     memory.save(out)
-    seconds = time.monotonic() - began
     print(
         one_line(
-            f"{out}: {memory.tokens - first:,} tokens in {seconds:.1f} s, {(memory.tokens - first) / seconds:,.0f} a "
-            f"second; {memory.tokens:,} tokens in all, in a state of {memory.nbytes:,} bytes"
+            f"{out}: {memory.tokens - first:,} tokens in {time.monotonic() - began:.1f} s, {speed()}; "
+            f"{memory.tokens:,} tokens in all, in a state of {memory.nbytes:,} bytes"
         )
     )
 
@@ -97,24 +99,22 @@ def _pieces(text: str, before: Any) -> Iterator[tuple[str, Any, bool]]:
     from atlas_memory.models.saved_memory import ReadText
 
     name, count, digest = ("standard input" if text == "-" else Path(text).name), 0, hashlib.sha256()
+    other = f"{text!r} is not the text that was read before: --resume needs the same texts"
     try:
         with _open(text) as file:
             for piece in text_of(file, PIECE):
-                data = piece.encode()
-                count += len(data)
+                count += len(data := piece.encode())
                 digest.update(data)
-                record, known = ReadText(name, count, digest.hexdigest()), before is not None and count <= before.bytes
-                if known and count == before.bytes and record.sha256 != before.sha256:
-                    raise ValueError(
-                        f"{text!r} does not begin with the text that was read before: --resume needs the same"
-                    )
+                record = ReadText(name, count, digest.hexdigest())
+                if known := before is not None:
+                    if count > before.bytes or (count == before.bytes and record.sha256 != before.sha256):
+                        raise ValueError(other)
+                    before = before if count < before.bytes else None
                 yield piece, record, known
     except UnicodeError as error:
         raise ValueError(f"{text!r} is not UTF-8 text: convert it first, with iconv -f ENCODING -t utf-8") from error
-    if before is not None and count < before.bytes:
-        raise ValueError(
-            f"{text!r} has {count:,} bytes, and {before.bytes:,} were read before: --resume needs the same"
-        )
+    if before is not None:
+        raise ValueError(other)
 
 
 def _open(text: str) -> Any:

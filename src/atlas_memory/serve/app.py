@@ -6,6 +6,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,33 +112,52 @@ class StopStreamer(DirectStreamer):
             super()._enqueue(item)
 
 
-def make_app(run: Run, folder: Path, rows: int, loaded: int, hosts: list[str]) -> FastAPI:
-    """The application. ValueError if the model has no end-of-text token; OSError if the folder cannot be made."""
-    models, engine, app = OneModel(run), Engine(run.model, rows), FastAPI(title="atlas serve", docs_url=None)
-    memories, empty = MemoryFolder(folder, run.model, loaded), Memory.empty(run.model)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+class Requests:
+    """What the routes share: a model, its memories and the engine.
 
-    async def answer(handler: type[Any], body: dict[str, Any]) -> Any:
-        name, keep, seed = body.pop("memory", None), body.pop("save_as", None), body.get("seed")
-        if body.get("model") in (str(run.folder), None):
-            body["model"] = models.force_model
+    Args:
+        run: The model.
+        folder: Of the memories.
+        rows: Texts that are written at once.
+        loaded: Memories that stay loaded.
+    """
+
+    def __init__(self, run: Run, folder: Path, rows: int, loaded: int) -> None:
+        self.empty = Memory.empty(run.model)
+        self.models, self.engine = OneModel(run), Engine(run.model, rows)
+        self.memories = MemoryFolder(folder, run.model, loaded)
+
+    async def answer(self, handler: type[Any], body: dict[str, Any]) -> Any:
+        """The answer of one of transformers' handlers. HTTPException for what cannot be answered."""
         try:
-            if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**64):
-                raise ValueError(f"seed={seed!r} must be a whole number of 64 bits")
-            save = None
-            if keep is not None:
-                memories.path(keep)
-                save = lambda memory: memories.save(keep, memory)  # noqa: E731
-            memory = empty if name is None else await asyncio.to_thread(memories.load, name)
-            state = Answer(engine, memory, save, seed)
-            body.pop("seed", None)
-            return await handler(model_manager=models, generation_state=state).handle_request(body, uuid.uuid4().hex)
+            state = await self._state(body.pop("memory", None), body.pop("save_as", None), body.pop("seed", None))
+            if body.get("model") in (str(self.models.run.folder), None):
+                body["model"] = self.models.force_model
+            handling = handler(model_manager=self.models, generation_state=state)
+            return await handling.handle_request(body, uuid.uuid4().hex)
         except FileNotFoundError as error:
             raise HTTPException(404, one_line(error)) from error
         except OSError as error:
             raise HTTPException(507, one_line(error)) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise HTTPException(400, one_line(error)) from error
+
+    async def _state(self, name: Any, save_as: Any, seed: Any) -> Answer:
+        if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**64):
+            raise ValueError(f"seed={seed!r} must be a whole number of 64 bits")
+        if save_as is not None:
+            self.memories.path(save_as)
+        memory = self.empty if name is None else await asyncio.to_thread(self.memories.load, name)
+        save = None if save_as is None else partial(self.memories.save, save_as)
+        return Answer(self.engine, memory, save, seed)
+
+
+def make_app(run: Run, folder: Path, rows: int, loaded: int, hosts: list[str]) -> FastAPI:
+    """The application; arguments as of `Requests`, and the `hosts` as which it answers. ValueError if the model has no
+    end-of-text token; OSError if the folder cannot be made."""
+    requests, app = Requests(run, folder, rows, loaded), FastAPI(title="atlas serve", docs_url=None)
+    name, template = requests.models.force_model, requests.models.tokenizer.chat_template
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
 
     @app.exception_handler(HTTPException)
     def refuse(_: Request, error: HTTPException) -> JSONResponse:
@@ -146,26 +166,26 @@ def make_app(run: Run, folder: Path, rows: int, loaded: int, hosts: list[str]) -
 
     @app.post("/v1/completions")
     async def completions(body: dict[str, Any] = Body()) -> Any:  # noqa: B008
-        return await answer(CompletionHandler, body)
+        return await requests.answer(CompletionHandler, body)
 
     @app.post("/v1/chat/completions")
     async def chat(body: dict[str, Any] = Body()) -> Any:  # noqa: B008
         if not isinstance(messages := body.get("messages"), list) or not messages:
             raise HTTPException(400, "messages must be a list of at least one message with role and content")
-        if models.tokenizer.chat_template == CHAT_TEMPLATE and not body.get("stop"):
+        if template == CHAT_TEMPLATE and not body.get("stop"):
             body["stop"] = [CHAT_STOP]
-        return await answer(ChatCompletionHandler, body)
+        return await requests.answer(ChatCompletionHandler, body)
 
     @app.get("/v1/models")
     def list_models() -> Any:
-        return {"object": "list", "data": [{"id": models.force_model, "object": "model", "owned_by": "atlas-memory"}]}
+        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "atlas-memory"}]}
 
     @app.get("/v1/memories")
     def list_memories() -> Any:
-        return {"object": "list", "data": [{"id": name, "object": "memory"} for name in memories.names()]}
+        return {"object": "list", "data": [{"id": name, "object": "memory"} for name in requests.memories.names()]}
 
     @app.get("/health")
-    def health() -> JSONResponse:
-        return JSONResponse({"status": "ok"})
+    def health() -> Any:
+        return {"status": "ok"}
 
     return app
