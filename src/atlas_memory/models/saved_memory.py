@@ -113,6 +113,7 @@ class Memory:
         _write(Path(path), save(tensors, metadata=metadata))
 
     @classmethod
+    @torch.no_grad()
     def load(cls, path: str | Path, model: Any) -> Memory:
         """Read what `save` wrote, for the model that has read it, onto its device.
 

@@ -130,10 +130,11 @@ def writing(
 
 
 class Engine:
-    """Writes texts with a model, up to `rows` at a time, on a thread of its own."""
+    """Writes texts with a model, up to `rows` at a time, on a thread of its own. The model has no gradients from then
+    on: where two threads use a parameter that has one, PyTorch may wait for ever (a lock of it and Python's)."""
 
     def __init__(self, model: Any, rows: int = 16) -> None:
-        self.model, self.rows = model, rows
+        self.model, self.rows = model.requires_grad_(False), rows
         self._device = next(model.parameters()).device
         self._waiting: SimpleQueue[Writing] = SimpleQueue()
         self._reading: deque[Writing] = deque()
