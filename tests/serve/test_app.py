@@ -224,7 +224,7 @@ def test_a_client_that_hangs_up(client: openai.OpenAI, run: Run, folder: Path) -
 def test_the_folder_drops_the_least_recently_used(run: Run, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "m")
     (tmp_path / "m" / ".a.memory.1-2.partial").write_text("left by a kill")
-    memories = MemoryFolder(tmp_path / "m", run.model, loaded=2)
+    memories = MemoryFolder(tmp_path / "m", run.model, max_loaded=2)
     assert not list((tmp_path / "m").glob("*.partial"))
     first = memories.load("a")
     memories.load("b")

@@ -19,7 +19,7 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     folder, prompts = sys.argv[1], json.loads(sys.argv[2])
     llm = LLM(folder, skip_tokenizer_init=True, dtype="float32", max_model_len=256, max_num_seqs=4,
-              max_num_batched_tokens=32)
+              max_num_batched_tokens=32, gpu_memory_utilization=0.1)
     how = SamplingParams(temperature=0, max_tokens=20, detokenize=False, ignore_eos=True)
     found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], how, use_tqdm=False)
     print("FOUND", json.dumps([list(one.outputs[0].token_ids) for one in found]))
@@ -38,7 +38,7 @@ def test_pages_hold_a_state(rule: str) -> None:
     with torch.no_grad():
         pages = StatePages(mixer.initial_state(1))
         states = mixer(torch.randn(3, 21, mixer.dim))[1]
-    pages.bind_kv_cache(torch.zeros(5, pages.nbytes, dtype=torch.int8))
+    pages.bind_kv_cache(torch.zeros(5, 1, 1, pages.nbytes, dtype=torch.int8))
     pages.write(torch.tensor([4, 0, 2]), states)
     for read, state in zip(pages.read(torch.tensor([2, 4])).tensors(), states.tensors(), strict=True):
         assert torch.equal(read, state[[2, 0]])

@@ -214,8 +214,8 @@ def serve(
     address: Annotated[str, typer.Option(help="Whom it answers: 0.0.0.0 is every machine that can reach it.")] = (
         "localhost"
     ),
-    rows: Annotated[int, typer.Option(min=1, help="Texts that are written at once; others wait.")] = 16,
-    loaded: Annotated[int, typer.Option(min=1, help="Memories that stay loaded; the last used ones.")] = 64,
+    max_batch_size: Annotated[int, typer.Option(min=1, help="Requests that are continued at once; others wait.")] = 16,
+    max_loaded: Annotated[int, typer.Option(min=1, help="Memories that stay loaded: those used last.")] = 64,
 ) -> None:
     """Answer requests in OpenAI's protocol, from saved memories, many at a time."""
     with imports():
@@ -228,7 +228,7 @@ def serve(
         from atlas_memory.viz.server import check_free, hosts, shown
 
     check_free(address, port)
-    app = make_app(load_run(run), memories, rows, loaded, hosts(address))
+    app = make_app(load_run(run), memories, max_batch_size, max_loaded, hosts(address))
     print(one_line(f"{run}: http://{shown(address)}:{port}/v1, memories in {memories} (Ctrl-C ends it)"), flush=True)
     uvicorn.run(app, host=address, port=port, log_level="warning")
 

@@ -24,7 +24,7 @@ from atlas_memory.console import one_line
 from atlas_memory.data.tokenization import CHAT_STOP, CHAT_TEMPLATE, chat_tokenizer
 from atlas_memory.eval.sampling import split_at_stop
 from atlas_memory.models import Memory
-from atlas_memory.serve.batching import Engine, writing
+from atlas_memory.serve.batching import Engine, make_request
 from atlas_memory.serve.memory_folder import MemoryFolder
 from atlas_memory.train.run_model import Run
 
@@ -48,14 +48,14 @@ class OneModel(ModelManager):
         return self.run.model, self.tokenizer
 
 
-class Answer(BaseGenerateManager, GenerationState):
-    """How one request is answered: from `memory`, and kept by `save` (None: not)."""
+class RequestManager(BaseGenerateManager, GenerationState):
+    """Continues one request from `memory`; `save` keeps what the memory holds then (None: nothing is kept)."""
 
     def __init__(self, engine: Engine, memory: Memory, save: Callable[[Memory], None] | None, seed: int | None) -> None:
         GenerationState.__init__(self)
         self.engine, self.memory, self.save, self.seed = engine, memory, save, seed
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Answer:
+    def get_manager(self, model_id: str, use_cb: bool = False) -> RequestManager:
         return self
 
     def stop(self) -> None:
@@ -89,7 +89,9 @@ class Answer(BaseGenerateManager, GenerationState):
     def _submit(self, tokenizer: Any, inputs: Any, config: Any, on_token: Callable[[int], None]) -> Any:
         ids = inputs["input_ids"].long().cpu()
         return self.engine.submit(
-            writing(self.memory, ids, config, tokenizer, self.seed, on_token=on_token, on_end=self.save or _nothing)
+            make_request(
+                self.memory, ids, config, tokenizer, self.seed, on_token=on_token, on_end=self.save or _nothing
+            )
         )
 
 
@@ -112,20 +114,20 @@ class StopStreamer(DirectStreamer):
             super()._enqueue(item)
 
 
-class Requests:
+class Server:
     """What the routes share: a model, its memories and the engine.
 
     Args:
         run: The model.
         folder: Of the memories.
-        rows: Texts that are written at once.
-        loaded: Memories that stay loaded.
+        max_batch_size: Requests that are continued at once.
+        max_loaded: Memories that stay loaded.
     """
 
-    def __init__(self, run: Run, folder: Path, rows: int, loaded: int) -> None:
+    def __init__(self, run: Run, folder: Path, max_batch_size: int, max_loaded: int) -> None:
         self.empty = Memory.empty(run.model)
-        self.models, self.engine = OneModel(run), Engine(run.model, rows)
-        self.memories = MemoryFolder(folder, run.model, loaded)
+        self.models, self.engine = OneModel(run), Engine(run.model, max_batch_size)
+        self.memories = MemoryFolder(folder, run.model, max_loaded)
 
     async def answer(self, handler: type[Any], body: dict[str, Any]) -> Any:
         """The answer of one of transformers' handlers. HTTPException for what cannot be answered."""
@@ -142,21 +144,21 @@ class Requests:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise HTTPException(400, one_line(error)) from error
 
-    async def _state(self, name: Any, save_as: Any, seed: Any) -> Answer:
+    async def _state(self, name: Any, save_as: Any, seed: Any) -> RequestManager:
         if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**64):
             raise ValueError(f"seed={seed!r} must be a whole number of 64 bits")
         if save_as is not None:
             self.memories.path(save_as)
         memory = self.empty if name is None else await asyncio.to_thread(self.memories.load, name)
         save = None if save_as is None else partial(self.memories.save, save_as)
-        return Answer(self.engine, memory, save, seed)
+        return RequestManager(self.engine, memory, save, seed)
 
 
-def make_app(run: Run, folder: Path, rows: int, loaded: int, hosts: list[str]) -> FastAPI:
-    """The application; arguments as of `Requests`, and the `hosts` as which it answers. ValueError if the model has no
+def make_app(run: Run, folder: Path, max_batch_size: int, max_loaded: int, hosts: list[str]) -> FastAPI:
+    """The application; arguments as of `Server`, and the `hosts` as which it answers. ValueError if the model has no
     end-of-text token; OSError if the folder cannot be made."""
-    requests, app = Requests(run, folder, rows, loaded), FastAPI(title="atlas serve", docs_url=None)
-    name, template = requests.models.force_model, requests.models.tokenizer.chat_template
+    server, app = Server(run, folder, max_batch_size, max_loaded), FastAPI(title="atlas serve", docs_url=None)
+    name, template = server.models.force_model, server.models.tokenizer.chat_template
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
 
     @app.exception_handler(HTTPException)
@@ -166,7 +168,7 @@ def make_app(run: Run, folder: Path, rows: int, loaded: int, hosts: list[str]) -
 
     @app.post("/v1/completions")
     async def completions(body: dict[str, Any] = Body()) -> Any:  # noqa: B008
-        return await requests.answer(CompletionHandler, body)
+        return await server.answer(CompletionHandler, body)
 
     @app.post("/v1/chat/completions")
     async def chat(body: dict[str, Any] = Body()) -> Any:  # noqa: B008
@@ -174,7 +176,7 @@ def make_app(run: Run, folder: Path, rows: int, loaded: int, hosts: list[str]) -
             raise HTTPException(400, "messages must be a list of at least one message with role and content")
         if template == CHAT_TEMPLATE and not body.get("stop"):
             body["stop"] = [CHAT_STOP]
-        return await requests.answer(ChatCompletionHandler, body)
+        return await server.answer(ChatCompletionHandler, body)
 
     @app.get("/v1/models")
     def list_models() -> Any:
@@ -182,7 +184,7 @@ def make_app(run: Run, folder: Path, rows: int, loaded: int, hosts: list[str]) -
 
     @app.get("/v1/memories")
     def list_memories() -> Any:
-        return {"object": "list", "data": [{"id": name, "object": "memory"} for name in requests.memories.names()]}
+        return {"object": "list", "data": [{"id": name, "object": "memory"} for name in server.memories.names()]}
 
     @app.get("/health")
     def health() -> Any:

@@ -23,11 +23,11 @@ class MemoryFolder:
     Args:
         folder: Made, if it does not exist.
         model: Whose memories they are.
-        loaded: How many stay loaded at most; the least recently used is dropped.
+        max_loaded: How many stay loaded at most; the least recently used is dropped.
     """
 
-    def __init__(self, folder: Path, model: Any, loaded: int = 64) -> None:
-        self.folder, self.model, self.limit = folder, model, loaded
+    def __init__(self, folder: Path, model: Any, max_loaded: int = 64) -> None:
+        self.folder, self.model, self.max_loaded = folder, model, max_loaded
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f".*{ENDING}.*.partial"):  # by a process that was killed
             left.unlink(missing_ok=True)
@@ -71,7 +71,7 @@ class MemoryFolder:
     def _keep(self, name: str, stamp: tuple[int, int, int], memory: Memory) -> None:
         self._loaded[name] = stamp, memory
         self._loaded.move_to_end(name)
-        while len(self._loaded) > self.limit:
+        while len(self._loaded) > self.max_loaded:
             self._loaded.popitem(last=False)
 
 
