@@ -144,3 +144,18 @@ def test_polynomial_features_hold_more_than_the_entries_they_are_made_of() -> No
 def test_every_rule_writes_and_teaches(name) -> None:
     found = writes.measure(name, 16, seed=0, quick=True) | reach.measure(name, 16, seed=0, quick=True)
     assert found["own"] < 0.95 and found["small eta"] < 0.05 and found["reach"] > 0.05
+
+
+def test_what_a_memory_saves_on_what_it_has_read(six_steps, monkeypatch) -> None:
+    """Each distance once against an empty memory and once against another book's."""
+    from atlas_memory.train.run_model import load_run
+    from benchmarks.learning import reread
+
+    for name, value in {"DISTANCES": (0, 64), "STOPS": 3, "AHEAD": 32, "PASSAGE": 16}.items():
+        monkeypatch.setattr(reread, name, value)
+    run, book = load_run(six_steps), " ".join(map(str, range(99)))
+    rows = reread.measure(run, book, "another book")["rows"]
+    assert [row["distance"] for row in rows] == [0, 64, None] * 2
+    assert all(row["error"] > 0 for row in rows) and reread.chart(rows)["layer"]
+    with pytest.raises(ValueError, match="are needed"):
+        reread.measure(run, "short", "another book")
