@@ -106,7 +106,7 @@ def test_what_it_tells(make: Make) -> None:
 
 
 def test_the_state_has_a_constant_size(every_model: AtlasForCausalLM) -> None:
-    """A fixed list of tensors of fixed sizes, but for states that grow: what other engines ask for (docs/results)."""
+    """A fixed list of tensors of fixed sizes, which other engines ask for; but for states that grow."""
     short, long = every_model.read(ids(9)), every_model.read(ids(30))
     shapes = [[t.shape for state in memory.states for t in state.tensors()] for memory in (short, long)]
     grows = any(getattr(module, "grows", False) for module in every_model.modules())

@@ -12,16 +12,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
 import torch
 import uvicorn
+from transformers import GenerationConfig
 
 from atlas_memory.data import byte_tokenizer, encode
 from atlas_memory.models import Memory
-from atlas_memory.serve.app import make_app
+from atlas_memory.serve.app import RequestManager, make_app
 from atlas_memory.serve.memory_folder import MemoryFolder
 from atlas_memory.train.run_model import Run, load_run
 
@@ -286,3 +289,12 @@ def test_a_tokenizer_keeps_its_own_template() -> None:
     assert chat_tokenizer(tokenizer).chat_template and not tokenizer.chat_template
     tokenizer.chat_template = "{{ messages[0].content }}"
     assert chat_tokenizer(tokenizer) is tokenizer
+
+
+def test_what_a_tokenizer_puts_before_every_text_is_left_out(run: Run) -> None:
+    """A memory has begun its text."""
+    manager = RequestManager(SimpleNamespace(submit=lambda request: request), Memory.empty(run.model), None, None)
+    for begins, left in (([256], [[1, 2]]), ([], [[256, 1, 2]])):
+        tokenizer = Mock(return_value=SimpleNamespace(input_ids=begins))
+        given = {"input_ids": torch.tensor([[256, 1, 2]])}
+        assert manager._submit(tokenizer, given, GenerationConfig(max_new_tokens=1), print).ids.tolist() == left

@@ -88,6 +88,9 @@ class RequestManager(BaseGenerateManager, GenerationState):
 
     def _submit(self, tokenizer: Any, inputs: Any, config: Any, on_token: Callable[[int], None]) -> Any:
         ids = inputs["input_ids"].long().cpu()
+        begins = tokenizer("").input_ids  # before every text; behind what was read there is none
+        if begins and ids[0, : len(begins)].tolist() == begins:
+            ids = ids[:, len(begins) :]
         return self.engine.submit(
             make_request(
                 self.memory, ids, config, tokenizer, self.seed, on_token=on_token, on_end=self.save or _nothing
