@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 
 # torch and triton stay as they are tested: another build of torch is gigabytes.
 TORCH := torch==2.13.0 'triton==3.6.0; sys_platform == "linux"'
-LEANING := tests/models tests/train tests/data tests/eval tests/viz tests/test_cli.py
+LEANING := tests/models tests/train tests/data tests/eval tests/viz tests/serve tests/test_cli.py tests/test_memory_commands.py
 
 .PHONY: demo test test-all docs dist test-newest test-oldest test-slow search bench clean
 

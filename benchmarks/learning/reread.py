@@ -20,7 +20,6 @@ from atlas_memory.eval.perplexity import token_nats
 from atlas_memory.models import Memory
 from atlas_memory.train.run_model import Run, load_run
 from benchmarks.machine import describe, now
-from benchmarks.results import FOLDER
 
 from .figure import COLOURS, DOCS
 
@@ -114,14 +113,14 @@ def chart(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(run: str, book: str, other: str) -> None:
-    """Write docs/results/data/reread.json and the picture."""
+    """Write docs/results/reread.json and the picture."""
     import vl_convert
 
     torch.set_num_threads(1)
     texts = [Path(path).read_text(encoding="utf-8") for path in (book, other)]
     made = {"books": [Path(path).name for path in (book, other)], "machine": describe(), "made": now()}
     found = measure(load_run(run), *texts) | made
-    (FOLDER / "reread.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (DOCS / "results" / "reread.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (DOCS / "images" / "reread.png").write_bytes(vl_convert.vegalite_to_png(chart(found["rows"]), scale=2))
     for row in found["rows"]:
         where = "not read" if row["distance"] is None else f"{row['distance']:,} tokens ago"

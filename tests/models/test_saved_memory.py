@@ -43,8 +43,8 @@ def test_answers_from_a_file_are_those_without_it(every_model: AtlasForCausalLM,
     assert torch.equal(whole[:, 14:], found[0])
 
 
-def test_reading_on_is_reading_at_once(every_model: AtlasForCausalLM) -> None:
-    model = every_model.double()
+def test_reading_on_is_reading_at_once(model: AtlasForCausalLM) -> None:
+    model = model.double()
     parts = model.read(ids(13)[:, 6:], memory=model.read(ids(13)[:, :6]))
     whole = model.read(ids(13))
     assert (parts.tokens, parts.last_token) == (whole.tokens, whole.last_token) == (14, int(ids(13)[0, -1]))

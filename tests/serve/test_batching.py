@@ -26,7 +26,10 @@ def request(memory: Memory, prompt: torch.Tensor, seed: int | None = None, **opt
     return make_request(memory, prompt, GenerationConfig(**GREEDY | options), None, seed, **calls)
 
 
-@pytest.mark.parametrize("name", EVERY | MODELS)
+EXTENDED = [pytest.param(name, marks=pytest.mark.extended) for name in EVERY if name not in ("lmm-titans", "lmm-atlas")]
+
+
+@pytest.mark.parametrize("name", ["lmm-titans", "lmm-atlas", *MODELS, *EXTENDED])
 def test_together_as_alone(make: Make, name: str) -> None:
     """Of different lengths, which begin and end at different times, and more of them than rows."""
     model = make(**(EVERY | MODELS)[name])
