@@ -21,6 +21,7 @@ from .memory_commands import chat, memory_app, read, serve
 from .planning import plan
 from .rule_tables import rules
 from .startup import accept_any_output, imports, interrupted, on_interrupt, report_error
+from .suite_commands import evaluate_suites, make_texts, results
 
 # Commands import what they need, so that `--help` does not wait.
 
@@ -126,7 +127,7 @@ def generate(
 
 @app.command()
 def evaluate(
-    run: RunFolder,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run; with --suite also a model of transformers.")],
     data: Annotated[Path | None, typer.Option(help="Score all of this text, not the run's own held-out part.")] = None,
     column: ColumnOfData = None,
     length: Annotated[int | None, typer.Option(help="Tokens a stream; default 8 training lengths or 8,192.")] = None,
@@ -136,8 +137,21 @@ def evaluate(
         list[Path] | None, typer.Option("--memory", help="Also begin with what `atlas read` has read; may be repeated.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    suite: Annotated[
+        str | None, typer.Option(help="Instead: benchmarks, with commas, such as s-niah-1,passkey,babilong-qa1.")
+    ] = None,
+    lengths: Annotated[str | None, typer.Option(help="Of a suite: tokens, with commas; default the suite's.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Of a suite: items of each length.")] = 100,
+    seed: Annotated[int, typer.Option(help="Of a suite: another seed draws other items.")] = 42,
+    haystack: Annotated[list[Path] | None, typer.Option(help="Of a suite: a text to hide things in.")] = None,
+    babi: Annotated[Path | None, typer.Option(help="Of BABILong: the folder of bAbI's files.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Of a suite: only a memory can answer.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Of a suite: the folder for its results.")] = None,
 ) -> None:
-    """Bits per byte of held-out text, overall and by position."""
+    """Bits per byte of held-out text, overall and by position; or the score on benchmarks."""
+    if suite is not None:
+        evaluate_suites(run, suite, lengths, count, seed, haystack or [], babi, strict, out)
+        return
     with imports():
         from atlas_memory.eval.perplexity import bits_per_byte, evaluation_length
         from atlas_memory.models import Memory
@@ -251,6 +265,8 @@ app.command()(chat)
 app.command()(serve)
 app.command()(plan)
 app.command()(rules)
+app.command()(results)
+data_app.command("suite")(make_texts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

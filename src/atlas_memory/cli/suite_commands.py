@@ -1,0 +1,165 @@
+"""`atlas evaluate --suite` and `atlas results`: benchmarks of long context, of any causal language model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..console import one_line, progress_lines
+from .startup import imports
+
+
+def evaluate_suites(
+    name: str,
+    suites: str,
+    lengths: str | None,
+    count: int,
+    seed: int,
+    haystack: Sequence[Path],
+    babi: Path | None,
+    strict: bool,
+    out: Path | None,
+) -> None:
+    """Score a model, a run or one that transformers loads, on suites; print the table."""
+    with imports():
+        from atlas_memory.eval.suites.evaluation import evaluate_suite
+
+    asked = {suite: _suite(suite) for suite in suites.split(",")}
+    numbers = None if lengths is None else _numbers(lengths)
+    sources = _sources(haystack, babi)
+    model, tokenizer, about = _load(name)
+    folder = out or (Path(name) / "evaluation" if Path(name).is_dir() else Path("evaluation") / name.replace("/", "--"))
+    folder.mkdir(parents=True, exist_ok=True)
+    results = []
+    with progress_lines("evaluate") as progress:
+        for suite, made in asked.items():
+            path = folder / f"{suite}{'-strict' if strict else ''}.json"
+            options = numbers, count, seed, sources, strict, about, progress
+            results.append(evaluate_suite(model, tokenizer, made, path, *options))
+    _table(results)
+    print(one_line(f"answers: {folder}"))
+
+
+def make_texts(
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help="Such as s-niah-1.")],
+    out: Annotated[Path, typer.Option(help="The file to write: data.path of a run.")] = Path("suite.jsonl"),
+    tokenizer: Annotated[str, typer.Option(help="By which lengths count: data.tokenizer of the run.")] = "bytes",
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a text.")] = 1024,
+    count: Annotated[int, typer.Option(min=1, help="Texts.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Not the one of the evaluation.")] = 0,
+    haystack: Annotated[list[Path] | None, typer.Option(help="A text to hide things in.")] = None,
+    babi: Annotated[Path | None, typer.Option(help="Of BABILong: the folder of bAbI's files.")] = None,
+) -> None:
+    """Texts of a benchmark with their answers, to train on."""
+    with imports():
+        from atlas_memory.data.tokenization import load_tokenizer
+
+    items = _suite(suite).items(load_tokenizer(tokenizer), length, count, seed, _sources(haystack or [], babi))
+    with out.open("w", encoding="utf-8") as file:
+        for item in items:
+            text = f"{item.context}{item.question} {', '.join(item.answers)}\n"
+            file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    print(one_line(f"{out}: {count:,} texts of up to {length:,} tokens"))
+
+
+def _suite(name: str) -> Any:
+    from atlas_memory.eval.suites import SUITES
+    from atlas_memory.rules.validation import suggest
+
+    if name not in SUITES:
+        raise ValueError(f"the suite {name!r} is unknown; {suggest(name, SUITES)}")
+    return SUITES[name]
+
+
+def _sources(haystack: Sequence[Path], babi: Path | None) -> Any:
+    from atlas_memory.data.readers import read_text
+    from atlas_memory.eval.suites.suite import Sources
+
+    for path in haystack:
+        if not path.is_file():
+            raise ValueError(f"--haystack: there is no text file at {str(path)!r}")
+    return Sources("\n".join(text for path in haystack for text in read_text(path)), babi)
+
+
+def results(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDERS...", help="With results, at any depth.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for a page.")] = False,
+) -> None:
+    """Results of suites in one table."""
+    found = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {str(folder)!r}")
+        for path in sorted(folder.rglob("*.json")):
+            try:
+                result = json.loads(path.read_text(encoding="utf-8"))
+            except (ValueError, OSError):
+                continue
+            if isinstance(result, dict) and {"suite", "items", "summary", "lengths"} <= result.keys():
+                found.append(result)
+    if not found:
+        raise ValueError(f"no results in {', '.join(map(str, folders))}: atlas evaluate RUN --suite NAME makes them")
+    _table(found, markdown)
+
+
+def _table(results: Sequence[dict[str, Any]], markdown: bool = False) -> None:
+    """A row for each model and suite, a column for each length: the first score, and its standard error."""
+    lengths = sorted({length for result in results for length in result["lengths"]})
+    head = ["model", "suite", "score", *(f"{length:,}" for length in lengths)]
+    rows = []
+    for result in results:
+        first = next(name for name in result["summary"][0] if name not in ("length", "items"))
+        cells = {row["length"]: f"{row[first]:.2f} ± {row[f'{first} error']:.2f}" for row in result["summary"]}
+        suite = result["suite"] + " strict" * result["strict"]
+        rows.append([result["model"]["name"], suite, first, *(cells.get(length, "") for length in lengths)])
+    if markdown:
+        for line in (head, ["---"] * len(head), *rows):
+            print(one_line(f"| {' | '.join(line)} |"))
+        return
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*map(one_line, row))
+    Console().print(table)
+
+
+def _numbers(given: str) -> list[int]:
+    try:
+        found = [int(number) for number in given.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--lengths={given!r} must be whole numbers with commas between, such as 1024,4096") from error
+    if min(found) < 1 or len(set(found)) < len(found):
+        raise ValueError(f"--lengths={given!r} must be different numbers of at least 1")
+    return found
+
+
+def _load(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A model and its tokenizer: of a run, or what transformers loads by that name; and what a result says of them."""
+    from transformers import AutoModelForCausalLM
+
+    from atlas_memory.data.tokenization import read_tokenizer
+    from atlas_memory.models import AtlasConfig
+    from atlas_memory.models.saved_memory import identity
+    from atlas_memory.train.run_folder import read_json
+    from atlas_memory.train.run_model import load_run
+
+    folder = Path(name)
+    try:
+        foreign = read_json(folder / "config.json").get("model_type") != AtlasConfig.model_type
+    except (OSError, ValueError, AttributeError):
+        foreign = not folder.exists()
+    if not foreign:
+        run = load_run(folder)
+        of = identity(run.model)
+        return run.model, run.tokenizer, of | {"name": folder.resolve().name}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, trust_remote_code=False)
+        tokenizer = read_tokenizer(name)
+    except Exception as error:  # of a dozen types
+        raise ValueError(f"{name!r} is no run, and transformers loads no model by that name ({error})") from error
+    return model.eval(), tokenizer, {"name": name, "config": model.config.to_json_string()}
