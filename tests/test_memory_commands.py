@@ -14,6 +14,7 @@ import torch
 
 from atlas_memory.cli import main, memory_commands
 from atlas_memory.models import Memory
+from atlas_memory.models.generation import TEXT_PIECE
 from atlas_memory.models.saved_memory import read_memory_file
 from atlas_memory.train.run_model import load_run
 from tests.test_cli import refused
@@ -54,7 +55,7 @@ def test_read_and_ask(run: Path, book: Path, tmp_path: Path, capsys, monkeypatch
     assert f"a.memory: {size:,} tokens in" in capsys.readouterr().out
     loaded = load_run(run)
     memory = Memory.load(out, loaded.model)
-    assert memory.tokens == size + 1
+    assert memory.tokens == size
     (text,) = memory.texts
     assert (text.name, text.bytes) == ("book.txt", size)
     assert text.sha256 == hashlib.sha256(book.read_bytes()).hexdigest()
@@ -106,11 +107,18 @@ def test_a_reading_that_was_interrupted_goes_on(
         with monkeypatch.context() as patch:
             patch.setattr(Memory, "save", stop)
             assert main(["read", str(run), str(book), str(more), "--out", str(out)]) == 130
+        main(["memory", "show", str(out)])
+        assert "interrupted" in capsys.readouterr().out
         read(run, book, more, "--resume", "--out", out)
         assert same(out, whole)
     read(run, book, more, "--resume", "--out", out)  # nothing is left to read
     assert same(out, whole)
+    again = tmp_path / "again.memory"
+    read(run, book, "--out", again)
+    read(run, more, "--from", again, "--out", tmp_path / "on.memory")
     capsys.readouterr()
+    said = refused(capsys, "read", run, book, "--resume", "--out", tmp_path / "on.memory")[1]
+    assert "the same --from" in said
     more.write_text("another text that is long enough to have been read\n" * 20)
     assert "same" in refused(capsys, "read", run, book, more, "--resume", "--out", out)[1]
     book.write_text("short")
@@ -135,14 +143,12 @@ def test_evaluate_from_memories(run: Path, book: Path, tmp_path: Path, capsys) -
 
 def test_chat(run: Path, book: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     out = read(run, book, "--out", tmp_path / "a.memory")
-    said = (
-        f"hello\n\n/save\n/save {tmp_path}/b.memory\n/dance\nhow are you?\n/save {tmp_path}/c.memory\n/quit\nunheard\n"
-    )
+    said = f"hello\n\n/save\n/save {book}\n/save {tmp_path}/b.memory\n/dance\nhow are you?\n/save {tmp_path}/c.memory\n/quit\nunheard\n"
     given(monkeypatch, said.encode())
     capsys.readouterr()
     assert main(["chat", str(run), "--memory", str(out), "--max-new-tokens", "5"]) == 0
     told = capsys.readouterr().err
-    assert "/save needs" in told and "/dance is unknown" in told and told.count("saved:") == 2
+    assert "/save needs" in told and "exists" in told and "/dance is unknown" in told and told.count("saved:") == 2
     model = load_run(run).model
     tokens = [Memory.load(tmp_path / f"{n}.memory", model).tokens for n in "abc"]
     assert tokens[0] < tokens[1] - len("User: hello\nAssistant:") < tokens[2]
@@ -167,10 +173,13 @@ def test_mistakes(run: Path, book: Path, tmp_path: Path, capsys, monkeypatch: py
         ("no text file at", "read", run, tmp_path / "pipe", "--out", new),
         ("nothing to read", "read", run, empty, "--out", new),
         ("not UTF-8", "read", run, binary, "--out", new),
-        ("in no folder", "read", run, book, "--out", tmp_path / "no" / "a.memory"),
+        ("there is no folder", "read", run, book, "--out", tmp_path / "no" / "a.memory"),
         ("a folder", "read", run, book, "--out", tmp_path),
+        ("a folder", "read", run, tmp_path, "--out", new),
+        ("can be read once", "read", run, "-", "-", "--out", new),
+        ("leave --writes out", "evaluate", run, "--memory", out, "--writes", "off"),
         ("no memory at", "read", run, book, "--from", tmp_path / "none", "--out", new),
-        ("no memory at", "read", run, book, "--resume", "--out", new),
+        ("leave --resume out", "read", run, book, "--resume", "--out", new),
         ("no memory", "generate", run, "--memory", tmp_path / "pickle.memory"),
         ("no memory at", "memory", "show", tmp_path / "pipe"),
         ("no run at", "memory", "check", out, "--model", tmp_path / "none"),
@@ -191,7 +200,7 @@ def test_another_model_is_named(run: Path, book: Path, tmp_path: Path, capsys) -
     model.save_pretrained(tmp_path / "other")
     load_run(run).tokenizer.save_pretrained(tmp_path / "other")
     code, said = refused(capsys, "generate", tmp_path / "other", "--memory", out)
-    assert code == 1 and "other weights" in said and str(run) in said
+    assert code == 1 and "other weights" in said and run.name in said
 
 
 def test_speed_is_told_and_saved_in_time(
@@ -205,3 +214,14 @@ def test_speed_is_told_and_saved_in_time(
     monkeypatch.setattr(Memory, "save", lambda memory, path: saves.append(memory.tokens) or save(memory, path))
     read(run, book, "--out", tmp_path / "a.memory")
     assert 2 < len(saves) < 12 and saves == sorted(saves)
+
+
+def test_the_command_reads_as_the_model_does(run: Path, tmp_path: Path, capsys) -> None:
+    """The same pieces of a text of several, and so the same tokens and states."""
+    loaded, text = load_run(run), "".join(f"line {n} of a long book\n" for n in range(9000))
+    path = tmp_path / "long.txt"
+    path.write_text(text)
+    assert len(text) > 2.5 * TEXT_PIECE and memory_commands.PIECE == TEXT_PIECE
+    out = read(run, path, "--out", tmp_path / "a.memory")
+    loaded.model.read(text, loaded.tokenizer, name="long.txt").save(tmp_path / "b.memory")
+    assert out.read_bytes() == (tmp_path / "b.memory").read_bytes()

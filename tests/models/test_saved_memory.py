@@ -47,7 +47,7 @@ def test_reading_on_is_reading_at_once(model: AtlasForCausalLM) -> None:
     model = model.double()
     parts = model.read(ids(13)[:, 6:], memory=model.read(ids(13)[:, :6]))
     whole = model.read(ids(13))
-    assert (parts.tokens, parts.last_token) == (whole.tokens, whole.last_token) == (14, int(ids(13)[0, -1]))
+    assert (parts.tokens, parts.last_token) == (whole.tokens, whole.last_token) == (13, int(ids(13)[0, -1]))
     for a, b in zip(parts.states, whole.states, strict=True):
         for one, other in zip(a.tensors(), b.tensors(), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-8)
@@ -76,7 +76,7 @@ def test_several_questions_and_beams(make: Make) -> None:
 def test_an_empty_memory_has_read_the_end_of_text(make: Make, tmp_path: Path) -> None:
     model = make(rule="titans", window=1)
     empty = Memory.empty(model)
-    assert (empty.tokens, empty.last_token, empty.nbytes) == (1, 29, 0)
+    assert (empty.tokens, empty.last_token, empty.nbytes) == (0, 29, 0)
     empty.save(tmp_path / "a.memory")
     loaded = Memory.load(tmp_path / "a.memory", model)
     question = ids(4)
@@ -92,17 +92,24 @@ def test_what_it_tells(make: Make) -> None:
     model.config.eos_token_id = 256
     tokenizer = byte_tokenizer()
     memory = model.read("café <|endoftext|>", tokenizer, name="a.txt")
-    assert memory.tokens == 1 + len("café <|endoftext|>".encode())
+    assert memory.tokens == len("café <|endoftext|>".encode())
     (text,) = memory.texts
     assert (text.name, text.bytes) == ("a.txt", 19)
     assert model.read("more", tokenizer, memory).texts[0] == text
     first, second = memory.layers
     assert (first.name, second.name) == ("0.memory", "1.memory")
-    assert first.norm > 0 and first.change > 0 and 0 < first.half_life[0] <= first.half_life[1]
+    assert first.norm > 0 and first.written > 0 and 0 < first.half_life[0] <= first.half_life[1]
     assert memory.model["rule"] == "titans"
     seen: list[int] = []
     model.read("more", tokenizer, progress=seen.append)
     assert seen == [4]
+
+
+def test_files_of_equal_memories_are_equal(make: Make, tmp_path: Path) -> None:
+    model = make(rule="titans", window=1)
+    for name in "abc":
+        model.read(ids(9)).save(tmp_path / name)
+    assert len({(tmp_path / name).read_bytes() for name in "abc"}) == 1
 
 
 def test_the_state_has_a_constant_size(every_model: AtlasForCausalLM) -> None:
@@ -120,12 +127,16 @@ def test_what_cannot_be_read(make: Make) -> None:
         model.read("a text")
     with pytest.raises(ValueError, match="at least one token"):
         model.read(torch.empty(1, 0, dtype=torch.long))
+    with pytest.raises(ValueError, match="at least one token"):
+        make(rule="titans", window=1, vocab_size=258).read("", byte_tokenizer())
     with pytest.raises(ValueError, match="one text"):
         model.read(torch.cat([ids(3), ids(3)]))
     with pytest.raises(ValueError, match="from 0 to 30"):
         model.read(torch.tensor([[31]]))
     with pytest.raises(ValueError, match="rule 'titans', and this one has 'deltanet'"):
         other.read(ids(5), memory=memory)
+    with pytest.raises(ValueError, match=r"Memory\.load"):
+        model.generate(ids(5), memory="a.memory")
     with pytest.raises(ValueError, match="leave past_key_values out"):
         model.generate(ids(5), memory=memory, past_key_values=memory.cache())
     with torch.no_grad():
@@ -153,9 +164,9 @@ def damaged(path: Path, name: str) -> None:
     elif name == "other tensors":
         save_file({"a": torch.ones(3)}, path)
     elif name == "no metadata":
-        save_file(load_file(path), path, metadata={"format": "atlas-memory memory, 1"})
+        save_file(load_file(path), path, metadata={"atlas-memory": "{}"})
     elif name == "newer":
-        save_file(load_file(path), path, metadata={"format": "atlas-memory memory, 9"})
+        save_file(load_file(path), path, metadata={"atlas-memory": '{"format": 9}'})
 
 
 CASES = {
@@ -166,7 +177,7 @@ CASES = {
     "pickle": "cut short",
     "other tensors": "no memory",
     "no metadata": "damaged",
-    "newer": "newer version",
+    "newer": "another version",
 }
 
 
@@ -187,7 +198,7 @@ def test_files_that_are_no_memory(make: Make, tmp_path: Path) -> None:
             Memory.load(place, model)
     model.read(ids(5)).save(tmp_path / "a.memory")
     about, tensors = read_memory_file(tmp_path / "a.memory")
-    assert about["tokens"] == 6 and sum(t.nbytes for t in tensors.values()) == model.read(ids(5)).nbytes
+    assert about["tokens"] == 5 and sum(t.nbytes for t in tensors.values()) == model.read(ids(5)).nbytes
     json.dumps(about["model"])
 
 

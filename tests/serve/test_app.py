@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
 
 @pytest.fixture(scope="module")
 def port(run: Run, folder: Path) -> Iterator[int]:
-    config = uvicorn.Config(make_app(run, folder, 4, 2, HOSTS), port=0, log_level="warning")
+    config = uvicorn.Config(make_app(run, folder, 4, 2, 100_000, HOSTS), port=0, log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -126,6 +126,7 @@ def test_what_was_read_is_kept(client: openai.OpenAI, run: Run, folder: Path, st
     prompt = torch.tensor([list(b"more")])
     after = run.model.read(run.model.generate(prompt, memory=was, max_new_tokens=5, do_sample=False), memory=was)
     assert kept.tokens == was.tokens + 9 == after.tokens
+    assert kept.layers[0].written > 0
     for one, other in zip(kept.states, after.states, strict=True):
         for a, b in zip(one.tensors(), other.tensors(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
@@ -170,6 +171,10 @@ BAD = {
     "a word for a number": ({"max_tokens": "many"}, 400),
     "a negative temperature": ({"temperature": -1}, 400),
     "another model": ({"model": "gpt"}, 400),
+    "the name of a file": ({"memory": "a.memory"}, 400),
+    "too many tokens": ({"max_tokens": 100_001}, 400),
+    "several choices": ({"n": 2}, 400),
+    "log-probabilities": ({"logprobs": 3}, 400),
     "a list of prompts": ({"prompt": ["a", "b"]}, 400),
     "an unknown field": ({"memroy": "a"}, 422),
     "a seed that is no number": ({"seed": "x"}, 400),
@@ -185,8 +190,10 @@ def test_bad_requests(port: int, name: str) -> None:
 
 
 def test_bad_bodies_chats_and_hosts(port: int) -> None:
-    assert post(port, "/v1/completions", b"{")[0] == 422
-    assert post(port, "/v1/completions", [])[0] == 422
+    for body in (b"{", []):
+        status, said = post(port, "/v1/completions", body)
+        assert status == 422 and "JSON" in json.loads(said)["error"]["message"]
+    assert post(port, "/v1/nothing", {})[0] == 404
     for messages in (None, [], "hi", [{"role": "user"}], ["hi"]):
         assert post(port, "/v1/chat/completions", {"messages": messages, "max_tokens": 2})[0] in (200, 400)
     assert post(port, "/v1/chat/completions", {"messages": [], "max_tokens": 2})[0] == 400
@@ -208,7 +215,7 @@ def test_damaged_memories_and_full_disks(port: int, folder: Path, monkeypatch: p
         status, said = post(port, "/v1/completions", body)
         assert status == 507 and "No space left" in said
         status, said = post(port, "/v1/completions", body | {"stream": True})
-        assert status == 200 and "No space left" in json.loads(said.split("data: ")[-1])["error"]
+        assert status == 200 and "No space left" in json.loads(said.split("data: ")[-2])["error"]
     assert not list(folder.glob("*full*"))
     assert post(port, "/v1/completions", body)[0] == 200
 
@@ -224,6 +231,31 @@ def test_a_client_that_hangs_up(client: openai.OpenAI, run: Run, folder: Path) -
     assert not (folder / "left.memory").exists()
 
 
+def test_a_client_that_hangs_up_without_a_stream(port: int, run: Run, folder: Path) -> None:
+    """Its request ends, and others have its place."""
+    for _ in range(6):
+        with socket.create_connection(("localhost", port)) as connection:
+            body = b'{"prompt": "d", "max_tokens": 100000}'
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+            time.sleep(0.1)
+    body = {"prompt": "document", "max_tokens": 4, "temperature": 0}
+    status, said = post(port, "/v1/completions", body)
+    assert status == 200 and json.loads(said)["choices"][0]["text"] == alone(run, folder, "document", 4, None)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["run"]
+    assert client.models.retrieve("run").id == "run"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_streams_end_as_those_of_openai(port: int) -> None:
+    status, said = post(port, "/v1/completions", {"prompt": "a", "max_tokens": 2, "stream": True})
+    assert status == 200 and said.endswith("data: [DONE]\n\n")
+
+
 def test_the_folder_drops_the_least_recently_used(run: Run, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "m")
     (tmp_path / "m" / ".a.memory.1-2.partial").write_text("left by a kill")
@@ -235,7 +267,7 @@ def test_the_folder_drops_the_least_recently_used(run: Run, folder: Path, tmp_pa
     memories.load("c")
     assert memories.load("a") is first and list(memories._loaded) == ["c", "a"]
     run.model.read("other", run.tokenizer).save(tmp_path / "m" / "a.memory")  # by another process
-    assert memories.load("a").tokens == 6
+    assert memories.load("a").tokens == 5
     memories.save("b", first)
     assert memories.load("b") is first and Memory.load(tmp_path / "m" / "b.memory", run.model).tokens == first.tokens
 
@@ -279,7 +311,7 @@ def test_a_kill_loses_nothing_that_was_acknowledged(six_steps: Path, run: Run, t
     found = MemoryFolder(tmp_path, run.model)
     assert len(acknowledged) >= 20
     assert acknowledged.keys() <= set(found.names()) and len(found.names()) <= len(acknowledged) + 3
-    assert all(found.load(name).tokens == 1 + len(name) + 1 for name in found.names())
+    assert all(found.load(name).tokens == len(name) + 1 for name in found.names())
 
 
 def test_a_tokenizer_keeps_its_own_template() -> None:

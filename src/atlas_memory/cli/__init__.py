@@ -165,6 +165,8 @@ def evaluate(
         if writes == "off":
             raise ValueError("--writes off: the model has no memory whose writes could be off")
         writes = "on"
+    if memories and writes == "off":
+        raise typer.BadParameter("--memory compares memories that write: leave --writes out")
     before = {str(path): Memory.load(path, loaded.model) for path in memories or ()}
     _, documents = evaluation_text(loaded, data, column)
     trained = (loaded.config or RunConfig()).data

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 memory_app = typer.Typer(help="Saved memories, which `atlas read` writes.", no_args_is_help=True)
 
-PIECE = 2**16  # characters of a text that are read at a time
+PIECE = 2**16  # characters of a text that are read at a time, as by `model.read`
+SAME = "the same command, with the same texts and the same --from"
 SAVE_EVERY = 30.0  # seconds, at the end of a piece
 MemoryFile = Annotated[Path, typer.Argument(metavar="MEMORY", help="A file that `atlas read` wrote.")]
 
@@ -45,17 +46,19 @@ def read(
 
     if not texts:
         raise typer.BadParameter("name the text files to read, or - for standard input")
+    if texts.count("-") > 1:
+        raise typer.BadParameter("- is standard input, which can be read once")
     _check_place(out)
     loaded = load_run(run)
     memory = start = Memory.load(from_, loaded.model) if from_ else Memory.empty(loaded.model)
     if resume:
+        if not out.is_file():
+            raise ValueError(f"there is no memory at {str(out)!r} to go on with: leave --resume out")
         memory = Memory.load(out, loaded.model)
-        if memory.texts[: len(start.texts)] != start.texts:
-            raise ValueError(
-                f"{str(out)!r} was not read on from {str(from_)!r}: give the memory it began with, or none"
-            )
+        if memory.texts[: len(start.texts)] != start.texts or len(memory.texts) > len(start.texts) + len(texts):
+            raise ValueError(f"{str(out)!r} was read by another command: --resume needs {SAME}")
     elif out.exists():
-        raise ValueError(f"{str(out)!r} exists: choose another --out, or --resume to go on with it")
+        raise ValueError(f"{str(out)!r} exists: choose another --out; --resume goes on with an interrupted reading")
     done, began, first, read_bytes = len(start.texts), time.monotonic(), memory.tokens, 0
     saved = began
 
@@ -75,7 +78,8 @@ def read(
                     if time.monotonic() - saved > SAVE_EVERY:
                         memory.save(out)
                         saved = time.monotonic()
-                done += 1
+                whole = replace(memory.texts[done], whole=True)
+                memory, done = replace(memory, texts=(*memory.texts[:done], whole, *memory.texts[done + 1 :])), done + 1
     except KeyboardInterrupt:
         if memory.tokens > first:
             memory.save(out)
@@ -99,20 +103,23 @@ def _pieces(text: str, before: Any) -> Iterator[tuple[str, Any, bool]]:
     from atlas_memory.models.saved_memory import ReadText
 
     name, count, digest = ("standard input" if text == "-" else Path(text).name), 0, hashlib.sha256()
-    other = f"{text!r} is not the text that was read before: --resume needs the same texts"
+    other = f"{text!r} is not the text that was read before: --resume needs {SAME}"
     try:
         with _open(text) as file:
             for piece in text_of(file, PIECE):
                 count += len(data := piece.encode())
                 digest.update(data)
-                record = ReadText(name, count, digest.hexdigest())
+                record = ReadText(name, count, digest.hexdigest(), whole=False)
                 if known := before is not None:
                     if count > before.bytes or (count == before.bytes and record.sha256 != before.sha256):
                         raise ValueError(other)
                     before = before if count < before.bytes else None
                 yield piece, record, known
-    except UnicodeError as error:
-        raise ValueError(f"{text!r} is not UTF-8 text: convert it first, with iconv -f ENCODING -t utf-8") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{text!r} is not UTF-8 text ({error.reason}): text in another encoding is converted by "
+            "iconv -f ENCODING -t utf-8"
+        ) from error
     if before is not None:
         raise ValueError(other)
 
@@ -122,6 +129,8 @@ def _open(text: str) -> Any:
         if sys.stdin is None:
             raise ValueError("standard input is closed: name a text file")
         return sys.stdin.buffer
+    if Path(text).is_dir():
+        raise ValueError(f"{text!r} is a folder: name the text files in it")
     if not Path(text).is_file():
         raise ValueError(f"there is no text file at {text!r}")
     return open(text, "rb")
@@ -136,8 +145,10 @@ def _size(texts: list[str]) -> int:
 
 
 def _check_place(out: Path) -> None:
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"{str(out)!r} is {'a folder' if out.is_dir() else 'in no folder'}: name the file to write")
+    if out.is_dir():
+        raise ValueError(f"{str(out)!r} is a folder: name the file to write")
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no folder {str(out.parent)!r} to write {out.name!r} into")
 
 
 def _tensor(ids: Any) -> Any:
@@ -165,13 +176,13 @@ def chat(
     now = Memory.load(memory, loaded.model) if memory else Memory.empty(loaded.model)
     tokenizer = chat_tokenizer(loaded.tokenizer)
     print(f"{now.tokens:,} tokens read. /save FILE keeps the memory, /quit ends.", file=sys.stderr)
-    turn = 0
+    turn, saved = 0, set[Path]()
     while (line := _ask()) is not None:
         command, _, place = line.strip().partition(" ")
         if command == "/quit":
             break
         if command == "/save":
-            _save(now, place.strip())
+            _save(now, place.strip(), saved)
         elif command.startswith("/"):
             print(f"{command} is unknown: /save FILE keeps the memory, /quit ends", file=sys.stderr)
         elif line.strip():
@@ -194,13 +205,17 @@ def _ask() -> str | None:
         return ""
 
 
-def _save(memory: Memory, place: str) -> None:
-    """Save, and go on after an error."""
+def _save(memory: Memory, place: str, saved: set[Path]) -> None:
+    """Save into a new file or one of those `saved` in this chat, and go on after an error."""
+    path = Path(place)
     try:
         if not place:
             raise ValueError("/save needs the name of a file")
-        _check_place(Path(place))
-        memory.save(place)
+        _check_place(path)
+        if path.exists() and path not in saved:
+            raise ValueError(f"{place!r} exists: choose another file")
+        memory.save(path)
+        saved.add(path)
     except (OSError, ValueError) as error:
         print(one_line(error), file=sys.stderr)
     else:
@@ -216,6 +231,7 @@ def serve(
     ),
     max_batch_size: Annotated[int, typer.Option(min=1, help="Requests that are continued at once; others wait.")] = 16,
     max_loaded: Annotated[int, typer.Option(min=1, help="Memories that stay loaded: those used last.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, at most.")] = 16_384,
 ) -> None:
     """Answer requests in OpenAI's protocol, from saved memories, many at a time."""
     with imports():
@@ -228,9 +244,9 @@ def serve(
         from atlas_memory.viz.server import check_free, hosts, shown
 
     check_free(address, port)
-    app = make_app(load_run(run), memories, max_batch_size, max_loaded, hosts(address))
+    app = make_app(load_run(run), memories, max_batch_size, max_loaded, max_tokens, hosts(address))
     print(one_line(f"{run}: http://{shown(address)}:{port}/v1, memories in {memories} (Ctrl-C ends it)"), flush=True)
-    uvicorn.run(app, host=address, port=port, log_level="warning")
+    uvicorn.run(app, host=address, port=port, log_level="warning", timeout_graceful_shutdown=3)
 
 
 @memory_app.command()
@@ -245,11 +261,12 @@ def show(file: MemoryFile) -> None:
     print(one_line(f"weights: {of.get('weights')}; atlas-memory {of.get('library')}"))
     print(f"read: {about['tokens']:,} tokens, in a state of {size:,} bytes")
     for text in about["texts"]:
-        print(one_line(f"text: {text.name}, {text.bytes:,} bytes, sha256 {text.sha256}"))
-    table = Table("memory", "norm", "change from M_0", "half-life (tokens)")
+        part = "" if text.whole else " (interrupted: not the whole text)"
+        print(one_line(f"text: {text.name}, {text.bytes:,} bytes, sha256 {text.sha256}{part}"))
+    table = Table("memory", "norm", "share written", "half-life (tokens)")
     for layer in about["layers"]:
         half = "-" if layer.half_life is None else " to ".join(f"{tokens:,.0f}" for tokens in layer.half_life)
-        table.add_row(layer.name, f"{layer.norm:.3g}", f"{layer.change:.3g}", half)
+        table.add_row(layer.name, f"{layer.norm:.3g}", f"{layer.written:.3g}", half)
     Console().print(table)
 
 

@@ -1,7 +1,7 @@
 """`generate` of transformers with an Atlas cache, into which no padding is read; and `read`, which makes a `Memory`."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from .layer_facts import layer_facts, retention_gates
 from .saved_memory import Memory, ReadText
 
 PREFILL = 8192  # tokens that are read at a time
+TEXT_PIECE = 2**16  # characters that are tokenised at a time
 DOCUMENT_ARGUMENTS = ("document_starts", "cu_seq_lens_q")
 
 
@@ -36,7 +37,8 @@ class AtlasGenerationMixin(GenerationMixin):
 
         Args:
             text: Or its token ids, int64 `[1, time]`, of which `Memory.texts` does not tell.
-            tokenizer: Of a text. Special tokens in a text are read as plain text.
+            tokenizer: Of a text, which is tokenised in pieces, cut at ends of lines, as `atlas read` does. Special
+                tokens in a text are read as plain text.
             memory: Read on from it; None: from `Memory.empty`. It stays as it is.
             name: Of the text, in `Memory.texts`.
             progress: Called after each piece with how many tokens it had.
@@ -44,18 +46,20 @@ class AtlasGenerationMixin(GenerationMixin):
         Raises:
             ValueError: No token, ids of several rows, a text without a tokenizer, or a memory of another model.
         """
-        memory = Memory.empty(self) if memory is None else memory
-        memory.check_model(self)
-        texts, device = memory.texts, next(self.parameters()).device  # type: ignore[attr-defined]
+        memory = Memory.empty(self) if memory is None else check_memory(memory, self)
         if isinstance(text, str):
             if tokenizer is None:
                 raise ValueError("a text is read with its tokenizer: give tokenizer=..., or token ids")
-            encoded = text.encode()
-            texts += (ReadText(name, len(encoded), hashlib.sha256(encoded).hexdigest()),)
-            text = torch.tensor([tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids])
+            before, encoded = memory, text.encode()
+            for piece in _pieces(text):
+                found = tokenizer(piece, add_special_tokens=False, split_special_tokens=True).input_ids
+                memory = self.read(torch.tensor([found], dtype=torch.long), memory=memory, progress=progress)
+            read = ReadText(name, len(encoded), hashlib.sha256(encoded).hexdigest())
+            return replace(memory, texts=(*before.texts, read))
         check_ids("the ids given to read", text, self.config.vocab_size)
         if len(text) != 1 or not text.shape[1]:
             raise ValueError(f"one text with at least one token is read at a time, got ids of shape {list(text.shape)}")
+        device = next(self.parameters()).device  # type: ignore[attr-defined]
         cache, model = memory.cache(), self.model  # type: ignore[attr-defined]
         ids = torch.cat([torch.tensor([[memory.last_token]]), text.long().cpu()], 1)
         with retention_gates(self) as gates:
@@ -70,7 +74,6 @@ class AtlasGenerationMixin(GenerationMixin):
             states=states,
             last_token=int(ids[0, -1]),
             tokens=tokens,
-            texts=texts,
             layers=layer_facts(self, states, gates),
         )
 
@@ -89,7 +92,7 @@ class AtlasGenerationMixin(GenerationMixin):
         for other in ("past_key_values", "cache", "inputs_embeds"):
             if kwargs.get(other) is not None:
                 raise ValueError(f"memory is what was read: leave {other} out")
-        memory.check_model(self)
+        check_memory(memory, self)
         cache, model = memory.cache(), self.model  # type: ignore[attr-defined]
         ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         rows = 1 if ids is None else len(ids)
@@ -208,6 +211,26 @@ class AtlasGenerationMixin(GenerationMixin):
             inputs = model.prepare_inputs_for_generation(ids, length, is_first_iteration=True, **model_kwargs)
             outputs = model(**inputs, return_dict=True)
         return outputs
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in parts of about `TEXT_PIECE` characters, cut at ends of lines (`text_of` of the readers)."""
+    begin = end = 0
+    while len(text) - end >= TEXT_PIECE:
+        end += TEXT_PIECE
+        cut = text.rfind("\n", begin, end) + 1 or end
+        yield text[begin:cut]
+        begin = cut
+    if begin < len(text) or not text:
+        yield text[begin:]
+
+
+def check_memory(memory: Any, model: Any) -> Memory:
+    """ValueError unless it is a `Memory` of this model."""
+    if not isinstance(memory, Memory):
+        raise ValueError(f"memory must be a Memory, got {type(memory).__name__}: Memory.load(path, model) reads a file")
+    memory.check_model(model)
+    return memory
 
 
 def _new_tokens(

@@ -23,14 +23,14 @@ class LayerFacts:
     Attributes:
         name: Of the memory, from its layer on.
         norm: |M|, over all its matrices.
-        change: |M - M_0| / |M_0|, what reading changed.
-        half_life: Tokens after which its retention gates alpha leave half of a write, over the last piece that was
-            read: the shortest and the longest of its heads. None where the rule has no such gate.
+        written: |M - M_0| / |M|, the share of M that reading has made.
+        half_life: Tokens after which its retention gates alpha leave half of a write, by their mean over the last
+            piece that was read: the shortest and the longest of its heads. None where the rule has no such gate.
     """
 
     name: str
     norm: float
-    change: float
+    written: float
     half_life: tuple[float, float] | None = None
 
 
@@ -47,17 +47,16 @@ def layer_facts(model: Any, states: Iterable[State | None], gates: dict[str, Ten
         memories = list(dict.fromkeys(name.partition("matrices.")[0] for name in names))
         for n, memory in enumerate(memories):
             own = [name for name in names if name.startswith(f"{memory}matrices.")]
-            norm, start, change = (
+            norm, written = (
                 math.sqrt(sum(float(t.double().square().sum()) for t in parts))
                 for parts in (
                     [now[name] for name in own],
-                    [fresh[name] for name in own],
                     [now[name][..., : fresh[name].shape[-1]] - fresh[name] for name in own],
                 )
             )
             alpha = gates[kept[n]] if len(kept) == len(memories) else None
             half = None if alpha is None else _half_lives(alpha)
-            found.append(LayerFacts(f"{i}.{memory.rstrip('.')}", norm, change / max(start, 1e-30), half))
+            found.append(LayerFacts(f"{i}.{memory.rstrip('.')}", norm, written / max(norm, 1e-30), half))
     return tuple(found)
 
 

@@ -23,16 +23,18 @@ from .cache import AtlasCache
 from .configuration import AtlasConfig
 from .layer_facts import LayerFacts
 
-FORMAT = "atlas-memory memory, 1"
+FORMAT = 1
+METADATA = "atlas-memory"  # one entry: the order of several is another in each file
 
 
 @dataclass(frozen=True)
 class ReadText:
-    """A text that was read: its name, the bytes of it that were read, and their SHA-256."""
+    """A text that was read: its name, the bytes of it that were read, their SHA-256, and whether that was all of it."""
 
     name: str
     bytes: int
     sha256: str
+    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Memory:
     Attributes:
         states: Of each block, of one row; None before the first token.
         last_token: The token read last. The states have not seen it: it is given to the model with what comes next.
-        tokens: How many were read, `last_token` included.
+        tokens: How many were read, `last_token` included; but not the end-of-text token with which every memory begins.
         texts: What was read.
         model: Of which model it is: `name`, `block`, `rule`, hashes of `config` and `weights`, and the `library`.
         layers: Its memories.
@@ -66,7 +68,7 @@ class Memory:
             raise ValueError(
                 f"config.eos_token_id={end!r}: give the model an end-of-text token, with which texts begin"
             )
-        return cls((None,) * model.config.num_hidden_layers, end, 1, (), identity(model))
+        return cls((None,) * model.config.num_hidden_layers, end, 0, (), identity(model))
 
     @property
     def nbytes(self) -> int:
@@ -109,8 +111,8 @@ class Memory:
         about = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "states"}
         about |= {"texts": [asdict(t) for t in self.texts], "layers": [asdict(layer) for layer in self.layers]}
         written = json.dumps(about, sort_keys=True)
-        metadata = {"format": FORMAT, "about": written, "sha256": _digest(written, tensors)}
-        _write(Path(path), save(tensors, metadata=metadata))
+        described = json.dumps({"format": FORMAT, "sha256": _digest(written, tensors), "about": written})
+        _write(Path(path), save(tensors, metadata={METADATA: described}))
 
     @classmethod
     @torch.no_grad()
@@ -147,29 +149,27 @@ def read_memory_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor
     except (SafetensorError, TypeError, RuntimeError) as error:  # the last two of sizes that no tensor has
         reason = str(error).splitlines()[0]
         raise ValueError(f"{str(path)!r} is no memory, or was cut short: {reason}") from error
-    if not metadata.get("format", "").startswith("atlas-memory memory"):
+    if METADATA not in metadata:
         raise ValueError(f"{str(path)!r} holds tensors, but no memory: `atlas read` and Memory.save write them")
-    if metadata["format"] != FORMAT:
-        raise ValueError(f"{str(path)!r} was written by a newer version of atlas-memory than {__version__}")
-    written = metadata.get("about", "")
-    if metadata.get("sha256") != _digest(written, tensors):
-        raise ValueError(f"{str(path)!r} is damaged: its contents do not have the checksum that was saved with them")
     try:
-        about = json.loads(written)
+        described = json.loads(metadata[METADATA])
+        if described["format"] != FORMAT:
+            raise ValueError(f"it was written by another version of atlas-memory than {__version__}")
+        if described["sha256"] != _digest(described["about"], tensors):
+            raise ValueError("its contents do not have the checksum that was saved with them")
+        about = json.loads(described["about"])
         found: dict[str, Any] = {
-            "last_token": _whole(about["last_token"]),
-            "tokens": _whole(about["tokens"]),
-            "texts": tuple(ReadText(str(t["name"]), _whole(t["bytes"]), str(t["sha256"])) for t in about["texts"]),
+            "last_token": _count(about["last_token"]),
+            "tokens": _count(about["tokens"]),
+            "texts": tuple(ReadText(**text | {"bytes": _count(text["bytes"])}) for text in about["texts"]),
             "model": {str(name): str(value) for name, value in about["model"].items()},
             "layers": tuple(
-                LayerFacts(
-                    layer["name"], layer["norm"], layer["change"], layer["half_life"] and tuple(layer["half_life"])
-                )
+                LayerFacts(**layer | {"half_life": layer["half_life"] and tuple(layer["half_life"])})
                 for layer in about["layers"]
             ),
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{str(path)!r} is no memory that Memory.save wrote: {error!r} in its metadata") from error
+        raise ValueError(f"{str(path)!r} is damaged: {error}") from error
     return found, tensors
 
 
@@ -178,7 +178,7 @@ def identity(model: Any) -> dict[str, str]:
     config = model.config
     options = {name: getattr(config, name) for name in AtlasConfig.__annotations__}
     return {
-        "name": str(config.name_or_path or type(model).__name__),
+        "name": Path(config.name_or_path or type(model).__name__).name,  # a path tells of the machine
         "block": config.block,
         "rule": str(config.rule),
         "config": hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest(),
@@ -224,7 +224,7 @@ def _write(path: Path, data: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _whole(value: Any) -> int:
+def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_TOKENS:
         raise ValueError(f"{value!r} is no count")
     return value

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from fastapi import Body, FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -27,6 +29,10 @@ from atlas_memory.models import Memory
 from atlas_memory.serve.batching import Engine, make_request
 from atlas_memory.serve.memory_folder import MemoryFolder
 from atlas_memory.train.run_model import Run
+
+LISTEN = 0.5  # seconds between two looks whether a client has hung up
+UNSUPPORTED = ("n", "best_of", "logprobs", "top_logprobs", "echo", "suffix", "tools", "functions", "response_format")
+"""Fields that transformers would ignore, or answer in a way of its own."""
 
 
 class OneModel(ModelManager):
@@ -49,11 +55,13 @@ class OneModel(ModelManager):
 
 
 class RequestManager(BaseGenerateManager, GenerationState):
-    """Continues one request from `memory`; `save` keeps what the memory holds then (None: nothing is kept)."""
+    """Continues one request from `memory`; `save` keeps what the memory holds then (None: nothing is kept). Once `left`
+    is set, nobody waits for the answer any more."""
 
     def __init__(self, engine: Engine, memory: Memory, save: Callable[[Memory], None] | None, seed: int | None) -> None:
         GenerationState.__init__(self)
         self.engine, self.memory, self.save, self.seed = engine, memory, save, seed
+        self.left = False
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> RequestManager:
         return self
@@ -82,9 +90,13 @@ class RequestManager(BaseGenerateManager, GenerationState):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        ids = await asyncio.wrap_future(self._submit(processor, inputs, gen_config, lambda _: None))
+        ids = await asyncio.wrap_future(self._submit(processor, inputs, gen_config, self._on_token))
         text = processor.decode(ids, skip_special_tokens=True)
         return split_at_stop(text, gen_config.stop_strings or ())[0], inputs["input_ids"].shape[-1], ids
+
+    def _on_token(self, _: int) -> None:
+        if self.left:
+            raise ConnectionError("the client has hung up")
 
     def _submit(self, tokenizer: Any, inputs: Any, config: Any, on_token: Callable[[int], None]) -> Any:
         ids = inputs["input_ids"].long().cpu()
@@ -125,27 +137,47 @@ class Server:
         folder: Of the memories.
         max_batch_size: Requests that are continued at once.
         max_loaded: Memories that stay loaded.
+        max_tokens: Of an answer.
     """
 
-    def __init__(self, run: Run, folder: Path, max_batch_size: int, max_loaded: int) -> None:
-        self.empty = Memory.empty(run.model)
+    def __init__(self, run: Run, folder: Path, max_batch_size: int, max_loaded: int, max_tokens: int) -> None:
+        self.empty, self.max_tokens = Memory.empty(run.model), max_tokens
         self.models, self.engine = OneModel(run), Engine(run.model, max_batch_size)
         self.memories = MemoryFolder(folder, run.model, max_loaded)
 
-    async def answer(self, handler: type[Any], body: dict[str, Any]) -> Any:
+    async def answer(self, handler: type[Any], request: Request, body: dict[str, Any]) -> Any:
         """The answer of one of transformers' handlers. HTTPException for what cannot be answered."""
         try:
+            self._check(body)
             state = await self._state(body.pop("memory", None), body.pop("save_as", None), body.pop("seed", None))
             if body.get("model") in (str(self.models.run.folder), None):
                 body["model"] = self.models.force_model
             handling = handler(model_manager=self.models, generation_state=state)
-            return await handling.handle_request(body, uuid.uuid4().hex)
+            answering = asyncio.ensure_future(handling.handle_request(body, uuid.uuid4().hex))
+            try:
+                while not (await asyncio.wait([answering], timeout=LISTEN))[0]:
+                    state.left = state.left or await request.is_disconnected()
+            finally:  # also where the server ends
+                state.left = True
+            answer = answering.result()
+            if isinstance(answer, StreamingResponse):
+                answer.body_iterator = _done_at_end(answer.body_iterator)
+            return answer
         except FileNotFoundError as error:
             raise HTTPException(404, one_line(error)) from error
         except OSError as error:
             raise HTTPException(507, one_line(error)) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise HTTPException(400, one_line(error)) from error
+
+    def _check(self, body: dict[str, Any]) -> None:
+        """ValueError for what would be ignored, and for more tokens than are allowed."""
+        for name in UNSUPPORTED:
+            if body.get(name) not in (None, False, [], 1 if name in ("n", "best_of") else None):
+                raise ValueError(f"{name} is not supported: leave it out")
+        for name in ("max_tokens", "max_completion_tokens"):
+            if (asked := body.get(name)) is not None and (type(asked) is not int or not 1 <= asked <= self.max_tokens):
+                raise ValueError(f"{name}={asked!r} must be a whole number from 1 to {self.max_tokens:,}")
 
     async def _state(self, name: Any, save_as: Any, seed: Any) -> RequestManager:
         if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**64):
@@ -157,33 +189,54 @@ class Server:
         return RequestManager(self.engine, memory, save, seed)
 
 
-def make_app(run: Run, folder: Path, max_batch_size: int, max_loaded: int, hosts: list[str]) -> FastAPI:
+async def _done_at_end(parts: Any) -> AsyncIterator[Any]:
+    """A stream, ended as OpenAI ends it."""
+    async for part in parts:
+        yield part
+    yield "data: [DONE]\n\n"
+
+
+def make_app(
+    run: Run, folder: Path, max_batch_size: int, max_loaded: int, max_tokens: int, hosts: list[str]
+) -> FastAPI:
     """The application; arguments as of `Server`, and the `hosts` as which it answers. ValueError if the model has no
     end-of-text token; OSError if the folder cannot be made."""
-    server, app = Server(run, folder, max_batch_size, max_loaded), FastAPI(title="atlas serve", docs_url=None)
+    server, app = Server(run, folder, max_batch_size, max_loaded, max_tokens), FastAPI(docs_url=None)
     name, template = server.models.force_model, server.models.tokenizer.chat_template
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
 
-    @app.exception_handler(HTTPException)
-    def refuse(_: Request, error: HTTPException) -> JSONResponse:
+    @app.exception_handler(StarletteHTTPException)
+    def refuse(_: Request, error: StarletteHTTPException) -> JSONResponse:
         said = {"message": error.detail, "type": "invalid_request_error", "code": error.status_code}
         return JSONResponse({"error": said}, error.status_code)
 
+    @app.exception_handler(RequestValidationError)
+    def refuse_body(request: Request, error: RequestValidationError) -> JSONResponse:
+        return refuse(request, HTTPException(422, f"the body must be a JSON object: {error.errors()[0]['msg']}"))
+
     @app.post("/v1/completions")
-    async def completions(body: dict[str, Any] = Body()) -> Any:  # noqa: B008
-        return await server.answer(CompletionHandler, body)
+    async def completions(request: Request, body: dict[str, Any] = Body()) -> Any:  # noqa: B008
+        return await server.answer(CompletionHandler, request, body)
 
     @app.post("/v1/chat/completions")
-    async def chat(body: dict[str, Any] = Body()) -> Any:  # noqa: B008
+    async def chat(request: Request, body: dict[str, Any] = Body()) -> Any:  # noqa: B008
         if not isinstance(messages := body.get("messages"), list) or not messages:
             raise HTTPException(400, "messages must be a list of at least one message with role and content")
         if template == CHAT_TEMPLATE and not body.get("stop"):
             body["stop"] = [CHAT_STOP]
-        return await server.answer(ChatCompletionHandler, body)
+        return await server.answer(ChatCompletionHandler, request, body)
+
+    about = {"id": name, "object": "model", "created": 0, "owned_by": "atlas-memory"}
 
     @app.get("/v1/models")
     def list_models() -> Any:
-        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "atlas-memory"}]}
+        return {"object": "list", "data": [about]}
+
+    @app.get("/v1/models/{model}")
+    def get_model(model: str) -> Any:
+        if model != name:
+            raise HTTPException(404, f"there is no model {model!r}, but {name!r}")
+        return about
 
     @app.get("/v1/memories")
     def list_memories() -> Any:

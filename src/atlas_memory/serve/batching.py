@@ -31,6 +31,7 @@ from transformers import (
 
 from atlas_memory.eval.sampling import RaiseIfNotFinite
 from atlas_memory.models import AtlasCache, Memory
+from atlas_memory.models.layer_facts import layer_facts, retention_gates
 
 PREFILL = 1024  # tokens of a prompt that are read between two decoding steps of other requests
 
@@ -63,6 +64,8 @@ class Request:
     on_end: Callable[[Memory], None]
     result: Future[list[int]] = field(default_factory=Future)
     new: list[int] = field(default_factory=list)
+    gates: dict[str, Tensor] = field(default_factory=dict)
+    """Retention gates of the last piece of the prompt."""
     prefill: deque[Tensor] = field(init=False)
     cache: AtlasCache = field(init=False)
 
@@ -85,12 +88,13 @@ class Request:
         self.on_token(token)
         return len(self.new) >= self.max_new_tokens or bool(self.criteria(self.ids, scores))
 
-    def end(self) -> None:
+    def end(self, model: Any) -> None:
         """Give the result."""
         try:
             states = tuple(block.state for block in self.cache.blocks)
             tokens = self.memory.tokens + self.ids.shape[1]
-            self.on_end(replace(self.memory, states=states, last_token=self.new[-1], tokens=tokens, layers=()))
+            layers = layer_facts(model, states, self.gates)
+            self.on_end(replace(self.memory, states=states, last_token=self.new[-1], tokens=tokens, layers=layers))
             self.result.set_result(self.new)
         except Exception as error:
             self.result.set_exception(error)
@@ -172,13 +176,14 @@ class Engine:
             return []
         request = self._prefilling.popleft()
         try:
-            logits = self._logits(request.prefill.popleft(), request.cache)
+            with retention_gates(self.model) as request.gates:
+                logits = self._logits(request.prefill.popleft(), request.cache)
             if request.prefill:
                 self._prefilling.append(request)
             elif not request.add_token(logits):
                 return [request]
             else:
-                self._ending.submit(request.end)
+                self._ending.submit(request.end, self.model)
         except Exception as error:
             request.result.set_exception(error)
         return []
@@ -205,7 +210,7 @@ class Engine:
                 block.restore(whole.state.map(lambda t, i=i: t[i : i + 1]), 0)
             try:
                 if request.add_token(logits[i : i + 1]):
-                    self._ending.submit(request.end)
+                    self._ending.submit(request.end, self.model)
                 else:
                     going.append(request)
             except Exception as error:  # also where nobody listens any more

@@ -28,6 +28,8 @@ class MemoryFolder:
 
     def __init__(self, folder: Path, model: Any, max_loaded: int = 64) -> None:
         self.folder, self.model, self.max_loaded = folder, model, max_loaded
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{str(folder)!r} is a file: name the folder of the memories")
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f".*{ENDING}.*.partial"):  # by a process that was killed
             left.unlink(missing_ok=True)
@@ -36,10 +38,10 @@ class MemoryFolder:
 
     def path(self, name: Any) -> Path:
         """The file of a name. ValueError unless it is letters, digits, dots, dashes and underscores alone."""
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name.endswith(ENDING):
             raise ValueError(
-                f"{str(name)[:100]!r} cannot name a memory: it has up to 100 letters, digits, dots, dashes and "
-                "underscores, of which the first is a letter or digit"
+                f"{str(name)[:100]!r} cannot name a memory: a name has up to 100 letters, digits, dots, dashes and "
+                f"underscores, of which the first is a letter or digit, and no ending {ENDING}"
             )
         return self.folder / f"{name}{ENDING}"
 
