@@ -143,7 +143,8 @@ def test_evaluate_from_memories(run: Path, book: Path, tmp_path: Path, capsys) -
 
 def test_chat(run: Path, book: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     out = read(run, book, "--out", tmp_path / "a.memory")
-    said = f"hello\n\n/save\n/save {book}\n/save {tmp_path}/b.memory\n/dance\nhow are you?\n/save {tmp_path}/c.memory\n/quit\nunheard\n"
+    lines = "hello", "", "/save", f"/save {book}", f"/save {tmp_path}/b.memory", "/dance", "how are you?"
+    said = "\n".join([*lines, f"/save {tmp_path}/c.memory", "/quit", "unheard\n"])
     given(monkeypatch, said.encode())
     capsys.readouterr()
     assert main(["chat", str(run), "--memory", str(out), "--max-new-tokens", "5"]) == 0
