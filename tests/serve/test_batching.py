@@ -21,7 +21,7 @@ def ids(time: int, seed: int) -> torch.Tensor:
 
 
 def request(memory: Memory, prompt: torch.Tensor, seed: int | None = None, **options: Any) -> Request:
-    calls = {"on_token": lambda _: None, "on_end": lambda _: None}
+    calls = {"on_token": lambda _: None, "on_end": None}
     calls |= {name: options.pop(name) for name in list(options) if name in calls}
     return make_request(memory, prompt, GenerationConfig(**GREEDY | options), None, seed, **calls)
 

@@ -104,14 +104,8 @@ class RequestManager(BaseGenerateManager, GenerationState):
         if begins and ids[0, : len(begins)].tolist() == begins:
             ids = ids[:, len(begins) :]
         return self.engine.submit(
-            make_request(
-                self.memory, ids, config, tokenizer, self.seed, on_token=on_token, on_end=self.save or _nothing
-            )
+            make_request(self.memory, ids, config, tokenizer, self.seed, on_token=on_token, on_end=self.save)
         )
-
-
-def _nothing(_: Memory) -> None:
-    pass
 
 
 class StopStreamer(DirectStreamer):

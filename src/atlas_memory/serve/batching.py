@@ -31,7 +31,7 @@ from transformers import (
 
 from atlas_memory.eval.sampling import RaiseIfNotFinite
 from atlas_memory.models import AtlasCache, Memory
-from atlas_memory.models.layer_facts import layer_facts, retention_gates
+from atlas_memory.models.layer_facts import layer_facts
 
 PREFILL = 1024  # tokens of a prompt that are read between two decoding steps of other requests
 
@@ -48,7 +48,7 @@ class Request:
         criteria: After which token it stops.
         generator: For sampling; None: the likeliest token is taken.
         on_token: Called with each new token; what it raises ends the request.
-        on_end: Called with what the memory holds then, before `result` is there.
+        on_end: Called with what the memory holds then, before `result` is there; None: nobody asks for it.
 
     Attributes:
         result: The new tokens, or what was raised.
@@ -61,11 +61,9 @@ class Request:
     criteria: StoppingCriteriaList
     generator: torch.Generator | None
     on_token: Callable[[int], None]
-    on_end: Callable[[Memory], None]
+    on_end: Callable[[Memory], None] | None
     result: Future[list[int]] = field(default_factory=Future)
     new: list[int] = field(default_factory=list)
-    gates: dict[str, Tensor] = field(default_factory=dict)
-    """Retention gates of the last piece of the prompt."""
     prefill: deque[Tensor] = field(init=False)
     cache: AtlasCache = field(init=False)
 
@@ -88,13 +86,24 @@ class Request:
         self.on_token(token)
         return len(self.new) >= self.max_new_tokens or bool(self.criteria(self.ids, scores))
 
-    def end(self, model: Any) -> None:
-        """Give the result."""
+    def now(self, model: Any) -> Memory:
+        """What the memory holds. The half-lives are those of what it held before the prompt."""
+        states = tuple(block.state for block in self.cache.blocks)
+        before = {layer.name: layer.half_life for layer in self.memory.layers}
+        layers = (replace(layer, half_life=before.get(layer.name)) for layer in layer_facts(model, states, {}))
+        return replace(
+            self.memory,
+            states=states,
+            last_token=self.new[-1],
+            tokens=self.memory.tokens + self.ids.shape[1],
+            layers=tuple(layers),
+        )
+
+    def end(self, memory: Memory | None) -> None:
+        """Hand over what the memory holds, if it is asked for, and give the result."""
         try:
-            states = tuple(block.state for block in self.cache.blocks)
-            tokens = self.memory.tokens + self.ids.shape[1]
-            layers = layer_facts(model, states, self.gates)
-            self.on_end(replace(self.memory, states=states, last_token=self.new[-1], tokens=tokens, layers=layers))
+            if self.on_end is not None and memory is not None:
+                self.on_end(memory)
             self.result.set_result(self.new)
         except Exception as error:
             self.result.set_exception(error)
@@ -176,14 +185,13 @@ class Engine:
             return []
         request = self._prefilling.popleft()
         try:
-            with retention_gates(self.model) as request.gates:
-                logits = self._logits(request.prefill.popleft(), request.cache)
+            logits = self._logits(request.prefill.popleft(), request.cache)
             if request.prefill:
                 self._prefilling.append(request)
             elif not request.add_token(logits):
                 return [request]
             else:
-                self._ending.submit(request.end, self.model)
+                self._end(request)
         except Exception as error:
             request.result.set_exception(error)
         return []
@@ -210,12 +218,16 @@ class Engine:
                 block.restore(whole.state.map(lambda t, i=i: t[i : i + 1]), 0)
             try:
                 if request.add_token(logits[i : i + 1]):
-                    self._ending.submit(request.end, self.model)
+                    self._end(request)
                 else:
                     going.append(request)
             except Exception as error:  # also where nobody listens any more
                 request.result.set_exception(error)
         return going
+
+    def _end(self, request: Request) -> None:
+        # Here, on the thread that reads with the model.
+        self._ending.submit(request.end, None if request.on_end is None else request.now(self.model))
 
     def _logits(self, ids: Tensor, cache: AtlasCache) -> Tensor:
         """Of the token after ids `[rows, time]`, `[rows, vocabulary]` on the CPU."""
