@@ -174,6 +174,7 @@ BAD = {
     "the name of a file": ({"memory": "a.memory"}, 400),
     "too many tokens": ({"max_tokens": 100_001}, 400),
     "several choices": ({"n": 2}, 400),
+    "a configuration that asks for more": ({"generation_config": '{"max_new_tokens": 1000000}'}, 400),
     "log-probabilities": ({"logprobs": 3}, 400),
     "a list of prompts": ({"prompt": ["a", "b"]}, 400),
     "an unknown field": ({"memroy": "a"}, 422),

@@ -31,7 +31,9 @@ from atlas_memory.serve.memory_folder import MemoryFolder
 from atlas_memory.train.run_model import Run
 
 LISTEN = 0.5  # seconds between two looks whether a client has hung up
+DEFAULT_TOKENS = 1024  # of an answer
 UNSUPPORTED = ("n", "best_of", "logprobs", "top_logprobs", "echo", "suffix", "tools", "functions", "response_format")
+UNSUPPORTED += ("generation_config",)
 """Fields that transformers would ignore, or answer in a way of its own."""
 
 
@@ -165,13 +167,15 @@ class Server:
             raise HTTPException(400, one_line(error)) from error
 
     def _check(self, body: dict[str, Any]) -> None:
-        """ValueError for what would be ignored, and for more tokens than are allowed."""
+        """Fill in the default of max_tokens. ValueError for what would be ignored, and for more tokens than allowed."""
         for name in UNSUPPORTED:
             if body.get(name) not in (None, False, [], 1 if name in ("n", "best_of") else None):
                 raise ValueError(f"{name} is not supported: leave it out")
         for name in ("max_tokens", "max_completion_tokens"):
             if (asked := body.get(name)) is not None and (type(asked) is not int or not 1 <= asked <= self.max_tokens):
                 raise ValueError(f"{name}={asked!r} must be a whole number from 1 to {self.max_tokens:,}")
+        if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+            body["max_tokens"] = min(DEFAULT_TOKENS, self.max_tokens)
 
     async def _state(self, name: Any, save_as: Any, seed: Any) -> RequestManager:
         if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**64):
