@@ -32,8 +32,10 @@ from atlas_memory.train.run_model import Run
 
 LISTEN = 0.5  # seconds between two looks whether a client has hung up
 DEFAULT_TOKENS = 1024  # of an answer
-UNSUPPORTED = ("n", "best_of", "logprobs", "top_logprobs", "echo", "suffix", "tools", "functions", "response_format")
-UNSUPPORTED += ("generation_config",)
+UNSUPPORTED = (
+    *("n", "best_of", "logprobs", "top_logprobs", "echo", "suffix", "tools", "functions", "response_format"),
+    "generation_config",
+)
 """Fields that transformers would ignore, or answer in a way of its own."""
 
 
