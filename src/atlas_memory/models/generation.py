@@ -1,7 +1,7 @@
 """`generate` of transformers with an Atlas cache, into which no padding is read; and `read`, which makes a `Memory`."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,6 @@ class AtlasGenerationMixin(GenerationMixin):
         tokenizer: Any = None,
         memory: Memory | None = None,
         name: str = "text",
-        progress: Callable[[int], None] | None = None,
     ) -> Memory:
         """What the model holds after reading a text, in a state of constant size.
 
@@ -41,7 +40,6 @@ class AtlasGenerationMixin(GenerationMixin):
                 tokens in a text are read as plain text.
             memory: Read on from it; None: from `Memory.empty`. It stays as it is.
             name: Of the text, in `Memory.texts`.
-            progress: Called after each piece with how many tokens it had.
 
         Raises:
             ValueError: No token, ids of several rows, a text without a tokenizer, or a memory of another model.
@@ -53,7 +51,7 @@ class AtlasGenerationMixin(GenerationMixin):
             before, encoded = memory, text.encode()
             for piece in _pieces(text):
                 found = tokenizer(piece, add_special_tokens=False, split_special_tokens=True).input_ids
-                memory = self.read(torch.tensor([found], dtype=torch.long), memory=memory, progress=progress)
+                memory = self.read(torch.tensor([found], dtype=torch.long), memory=memory)
             read = ReadText(name, len(encoded), hashlib.sha256(encoded).hexdigest())
             return replace(memory, texts=(*before.texts, read))
         check_ids("the ids given to read", text, self.config.vocab_size)
@@ -65,8 +63,6 @@ class AtlasGenerationMixin(GenerationMixin):
         with retention_gates(self) as gates:
             for piece in ids[:, :-1].split(PREFILL, 1):
                 model(input_ids=piece.to(device), past_key_values=cache, use_cache=True)
-                if progress is not None:
-                    progress(piece.shape[1])
         states = tuple(block.state for block in cache.blocks)
         tokens = memory.tokens + text.shape[1]
         return replace(

@@ -20,7 +20,6 @@ from transformers import (
     EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -112,7 +111,7 @@ class Request:
 def make_request(
     memory: Memory, ids: Tensor, config: GenerationConfig, tokenizer: Any, seed: int | None, **calls: Any
 ) -> Request:
-    """A request with the fields of `config`: `max_new_tokens`, `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`,
+    """A request with the fields of `config`: `max_new_tokens`, `do_sample`, `temperature`, `top_k`, `top_p`,
     `repetition_penalty`, `eos_token_id` and `stop_strings`; others have no effect. ValueError for values out of range.
     """
     processors = LogitsProcessorList([RaiseIfNotFinite()])
@@ -131,8 +130,6 @@ def make_request(
             processors.append(TopKLogitsWarper(config.top_k))
         if config.top_p not in (None, 1.0):
             processors.append(TopPLogitsWarper(config.top_p))
-        if config.min_p is not None:
-            processors.append(MinPLogitsWarper(config.min_p))
     criteria = StoppingCriteriaList()
     if config.eos_token_id is not None:
         criteria.append(EosTokenCriteria(config.eos_token_id))
