@@ -16,6 +16,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..console import one_line, progress_lines
+from .bench_commands import bench_app
 from .data_commands import data_app, tokenizer_app
 from .memory_commands import chat, memory_app, read, serve
 from .planning import plan
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(memory_app, name="memory")
+app.add_typer(bench_app, name="bench")
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")]
 ColumnOfData = Annotated[str | None, typer.Option("--column", help="Where tables in --data have the text.")]
 

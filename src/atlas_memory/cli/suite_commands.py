@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ..console import one_line, progress_lines
+from .result_tables import print_study, print_suites
 from .startup import imports
 
 
@@ -42,7 +41,7 @@ def evaluate_suites(
             path = folder / f"{suite}{'-strict' if strict else ''}.json"
             options = numbers, count, seed, sources, strict, about, progress
             results.append(evaluate_suite(model, tokenizer, made, path, *options))
-    _table(results)
+    print_suites(results)
     print(one_line(f"answers: {folder}"))
 
 
@@ -91,8 +90,8 @@ def results(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDERS...", help="With results, at any depth.")],
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for a page.")] = False,
 ) -> None:
-    """Results of suites in one table."""
-    found = []
+    """Results of suites in one table, and of each study of `atlas bench` in its own."""
+    found, studies = [], []
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"there is no folder {str(folder)!r}")
@@ -103,29 +102,17 @@ def results(
                 continue
             if isinstance(result, dict) and {"suite", "items", "summary", "lengths"} <= result.keys():
                 found.append(result)
-    if not found:
-        raise ValueError(f"no results in {', '.join(map(str, folders))}: atlas evaluate RUN --suite NAME makes them")
-    _table(found, markdown)
-
-
-def _table(results: Sequence[dict[str, Any]], markdown: bool = False) -> None:
-    """A row for each model and suite, a column for each length: the first score, and its standard error."""
-    lengths = sorted({length for result in results for length in result["lengths"]})
-    head = ["model", "suite", "score", *(f"{length:,}" for length in lengths)]
-    rows = []
-    for result in results:
-        first = next(name for name in result["summary"][0] if name not in ("length", "items"))
-        cells = {row["length"]: f"{row[first]:.2f} ± {row[f'{first} error']:.2f}" for row in result["summary"]}
-        suite = result["suite"] + " strict" * result["strict"]
-        rows.append([result["model"]["name"], suite, first, *(cells.get(length, "") for length in lengths)])
-    if markdown:
-        for line in (head, ["---"] * len(head), *rows):
-            print(one_line(f"| {' | '.join(line)} |"))
-        return
-    table = Table(*head)
-    for row in rows:
-        table.add_row(*map(one_line, row))
-    Console().print(table)
+            elif isinstance(result, dict) and {"suite", "runs", "rows_by"} <= result.keys():
+                studies.append(result)
+    if not (found or studies):
+        raise ValueError(
+            f"no results in {', '.join(map(str, folders))}: atlas evaluate RUN --suite NAME and atlas bench make them"
+        )
+    if found:
+        print_suites(found, markdown)
+    for study in studies:
+        print(one_line(f"\n{study['suite']}: {study['shows']} ({study['source']})\n"))
+        print_study(study, markdown)
 
 
 def _numbers(given: str) -> list[int]:

@@ -1,0 +1,126 @@
+"""How many pairs a memory holds, before any training: ATLAS's Propositions 1 and 2 and Theorem 1.
+
+Pairs of a random unit key and a random value are read by a fresh memory at the gates with which a layer starts, but for
+alpha = 1, so that nothing fades. A memory *holds* n of them where the squared cosine between answers and values is 0.9
+on average: nine tenths of the value's energy, at whatever scale the rule answers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from atlas_memory.layers.gate_projection import GateProjection
+from atlas_memory.layers.omega_memory import OmegaMemory
+from atlas_memory.ops.flops import state_bytes
+from atlas_memory.rules.features import l2_normalise
+from atlas_memory.rules.rule import RULES, Rule
+
+HELD, HEADS, BATCH = 0.9, 2, 4
+READINGS = (1, 64)
+"""How often the pairs are read, one reading after the other: once, and until little changes."""
+MOST = 4096
+
+_MATRIX = {"network": {"kind": "Linear"}, "window": {"size": 1}, "features": {"kind": "Identity"}}
+_DEEP = {"window": {"size": 1}, "features": {"kind": "Identity"}}
+
+
+def _omega(**changes: dict[str, object]) -> Rule:
+    return RULES["omeganet"].vary(**changes)
+
+
+def _degree(degree: int) -> dict[str, dict[str, object]]:
+    return _MATRIX | {"features": {"degree": degree}}
+
+
+MEMORIES: dict[str, tuple[str, Rule]] = {
+    "Hebbian": ("W k, dot product", _omega(**_MATRIX, bias={"kind": "DotProduct"})),
+    "online": ("W k, L2, c = 1 (delta rule)", _omega(**_MATRIX)),
+    "Omega, c = 4": ("W k, L2, c = 4", _omega(**(_MATRIX | {"window": {"size": 4}}))),
+    "Omega, c = 16": ("W k, L2, c = 16", _omega(**(_MATRIX | {"window": {"size": 16}}))),
+    "Muon": ("W k, L2, c = 1, Muon", RULES["atlas"].vary(**_MATRIX)),
+    "degree 2": ("W phi_2(k)", _omega(**_degree(2))),
+    "degree 3": ("W phi_3(k)", _omega(**_degree(3))),
+    "MLP, 1 d": ("two layers, d hidden units", _omega(**_DEEP, network={"expansion": 1})),
+    "MLP, 4 d": ("two layers, 4 d hidden units", _omega(**_DEEP, network={"expansion": 4})),
+    "MLP, 16 d": ("two layers, 16 d hidden units", _omega(**_DEEP, network={"expansion": 16})),
+    "MLP, 4 d, Muon": ("the same with Muon", RULES["atlas"].vary(**_DEEP, network={"expansion": 4})),
+    "omeganet": ("MLP, 4 d, phi_2, c = 8", RULES["omeganet"]),
+    "atlas": ("the same with Muon", RULES["atlas"]),
+}
+"""What is compared: a description and a rule each; all but the last two are `omeganet` with one part changed."""
+LARGEST: dict[str, int] = {"degree 3": 16, "degree 2": 32, "omeganet": 16, "atlas": 16, "MLP, 16 d": 32}
+"""The widest heads of memories whose matrices would grow too large for a laptop."""
+
+
+def fresh(rule: Rule, dim: int, highest: bool = True) -> OmegaMemory:
+    """A memory of `HEADS` heads that has read nothing. `highest`: the highest degree of its features leads, as with
+    coefficients 0.1 and 0.3 of the lower ones; under the Taylor series of exp all pairs share too much."""
+    memory = OmegaMemory(dim, HEADS, rule, gates=False).eval()
+    if highest and memory.sqrt_a is not None:
+        with torch.no_grad():
+            degrees = len(memory.sqrt_a)
+            memory.sqrt_a.copy_(torch.tensor([0.1] + [0.3] * (degrees - 2) + [1.0]))
+    return memory
+
+
+@torch.inference_mode()
+def likeness(memory: OmegaMemory, pairs: int, seed: int, readings: int) -> float:
+    """The mean squared cosine between answers and values after so many pairs were read so many times."""
+    g = torch.Generator().manual_seed(seed)
+    dim = memory.dim
+    k, v = (torch.randn(BATCH, HEADS, pairs, dim, generator=g) for _ in range(2))
+    k, state = l2_normalise(k), None
+    projection = GateProjection(dim * HEADS, HEADS, memory.rule)
+    projection.weight.zero_()  # the gates' starting values, whatever the token
+    gates = replace(projection(k.new_zeros(BATCH, pairs, dim * HEADS)), alpha=None)
+    for _ in range(readings):
+        order = torch.randperm(pairs, generator=g)  # or the last pairs would be the best known each time
+        _, state = memory(k[:, :, order], k[:, :, order], v[:, :, order], gates, state)
+    return float(_squared_cosine(memory.retrieve(k, state), v))
+
+
+def _squared_cosine(x: Tensor, y: Tensor) -> Tensor:
+    norms = x.square().sum(-1) * y.square().sum(-1)
+    return ((x * y).sum(-1).square() / norms.clamp_min(1e-30)).mean()
+
+
+def stored(memory: OmegaMemory, seed: int, readings: int) -> int:
+    """The most pairs that the memory holds, by bisection in steps of a sixteenth of an octave; 0 if not even one."""
+    if likeness(memory, 1, seed, readings) < HELD:
+        return 0
+    low = 1
+    while low < MOST and likeness(memory, 2 * low, seed, readings) >= HELD:
+        low *= 2
+    high, low = 2.0 * low, float(low)
+    while high / low > 2 ** (1 / 16) and round(high) - round(low) > 1:
+        middle = math.sqrt(low * high)
+        if likeness(memory, round(middle), seed, readings) >= HELD:
+            low = middle
+        else:
+            high = middle
+    return round(low)
+
+
+def measure(memory: str, dim: int, seed: int) -> dict[str, float]:
+    """The pairs that a memory of `MEMORIES` holds after each of `READINGS`, the likeness after one reading of as many
+    pairs as heads are wide, and the numbers and bytes of state a head."""
+    torch.manual_seed(seed)
+    made = fresh(MEMORIES[memory][1], dim)
+    found = {f"stored, {n} reading{'s'[: n > 1]}": float(stored(made, seed, n)) for n in READINGS}
+    found["likeness of d pairs"] = likeness(made, dim, seed, 1)
+    numbers = sum(rows * columns for rows, columns in made.rule.shapes(dim))
+    size = state_bytes(made.rule, dim, HEADS)
+    return found | {"numbers": float(numbers)} | ({} if size is None else {"state bytes": size / HEADS})
+
+
+def slope(dims: list[int], held: list[float]) -> float:
+    """Of log(stored) against log(d), by least squares; nan with fewer than two points above zero."""
+    points = [(math.log(d), math.log(n)) for d, n in zip(dims, held, strict=True) if n > 0]
+    if len(points) < 2:
+        return math.nan
+    mean_x, mean_y = (sum(p[i] for p in points) / len(points) for i in (0, 1))
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)

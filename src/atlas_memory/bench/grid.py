@@ -1,0 +1,188 @@
+"""A study: many small runs, one after the other or beside each other, in one file from which it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atlas_memory import __version__
+
+FORMAT = 1
+Cell = dict[str, Any]
+"""What one run is: such as its model, width and seed."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study.
+
+    Attributes:
+        name: Of the command, and of its file.
+        shows: What is run, in a sentence or a few.
+        source: The paper whose protocol or claim it is.
+        run: Numbers by name, of a cell and the settings; called in a process of its own.
+        rows: The keys of a cell by which the table has its rows; seeds are averaged.
+        settings: The same for all cells; a file with others is not gone on with.
+        version: Grows when figures change.
+    """
+
+    name: str
+    shows: str
+    source: str
+    run: Callable[[Cell, dict[str, Any]], dict[str, float]]
+    rows: tuple[str, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    version: int = 1
+
+
+def run_study(
+    study: Study,
+    cells: Sequence[Cell],
+    path: Path,
+    command: str = "",
+    workers: int = 1,
+    progress: Callable[[str, float], None] | None = None,
+) -> dict[str, Any]:
+    """Run the cells that the file does not have yet, in `workers` processes of one thread each; the file is written
+    after each. A run that fails is kept with its message, and tried again the next time.
+
+    Raises:
+        ValueError: the file is of another study, version or settings.
+    """
+    result = {
+        "format": FORMAT,
+        "suite": study.name,
+        "version": study.version,
+        "shows": study.shows,
+        "source": study.source,
+        "rows_by": list(study.rows),
+        "settings": study.settings,
+        "command": command,
+        "library": __version__,
+        "runs": _earlier(path, study),
+    }
+    done = [run["cell"] for run in result["runs"] if "error" not in run]
+    todo = [cell for cell in cells if cell not in done]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result["runs"] = [run for run in result["runs"] if run["cell"] not in todo]
+    before = len(cells) - len(todo)
+    if workers == 1:
+        found: Iterator[dict[str, Any]] = (_outcome(study, cell) for cell in todo)
+        _collect(found, result, path, before, len(cells), progress)
+        return result
+    with ProcessPoolExecutor(workers, get_context("spawn"), _alone) as pool:
+        waiting = [pool.submit(_outcome, study, cell) for cell in todo]
+        try:
+            _collect((w.result() for w in as_completed(waiting)), result, path, before, len(cells), progress)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return result
+
+
+def _collect(
+    found: Iterator[dict[str, Any]],
+    result: dict[str, Any],
+    path: Path,
+    done: int,
+    count: int,
+    progress: Callable[[str, float], None] | None,
+) -> None:
+    for outcome in found:
+        result["runs"].append(outcome)
+        done += 1
+        _write(path, result)
+        if progress is not None:
+            progress(", ".join(map(str, outcome["cell"].values())), done / count)
+    _write(path, result)
+
+
+def _outcome(study: Study, cell: Cell) -> dict[str, Any]:
+    started = time.perf_counter()
+    outcome: dict[str, Any] = {"cell": cell}
+    try:
+        outcome["numbers"] = study.run(cell, study.settings)
+    except (ValueError, RuntimeError) as error:
+        outcome |= {"numbers": {}, "error": str(error)}
+    seconds = round(time.perf_counter() - started, 1)
+    return outcome | {"seconds": seconds, "date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": _machine()}
+
+
+def _machine() -> str:
+    cpu = platform.processor() or platform.machine()
+    if (info := Path("/proc/cpuinfo")).is_file():
+        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+    return f"{cpu}, torch {torch.__version__}"
+
+
+def _alone() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # what a memory forgets fades to numbers that are slow to compute with
+
+
+def _earlier(path: Path, study: Study) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        runs, known = earlier["runs"], {key: earlier[key] for key in ("suite", "version", "settings")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no result of a study: name another file") from error
+    settings = json.loads(json.dumps(study.settings))
+    for key, value in {"suite": study.name, "version": study.version, "settings": settings}.items():
+        if known[key] != value:
+            raise ValueError(f"{path} is a result with {key} {known[key]}, not {value}: name another file")
+    return list(runs)
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def means(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each value of the study's row keys: these, `seeds`, `numbers`, each (mean, standard error over seeds,
+    nan for one), and `failed`, the runs that did. Of several learning rates a row has the best, by the mean of all
+    numbers that are shares."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    rates = {run["cell"].get("learning_rate") for run in result["runs"]}
+    for run in result["runs"]:
+        key = tuple(run["cell"][name] for name in result["rows_by"])
+        groups.setdefault(key, []).append(run)
+    rows = []
+    for key, runs in groups.items():
+        if len(rates) > 1:
+            of_rate = [[r for r in runs if r["cell"]["learning_rate"] == rate] for rate in sorted(rates)]
+            runs = max(of_rate, key=_quality)
+        fine = [run["numbers"] for run in runs if run["numbers"]]
+        numbers = {name: _mean([n[name] for n in fine]) for name in (fine[0] if fine else ())}
+        row = dict(zip(result["rows_by"], key, strict=True)) | {"seeds": len(fine), "failed": len(runs) - len(fine)}
+        if len(rates) > 1:
+            row["learning_rate"] = runs[0]["cell"]["learning_rate"]
+        rows.append(row | {"numbers": numbers})
+    return rows
+
+
+def _quality(runs: Sequence[dict[str, Any]]) -> float:
+    shares = [value for run in runs for value in run["numbers"].values() if 0 <= value <= 1]
+    return statistics.fmean(shares) if shares else -1.0
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    spread = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return statistics.fmean(values), spread

@@ -1,0 +1,88 @@
+"""The studies of `atlas bench`: what each of their runs is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import capacity, referee
+from .associative_recall import VOCABULARY, mqar
+from .grid import Cell, Study
+from .mad import ASKED, MAD
+from .task_training import Autoencoder, accuracy, task_model, train_on
+
+MQAR_TRAINED = ((4, 64), (8, 64), (16, 64), (32, 128))
+MQAR_ASKED = (*MQAR_TRAINED[1:], (64, 256))
+"""Pairs and tokens of the sequences to train on, one after the other, and to be asked."""
+SEED = 99  # of what trained models are asked
+MODELS = ("attention", "deltanet", "gated-deltanet", "titans", "omeganet", "atlas")
+HEAD = 16
+
+
+def run_mqar(cell: Cell, settings: dict[str, Any]) -> dict[str, float]:
+    """Train on all sizes; the share of right answers of each."""
+    torch.manual_seed(cell["seed"])
+    vocabulary = settings["vocabulary"]
+    model = task_model(cell["model"], vocabulary, cell["width"], HEAD)
+    trained = [mqar(pairs, length, vocabulary) for pairs, length in MQAR_TRAINED]
+    train_on(model, trained, settings["steps"], settings["tokens"], cell["learning_rate"], cell["seed"])
+    found = {f"{pairs} pairs in {length}": mqar(pairs, length, vocabulary) for pairs, length in MQAR_ASKED}
+    shares = {name: accuracy(model, task, settings["asked"], SEED) for name, task in found.items()}
+    return shares | {"parameters": float(model.num_parameters())}
+
+
+def run_mad(cell: Cell, settings: dict[str, Any]) -> dict[str, float]:
+    """Train on one of the six tasks; the share of right answers, and the steps that were taken."""
+    torch.manual_seed(cell["seed"])
+    task = next(task for task in MAD if task.name == cell["task"])
+    model = task_model(cell["model"], task.vocab_size, settings["width"], HEAD, intermediate_size=2 * settings["width"])
+    whole = Autoencoder(model, task.length) if task.autoencodes else model
+    rate, solved = cell["learning_rate"], settings["solved"]
+    steps = train_on(whole, [task], settings["steps"], settings["rows"] * task.length, rate, cell["seed"], solved)
+    return {task.name: accuracy(whole, task, ASKED, SEED), f"{task.name} steps": float(steps)}
+
+
+def run_capacity(cell: Cell, settings: dict[str, Any]) -> dict[str, float]:
+    """See `capacity.measure`."""
+    return capacity.measure(cell["memory"], cell["dim"], cell["seed"])
+
+
+CAPACITY = Study(
+    "capacity",
+    "The most pairs of a random unit key and a random value that an untrained memory holds: answers and values have a "
+    "mean squared cosine of 0.9. Nothing fades (alpha = 1); eta, theta and gamma are as layers start.",
+    "ATLAS, arXiv 2505.23735, Propositions 1 and 2, Theorem 1",
+    run_capacity,
+    ("memory", "dim"),
+)
+MQAR = Study(
+    "mqar",
+    "Two layers with heads of 16 are trained on sequences of 4 to 32 pairs, and are asked for the values of keys. The "
+    "share of right answers.",
+    "Zoology, arXiv 2312.04927",
+    run_mqar,
+    ("model", "width"),
+    {"steps": 600, "tokens": 2048, "vocabulary": VOCABULARY, "asked": 512},
+)
+MAD_STUDY = Study(
+    "mad",
+    "Six tasks in their baseline settings, two blocks of a mixer and a SwiGLU MLP. The share of right answers.",
+    "MAD, arXiv 2403.17844",
+    run_mad,
+    ("model",),
+    {"steps": 2000, "rows": 128, "width": 128, "solved": 0.99},
+)
+REFEREE = Study(
+    "referee",
+    "Models whose memories are changed, trained and asked: the share of right answers, or bits per byte.",
+    "Test-Time Training with KV Binding Is Secretly Linear Attention, arXiv 2602.21204",
+    referee.run,
+    ("rule", "switch"),
+    {
+        "steps": {"mqar": 300, "noisy-recall": 200, "bytes": 400},
+        "tokens": 2048,
+        "learning_rate": {"mqar": 1e-2, "noisy-recall": 1e-2, "bytes": 3e-3},
+    },
+)
+STUDIES = {study.name: study for study in (CAPACITY, MQAR, MAD_STUDY, REFEREE)}

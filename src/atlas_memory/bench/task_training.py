@@ -1,0 +1,172 @@
+"""Training a model on a synthetic task, and the share of right answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atlas_memory.layers.blocks import BLOCKS
+from atlas_memory.models import AtlasConfig, AtlasForCausalLM
+from atlas_memory.monitor.hooks import eval_mode
+from atlas_memory.rules.rule import RULES
+
+from .task import IGNORED, Task
+
+ROWS = 256  # sequences that are asked at once
+STEPS_BETWEEN = 50  # steps after which a training that may stop early is asked
+
+
+def task_model(name: str, vocabulary: int, width: int, head: int, layers: int = 2, **options: Any) -> AtlasForCausalLM:
+    """A small language model of a rule, a block, or a rule in a block, as `mag:titans`, with rules as the byte presets
+    have them.
+
+    Args:
+        name: Of `RULES`, of `BLOCKS`, or of both with a colon between.
+        vocabulary: Tokens there are.
+        width: Of the model.
+        head: Width of a head.
+        layers: Blocks, each of a mixer and an MLP.
+        options: Of `AtlasConfig`.
+
+    Raises:
+        ValueError: an unknown name, or heads that do not divide the width.
+    """
+    block, _, rule = name.rpartition(":")
+    kind: dict[str, Any] = {"block": block, "rule": rule} if block else {"rule": name}
+    if not block and name not in RULES and name in BLOCKS:
+        kind = {"block": name}
+    if width % head:
+        raise ValueError(f"heads of {head} do not divide a width of {width}")
+    config = AtlasConfig.preset(
+        "tiny",
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_attention_heads=width // head,
+        num_hidden_layers=layers,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **kind,
+        **options,
+    )
+    return AtlasForCausalLM(config)
+
+
+class Autoencoder(nn.Module):
+    """MAD's model for compression: the last hidden state of a language model, a position added, through an MLP.
+
+    Args:
+        model: The encoder.
+        length: Tokens of a sequence.
+    """
+
+    def __init__(self, model: AtlasForCausalLM, length: int) -> None:
+        super().__init__()
+        width, vocabulary = model.config.hidden_size, model.config.vocab_size
+        self.model = model
+        self.register_buffer("positions", _sinusoids(length, width), persistent=False)
+        self.decoder = nn.Sequential(
+            *(nn.RMSNorm(width), nn.Linear(width, width), nn.GELU()),
+            *(nn.RMSNorm(width), nn.Linear(width, width), nn.GELU()),
+            *(nn.RMSNorm(width), nn.Linear(width, vocabulary)),
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of every token, `[rows, length, vocabulary]`, of tokens `[rows, length]`."""
+        last = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, -1:]
+        return self.decoder(last + self.positions)
+
+
+def _sinusoids(length: int, width: int) -> Tensor:
+    places = torch.arange(length)[:, None] / 10_000 ** (torch.arange(width // 2) / (width // 2 - 1))
+    return torch.cat([places.sin(), places.cos()], 1)
+
+
+def _asked_logits(model: Any, ids: Tensor, asked: Tensor) -> Tensor:
+    """The logits at the places that are asked, `[places, vocabulary]`."""
+    if isinstance(model, Autoencoder):
+        return model(ids)[asked]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return model.get_output_embeddings()(hidden[asked])
+
+
+@torch.inference_mode()
+def accuracy(model: Any, task: Task, count: int, seed: int) -> float:
+    """The share of right answers to `count` fresh sequences."""
+    ids, labels = task.rows(count, seed, asked=True)
+    right = total = 0
+    with eval_mode(model):
+        for some, wanted in zip(ids.split(ROWS), labels.split(ROWS), strict=True):
+            asked = wanted != IGNORED
+            found = _asked_logits(model, some, asked).argmax(-1)
+            right, total = right + int((found == wanted[asked]).sum()), total + int(asked.sum())
+    return right / max(1, total)
+
+
+def train_on(
+    model: Any,
+    tasks: Sequence[Task],
+    steps: int,
+    tokens: int,
+    learning_rate: float,
+    seed: int,
+    solved: float = 1.0,
+    progress: Callable[[float], None] | None = None,
+) -> int:
+    """Train with AdamW, betas 0.9 and 0.98, a warm-up of a twentieth and a cosine to zero, on one of the tasks a step,
+    each in its turn.
+
+    Args:
+        model: A causal language model of transformers, or an `Autoencoder`.
+        tokens: Of a step: as many sequences as have so many.
+        solved: Stop where so large a share of the answers to the hardest task, the last, is right.
+        progress: Called with the share of the steps.
+
+    Returns:
+        The steps taken.
+
+    Raises:
+        ValueError: the loss is nan or inf.
+    """
+    draws = [_draw(task, max(1, tokens // task.length), seed) for task in tasks]
+    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    warm = max(1, steps // 20)
+    model.train()
+    for step in range(steps):
+        rate = min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * max(0, step - warm) / max(1, steps - warm))))
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate * rate
+        ids, labels = next(draws[step % len(draws)])
+        asked = labels != IGNORED
+        loss = F.cross_entropy(_asked_logits(model, ids, asked), labels[asked])
+        optimiser.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not (loss.isfinite() and norm.isfinite()):
+            raise ValueError(f"the loss or its gradient is nan or inf at step {step + 1}")
+        optimiser.step()
+        if progress is not None:
+            progress((step + 1) / steps)
+        if solved < 1.0 and (step + 1) % STEPS_BETWEEN == 0 and accuracy(model, tasks[-1], ROWS, seed + 1) >= solved:
+            return step + 1
+    return steps
+
+
+def _draw(task: Task, rows: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches to train on, without end: of new sequences, or of the task's in a new order each time."""
+    if task.sequences is None:
+        part = 0
+        while True:
+            for batch in zip(*(x.split(rows) for x in task.rows(rows * 64, seed * 100_003 + part, False)), strict=True):
+                yield batch
+            part += 1
+    ids, labels = task.rows(task.sequences, seed, False)
+    g = torch.Generator().manual_seed(seed)
+    while True:
+        for some in torch.randperm(len(ids), generator=g).split(rows):
+            yield ids[some], labels[some]

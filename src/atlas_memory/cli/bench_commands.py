@@ -1,0 +1,183 @@
+"""`atlas bench`: synthetic benchmarks of rules, trained on the spot or not at all."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import Annotated, Any
+
+import typer
+
+from ..console import one_line, progress_lines
+from .result_tables import print_study
+from .startup import imports
+
+bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks that train small models of rules, or none.")
+Seeds = Annotated[str, typer.Option(help="With commas between; the table has means and standard errors.")]
+Out = Annotated[Path | None, typer.Option(help="The result, which is gone on with; default bench/NAME.json.")]
+Workers = Annotated[int, typer.Option(min=1, help="Processes of one thread each.")]
+Models = Annotated[str, typer.Option(help="Rules, blocks, or BLOCK:RULE, with commas between.")]
+Rates = Annotated[str, typer.Option(help="With commas between; of several each row takes its best.")]
+
+
+def _run(study: Any, cells: Sequence[dict[str, Any]], out: Path | None, workers: int) -> None:
+    from atlas_memory.bench.grid import run_study
+
+    path = out or Path("bench") / f"{study.name}.json"
+    command = " ".join(["atlas", *map(quote, sys.argv[1:])])
+    with progress_lines("bench") as progress:
+        result = run_study(study, cells, path, command, workers, progress)
+    print_study(result)
+    print(one_line(f"results: {path}"))
+    if failed := [run for run in result["runs"] if "error" in run]:
+        print(one_line(f"{len(failed)} runs failed; the first, {failed[0]['cell']}: {failed[0]['error']}"))
+
+
+def _chosen(option: str, given: str, known: Sequence[str] | None = None) -> list[str]:
+    from atlas_memory.rules.validation import suggest
+
+    names = given.split(",")
+    for name in names:
+        if known is not None and name not in known:
+            raise ValueError(f"--{option}: {name!r} is unknown; {suggest(name, known)}")
+    return names
+
+
+def _numbers(option: str, given: str, kind: Callable[[str], Any] = int) -> list[Any]:
+    try:
+        return [kind(number) for number in given.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--{option} {given!r} must be numbers with commas between") from error
+
+
+def _check_models(names: Sequence[str], width: int, head: int) -> None:
+    """Raise ValueError unless all are models, before the first of them is trained."""
+    import torch
+
+    from atlas_memory.bench.task_training import task_model
+
+    with torch.device("meta"):
+        for name in names:
+            task_model(name, 16, width, head)
+
+
+@bench_app.command()
+def capacity(
+    memories: Annotated[str | None, typer.Option(help="With commas between; default all.")] = None,
+    dims: Annotated[str, typer.Option(help="Widths of heads.")] = "8,16,32,64",
+    seeds: Seeds = "0,1,2",
+    out: Out = None,
+    workers: Workers = os.cpu_count() or 1,
+) -> None:
+    """How many pairs an untrained memory holds, against the width of its heads (ATLAS, Propositions 1 and 2)."""
+    with imports():
+        from atlas_memory.bench.capacity import LARGEST, MEMORIES
+        from atlas_memory.bench.studies import CAPACITY
+
+    chosen = list(MEMORIES)
+    if memories is not None:  # names have commas
+        chosen = [name for name in MEMORIES if name in memories]
+        if not chosen:
+            raise ValueError(f"--memories {memories!r}: there are {'; '.join(MEMORIES)}")
+    cells = [
+        {"memory": memory, "dim": dim, "seed": seed}
+        for memory in chosen
+        for dim in _numbers("dims", dims)
+        if dim <= LARGEST.get(memory, dim)
+        for seed in _numbers("seeds", seeds)
+    ]
+    _run(CAPACITY, cells, out, workers)
+
+
+@bench_app.command()
+def mqar(
+    models: Models = "attention,deltanet,gated-deltanet,titans,omeganet,atlas",
+    widths: Annotated[str, typer.Option(help="Widths of models.")] = "32,64",
+    learning_rates: Rates = "0.003,0.01",
+    steps: Annotated[int, typer.Option(min=1, help="Of 2,048 tokens.")] = 600,
+    vocabulary: Annotated[int, typer.Option(min=130, help="Tokens there are.")] = 8192,
+    seeds: Seeds = "0,1,2",
+    out: Out = None,
+    workers: Workers = os.cpu_count() or 1,
+) -> None:
+    """Multi-query associative recall: values of 8 to 64 keys (Zoology)."""
+    with imports():
+        from atlas_memory.bench.studies import HEAD, MQAR
+
+    names, sizes = _chosen("models", models), _numbers("widths", widths)
+    for width in sizes:
+        _check_models(names, width, HEAD)
+    study = replace(MQAR, settings=MQAR.settings | {"steps": steps, "vocabulary": vocabulary})
+    cells = [
+        {"model": name, "width": width, "learning_rate": rate, "seed": seed}
+        for seed in _numbers("seeds", seeds)
+        for name in names
+        for width in sizes
+        for rate in _numbers("learning-rates", learning_rates, float)
+    ]
+    _run(study, cells, out, workers)
+
+
+@bench_app.command()
+def mad(
+    models: Models = "attention,gated-deltanet,titans,omeganet,atlas",
+    tasks: Annotated[str | None, typer.Option(help="With commas between; default all six.")] = None,
+    learning_rates: Rates = "0.003",
+    steps: Annotated[int, typer.Option(min=1, help="Of --rows sequences. MAD's budget is 20,000.")] = 2000,
+    rows: Annotated[int, typer.Option(min=1, help="Sequences of a step. MAD's are 128.")] = 128,
+    seeds: Seeds = "0,1,2",
+    out: Out = None,
+    workers: Workers = os.cpu_count() or 1,
+) -> None:
+    """MAD's six tasks: compression, recall, noisy and fuzzy recall, selective copying, memorisation."""
+    with imports():
+        from atlas_memory.bench.mad import MAD
+        from atlas_memory.bench.studies import HEAD, MAD_STUDY
+
+    known = [task.name for task in MAD]
+    names, chosen = _chosen("models", models), known if tasks is None else _chosen("tasks", tasks, known)
+    study = replace(MAD_STUDY, settings=MAD_STUDY.settings | {"steps": steps, "rows": rows})
+    _check_models(names, study.settings["width"], HEAD)
+    cells = [
+        {"model": name, "task": task, "learning_rate": rate, "seed": seed}
+        for seed in _numbers("seeds", seeds)
+        for task in chosen
+        for name in names
+        for rate in _numbers("learning-rates", learning_rates, float)
+    ]
+    _run(study, cells, out, workers)
+
+
+@bench_app.command()
+def referee(
+    rules: Annotated[str, typer.Option(help="With commas between.")] = "titans,omeganet,atlas,ttt-mlp,lact",
+    tasks: Annotated[str, typer.Option(help="Of mqar, noisy-recall and bytes.")] = "mqar,noisy-recall,bytes",
+    switches: Annotated[str | None, typer.Option(help="With semicolons between; default all.")] = None,
+    seeds: Seeds = "0,1,2",
+    out: Out = None,
+    workers: Workers = os.cpu_count() or 1,
+) -> None:
+    """Whether a memory memorises: ascent, more inner steps, keys as queries, the last matrix alone (arXiv
+    2602.21204)."""
+    with imports():
+        from atlas_memory.bench.referee import HEAD, SWITCHES, TASKS, WIDTH
+        from atlas_memory.bench.studies import REFEREE
+        from atlas_memory.rules.rule import RULES
+
+    chosen = list(SWITCHES) if switches is None else switches.split(";")
+    if unknown := [switch for switch in chosen if switch not in SWITCHES]:
+        raise ValueError(f"--switches: {unknown[0]!r} is unknown; there are {'; '.join(SWITCHES)}")
+    names = _chosen("rules", rules, list(RULES))
+    _check_models(names, WIDTH, HEAD)
+    cells = [
+        {"rule": rule, "switch": switch, "task": task, "seed": seed}
+        for task in _chosen("tasks", tasks, TASKS)
+        for seed in _numbers("seeds", seeds)
+        for rule in names
+        for switch in chosen
+    ]
+    _run(REFEREE, cells, out, workers)

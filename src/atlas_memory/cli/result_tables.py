@@ -1,0 +1,61 @@
+"""Tables of results: of suites, and of the studies of `atlas bench`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..console import one_line
+
+
+def print_suites(results: Sequence[dict[str, Any]], markdown: bool = False) -> None:
+    """A row for each model and suite, a column for each length: the first score, and its standard error."""
+    lengths = sorted({length for result in results for length in result["lengths"]})
+    head = ["model", "suite", "score", *(f"{length:,}" for length in lengths)]
+    rows = []
+    for result in results:
+        first = next(name for name in result["summary"][0] if name not in ("length", "items"))
+        cells = {row["length"]: f"{row[first]:.2f} ± {row[f'{first} error']:.2f}" for row in result["summary"]}
+        suite = result["suite"] + " strict" * result["strict"]
+        rows.append([result["model"]["name"], suite, first, *(cells.get(length, "") for length in lengths)])
+    _print(head, rows, markdown)
+
+
+def print_study(result: dict[str, Any], markdown: bool = False) -> None:
+    """A row for each of the study's row keys, a column for each number: the mean over seeds, and its standard error."""
+    from atlas_memory.bench.grid import means
+
+    found = means(result)
+    names = list(dict.fromkeys(name for row in found for name in row["numbers"]))
+    rates = any("learning_rate" in row for row in found)
+    head = [*result["rows_by"], *names, *(["learning rate"] * rates), "seeds"]
+    rows = []
+    for row in found:
+        failed = f" ({row['failed']} failed)" if row["failed"] else ""
+        cells = [_cell(row["numbers"].get(name)) for name in names]
+        cells += [f"{row['learning_rate']:g}"] if rates else []
+        rows.append([*(str(row[key]) for key in result["rows_by"]), *cells, f"{row['seeds']}{failed}"])
+    _print(head, rows, markdown)
+
+
+def _cell(number: tuple[float, float] | None) -> str:
+    if number is None:
+        return ""
+    mean, error = number
+    digits = 0 if abs(mean) >= 100 else 1 if abs(mean) >= 10 else 2
+    return f"{mean:,.{digits}f}" + ("" if math.isnan(error) or error == 0 else f" ± {error:,.{digits}f}")
+
+
+def _print(head: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) -> None:
+    if markdown:
+        for line in (head, ["---"] * len(head), *rows):
+            print(one_line(f"| {' | '.join(line)} |"))
+        return
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*map(one_line, row))
+    Console().print(table)
