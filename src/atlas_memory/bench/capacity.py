@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +25,16 @@ READINGS = (1, 64)
 """How often the pairs are read, one reading after the other: once, and until little changes."""
 MOST = 4096
 
-_MATRIX = {"network": {"kind": "Linear"}, "window": {"size": 1}, "features": {"kind": "Identity"}}
-_DEEP = {"window": {"size": 1}, "features": {"kind": "Identity"}}
+Changes = dict[str, dict[str, Any]]
+_DEEP: Changes = {"window": {"size": 1}, "features": {"kind": "Identity"}}
+_MATRIX: Changes = _DEEP | {"network": {"kind": "Linear"}}
 
 
-def _omega(**changes: dict[str, object]) -> Rule:
+def _omega(**changes: dict[str, Any]) -> Rule:
     return RULES["omeganet"].vary(**changes)
 
 
-def _degree(degree: int) -> dict[str, dict[str, object]]:
+def _degree(degree: int) -> Changes:
     return _MATRIX | {"features": {"degree": degree}}
 
 
@@ -92,10 +94,10 @@ def stored(memory: OmegaMemory, seed: int, readings: int) -> int:
     """The most pairs that the memory holds, by bisection in steps of a sixteenth of an octave; 0 if not even one."""
     if likeness(memory, 1, seed, readings) < HELD:
         return 0
-    low = 1
-    while low < MOST and likeness(memory, 2 * low, seed, readings) >= HELD:
+    low = 1.0
+    while low < MOST and likeness(memory, round(2 * low), seed, readings) >= HELD:
         low *= 2
-    high, low = 2.0 * low, float(low)
+    high = 2 * low
     while high / low > 2 ** (1 / 16) and round(high) - round(low) > 1:
         middle = math.sqrt(low * high)
         if likeness(memory, round(middle), seed, readings) >= HELD:

@@ -61,7 +61,7 @@ def run_study(
     Raises:
         ValueError: the file is of another study, version or settings.
     """
-    result = {
+    result: dict[str, Any] = {
         "format": FORMAT,
         "suite": study.name,
         "version": study.version,

@@ -143,13 +143,14 @@ def switch_memories(model: nn.Module, switch: Switch) -> nn.Module:
     """The model itself, with the switch in each of its memories, in the place of an earlier one.
 
     Raises:
-        ValueError: it has no memory of one chunk size.
+        ValueError: it has no memory, or only those of a hierarchy.
     """
-    found = [layer for layer in model.modules() if isinstance(layer, NeuralMemory)]
-    if not found or not all(isinstance(layer.memory, OmegaMemory) for layer in found):
+    found = 0
+    for layer in model.modules():
+        if isinstance(layer, NeuralMemory) and isinstance(layer.memory, OmegaMemory):
+            layer.memory, found = SwitchedMemory(layer.memory, switch), found + 1
+    if not found:
         raise ValueError("the model has no memories to switch: take a rule, and no hierarchy")
-    for layer in found:
-        layer.memory = SwitchedMemory(layer.memory, switch)
     return model
 
 
@@ -169,7 +170,8 @@ def run(cell: dict[str, Any], settings: dict[str, Any]) -> dict[str, float]:
     torch.manual_seed(seed)
     of_text = task == "bytes"
     corpus = Corpus.load(None) if of_text else None
-    trained = {"mqar": list(MQAR.values()), "noisy-recall": [NOISY]}.get(task) or [_bytes(corpus)]
+    questions = MQAR if task == "mqar" else {task: NOISY}
+    trained = [_bytes(corpus)] if of_text else list(questions.values())
     width, steps = (TEXT_WIDTH if of_text else WIDTH), settings["steps"][task]
     model = switch_memories(task_model(rule, trained[0].vocab_size, width, HEAD), switch)
     train_on(model, trained, steps, settings["tokens"], settings["learning_rate"][task], seed)

@@ -16,7 +16,6 @@ MQAR_TRAINED = ((4, 64), (8, 64), (16, 64), (32, 128))
 MQAR_ASKED = (*MQAR_TRAINED[1:], (64, 256))
 """Pairs and tokens of the sequences to train on, one after the other, and to be asked."""
 SEED = 99  # of what trained models are asked
-MODELS = ("attention", "deltanet", "gated-deltanet", "titans", "omeganet", "atlas")
 HEAD = 16
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atlas_memory.layers.blocks import BLOCKS
+from atlas_memory.layers.short_conv import ShortConvolution
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from atlas_memory.monitor.hooks import eval_mode
 from atlas_memory.rules.rule import RULES
@@ -26,7 +27,8 @@ def task_model(name: str, vocabulary: int, width: int, head: int, layers: int = 
     have them.
 
     Args:
-        name: Of `RULES`, of `BLOCKS`, or of both with a colon between.
+        name: Of `RULES`, of `BLOCKS`, or of both with a colon between. With `+conv`, what a mixer reads goes through a
+            convolution of four tokens first, as q, k and v do in memories: for attention, which has none.
         vocabulary: Tokens there are.
         width: Of the model.
         head: Width of a head.
@@ -36,6 +38,9 @@ def task_model(name: str, vocabulary: int, width: int, head: int, layers: int = 
     Raises:
         ValueError: an unknown name, or heads that do not divide the width.
     """
+    name, _, convolved = name.partition("+")
+    if convolved not in ("", "conv"):
+        raise ValueError(f"{name}+{convolved} is no model: after the + only conv can stand")
     block, _, rule = name.rpartition(":")
     kind: dict[str, Any] = {"block": block, "rule": rule} if block else {"rule": name}
     if not block and name not in RULES and name in BLOCKS:
@@ -51,10 +56,26 @@ def task_model(name: str, vocabulary: int, width: int, head: int, layers: int = 
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
+        initializer_range=width**-0.5,  # 0.02 is that of 2,500 channels
         **kind,
         **options,
     )
-    return AtlasForCausalLM(config)
+    model = AtlasForCausalLM(config)
+    if convolved:
+        for block in model.model.layers:
+            block.mixer_norm = nn.Sequential(block.mixer_norm, _Convolution(width))
+    return model
+
+
+class _Convolution(nn.Module):
+    """The memories' short convolution, of a whole sequence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolution = ShortConvolution(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x, None, None)[0]
 
 
 class Autoencoder(nn.Module):
@@ -162,8 +183,8 @@ def _draw(task: Task, rows: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     if task.sequences is None:
         part = 0
         while True:
-            for batch in zip(*(x.split(rows) for x in task.rows(rows * 64, seed * 100_003 + part, False)), strict=True):
-                yield batch
+            ids, labels = task.rows(64 * rows, seed * 100_003 + part, False)
+            yield from zip(ids.split(rows), labels.split(rows), strict=True)
             part += 1
     ids, labels = task.rows(task.sequences, seed, False)
     g = torch.Generator().manual_seed(seed)

@@ -16,11 +16,12 @@ from ..console import one_line, progress_lines
 from .result_tables import print_study
 from .startup import imports
 
+CORES = os.cpu_count() or 1
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks that train small models of rules, or none.")
 Seeds = Annotated[str, typer.Option(help="With commas between; the table has means and standard errors.")]
 Out = Annotated[Path | None, typer.Option(help="The result, which is gone on with; default bench/NAME.json.")]
 Workers = Annotated[int, typer.Option(min=1, help="Processes of one thread each.")]
-Models = Annotated[str, typer.Option(help="Rules, blocks, or BLOCK:RULE, with commas between.")]
+Models = Annotated[str, typer.Option(help="Rules, blocks, BLOCK:RULE or attention+conv, with commas.")]
 Rates = Annotated[str, typer.Option(help="With commas between; of several each row takes its best.")]
 
 
@@ -71,7 +72,7 @@ def capacity(
     dims: Annotated[str, typer.Option(help="Widths of heads.")] = "8,16,32,64",
     seeds: Seeds = "0,1,2",
     out: Out = None,
-    workers: Workers = os.cpu_count() or 1,
+    workers: Workers = CORES,
 ) -> None:
     """How many pairs an untrained memory holds, against the width of its heads (ATLAS, Propositions 1 and 2)."""
     with imports():
@@ -95,14 +96,14 @@ def capacity(
 
 @bench_app.command()
 def mqar(
-    models: Models = "attention,deltanet,gated-deltanet,titans,omeganet,atlas",
+    models: Models = "attention,attention+conv,deltanet,gated-deltanet,titans,omeganet,atlas",
     widths: Annotated[str, typer.Option(help="Widths of models.")] = "32,64",
     learning_rates: Rates = "0.003,0.01",
     steps: Annotated[int, typer.Option(min=1, help="Of 2,048 tokens.")] = 600,
     vocabulary: Annotated[int, typer.Option(min=130, help="Tokens there are.")] = 8192,
     seeds: Seeds = "0,1,2",
     out: Out = None,
-    workers: Workers = os.cpu_count() or 1,
+    workers: Workers = CORES,
 ) -> None:
     """Multi-query associative recall: values of 8 to 64 keys (Zoology)."""
     with imports():
@@ -124,14 +125,14 @@ def mqar(
 
 @bench_app.command()
 def mad(
-    models: Models = "attention,gated-deltanet,titans,omeganet,atlas",
+    models: Models = "attention,attention+conv,gated-deltanet,titans,omeganet,atlas",
     tasks: Annotated[str | None, typer.Option(help="With commas between; default all six.")] = None,
     learning_rates: Rates = "0.003",
     steps: Annotated[int, typer.Option(min=1, help="Of --rows sequences. MAD's budget is 20,000.")] = 2000,
     rows: Annotated[int, typer.Option(min=1, help="Sequences of a step. MAD's are 128.")] = 128,
     seeds: Seeds = "0,1,2",
     out: Out = None,
-    workers: Workers = os.cpu_count() or 1,
+    workers: Workers = CORES,
 ) -> None:
     """MAD's six tasks: compression, recall, noisy and fuzzy recall, selective copying, memorisation."""
     with imports():
@@ -159,7 +160,7 @@ def referee(
     switches: Annotated[str | None, typer.Option(help="With semicolons between; default all.")] = None,
     seeds: Seeds = "0,1,2",
     out: Out = None,
-    workers: Workers = os.cpu_count() or 1,
+    workers: Workers = CORES,
 ) -> None:
     """Whether a memory memorises: ascent, more inner steps, keys as queries, the last matrix alone (arXiv
     2602.21204)."""
