@@ -77,7 +77,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV): a minute or two"
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,lm-eval]"
 	touch $@
 
 clean:

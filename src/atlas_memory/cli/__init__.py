@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from .. import __version__
 from ..console import one_line, progress_lines
 from .bench_commands import bench_app
 from .data_commands import data_app, tokenizer_app
+from .evaluate_command import ColumnOfData, evaluate
 from .memory_commands import chat, memory_app, read, serve
 from .planning import plan
 from .rule_tables import rules
 from .startup import accept_any_output, imports, interrupted, on_interrupt, report_error
-from .suite_commands import evaluate_suites, make_texts, results
+from .suite_commands import make_texts, results
 
 # Commands import what they need, so that `--help` does not wait.
 
@@ -38,7 +35,6 @@ app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(memory_app, name="memory")
 app.add_typer(bench_app, name="bench")
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")]
-ColumnOfData = Annotated[str | None, typer.Option("--column", help="Where tables in --data have the text.")]
 
 
 def _version(asked: bool) -> None:
@@ -128,97 +124,6 @@ def generate(
 
 
 @app.command()
-def evaluate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run; with --suite also a model of transformers.")],
-    data: Annotated[Path | None, typer.Option(help="Score all of this text, not the run's own held-out part.")] = None,
-    column: ColumnOfData = None,
-    length: Annotated[int | None, typer.Option(help="Tokens a stream; default 8 training lengths or 8,192.")] = None,
-    streams: Annotated[int, typer.Option(min=0, help="Read at most so many streams; 0: all.")] = 64,
-    writes: Annotated[Literal["on", "off", "both"], typer.Option(help="Memory on, its writes off, or both.")] = "both",
-    memories: Annotated[
-        list[Path] | None, typer.Option("--memory", help="Also begin with what `atlas read` has read; may be repeated.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    suite: Annotated[
-        str | None, typer.Option(help="Instead: benchmarks, with commas, such as s-niah-1,passkey,babilong-qa1.")
-    ] = None,
-    lengths: Annotated[str | None, typer.Option(help="Of a suite: tokens, with commas; default the suite's.")] = None,
-    count: Annotated[int, typer.Option(min=1, help="Of a suite: items of each length.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of a suite: another seed draws other items.")] = 42,
-    haystack: Annotated[list[Path] | None, typer.Option(help="Of a suite: a text to hide things in.")] = None,
-    babi: Annotated[Path | None, typer.Option(help="Of BABILong: the folder of bAbI's files.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Of a suite: only a memory can answer.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Of a suite: the folder for its results.")] = None,
-) -> None:
-    """Bits per byte of held-out text, overall and by position; or the score on benchmarks."""
-    if suite is not None:
-        evaluate_suites(run, suite, lengths, count, seed, haystack or [], babi, strict, out)
-        return
-    with imports():
-        from atlas_memory.eval.perplexity import bits_per_byte, evaluation_length
-        from atlas_memory.models import Memory
-        from atlas_memory.monitor.hooks import memory_layers
-        from atlas_memory.train.config import RunConfig
-        from atlas_memory.train.run_model import load_run
-        from atlas_memory.train.training_data import evaluation_text
-
-    loaded = load_run(run)
-    if not memory_layers(loaded.model) and writes != "on":
-        if writes == "off":
-            raise ValueError("--writes off: the model has no memory whose writes could be off")
-        writes = "on"
-    if memories and writes == "off":
-        raise typer.BadParameter("--memory compares memories that write: leave --writes out")
-    before = {str(path): Memory.load(path, loaded.model) for path in memories or ()}
-    _, documents = evaluation_text(loaded, data, column)
-    trained = (loaded.config or RunConfig()).data
-    length = evaluation_length(trained.longest) if length is None else length
-    readings: dict[str, dict[str, Any]] = {"memory_on": {}, "writes_off": {"writes": False}}
-    if before:  # each beside the same text read from an empty memory
-        readings = {"empty memory": {}} | {name: {"memory": memory} for name, memory in before.items()}
-    elif writes != "both":
-        del readings["writes_off" if writes == "on" else "memory_on"]
-    scores = {}
-    with progress_lines("evaluate") as progress:
-        for name, options in readings.items():
-            shown = partial(progress, f"reading with {name.replace('_', ' ')}")
-            options |= {"streams": streams or None, "progress": shown}
-            scores[name] = bits_per_byte(loaded.model, loaded.tokenizer, documents, length, **options).checked()
-    if before:
-        empty = scores["empty memory"]
-        margins = {name: score.margin(empty) for name, score in scores.items() if score is not empty}
-    else:
-        margins = {"margin": scores["memory_on"].margin(scores["writes_off"])} if len(scores) > 1 else {}
-    count = len(next(iter(scores.values())).bits)
-    if as_json:
-        found: dict[str, Any] = {name: score.to_dict() for name, score in scores.items()}
-        saved = {
-            name: {"bits_per_byte": v, "standard_error": e if count > 1 else None} for name, (v, e) in margins.items()
-        }
-        print(json.dumps(found | ({"saved": saved} if before else saved), indent=2))
-        return
-    _show(scores)
-    for name, (value, error) in margins.items():
-        what = name if before else "the memory's writes"
-        within = f" ± {error:.4f}" if count > 1 else ""
-        print(
-            one_line(
-                f"{what} save{'s' * bool(before)} {value:.4f}{within} bits per byte ({count} stream{'s'[: count > 1]})"
-            )
-        )
-
-
-def _show(scores: dict[str, Any]) -> None:
-    first = next(iter(scores.values()))
-    table = Table("tokens", *(name.replace("_", " ") for name in scores), title="Bits per byte by position")
-    for j, (start, stop) in enumerate(zip(first.edges, first.edges[1:], strict=False)):
-        table.add_row(f"{start:,}-{stop:,}", *(f"{score.by_position[j]:.4f}" for score in scores.values()))
-    table.add_section()
-    table.add_row("all", *(f"{score.overall:.4f}" for score in scores.values()))
-    Console().print(table)
-
-
-@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUNS...", help="Folders that `atlas train` wrote.")],
     data: Annotated[Path | None, typer.Option(help="Read all of this text, not the run's own held-out part.")] = None,
@@ -264,6 +169,7 @@ def dashboard(
     serve(runs, port, address, browser)
 
 
+app.command()(evaluate)
 app.command()(read)
 app.command()(chat)
 app.command()(serve)

@@ -16,12 +16,19 @@ def print_suites(results: Sequence[dict[str, Any]], markdown: bool = False) -> N
     """A row for each model and suite, a column for each length: the first score, and its standard error."""
     lengths = sorted({length for result in results for length in result["lengths"]})
     head = ["model", "suite", "score", *(f"{length:,}" for length in lengths)]
+    whole = any(not result["lengths"] for result in results)  # lm-eval has no lengths
     rows = []
     for result in results:
-        first = next(name for name in result["summary"][0] if name not in ("length", "items"))
-        cells = {row["length"]: f"{row[first]:.2f} ± {row[f'{first} error']:.2f}" for row in result["summary"]}
-        suite = result["suite"] + " strict" * result["strict"]
-        rows.append([result["model"]["name"], suite, first, *(cells.get(length, "") for length in lengths)])
+        of_length: dict[str, dict[int | None, str]] = {}
+        for row in result["summary"]:
+            score = next(name for name in row if name not in ("length", "items", "from", "task"))
+            error = f" ± {row[f'{score} error']:.2f}" if f"{score} error" in row else ""
+            suite = row.get("task", result["suite"] + " strict" * result["strict"])
+            of_length.setdefault(f"{suite}\t{score}", {})[row["length"]] = f"{row[score]:.2f}{error}"
+        for named, cells in of_length.items():
+            of_all = [cells.get(None, "")] * whole
+            rows.append([result["model"]["name"], *named.split("\t"), *(cells.get(n, "") for n in lengths), *of_all])
+    head += ["all"] * whole
     _print(head, rows, markdown)
 
 

@@ -22,25 +22,42 @@ def evaluate_suites(
     seed: int,
     haystack: Sequence[Path],
     babi: Path | None,
+    tasks: Path | None,
     strict: bool,
     out: Path | None,
 ) -> None:
     """Score a model, a run or one that transformers loads, on suites; print the table."""
     with imports():
         from atlas_memory.eval.suites.evaluation import evaluate_suite
+        from atlas_memory.eval.suites.harness import HARNESS, evaluate_harness
+        from atlas_memory.eval.suites.language import LANGUAGE, evaluate_language
 
-    asked = {suite: _suite(suite) for suite in suites.split(",")}
+    names = suites.split(",")
+    asked = {suite: _suite(suite) for suite in names if suite != LANGUAGE and not suite.startswith(HARNESS)}
+    if strict and len(asked) < len(names):
+        raise ValueError(f"--strict is for questions about a text, not for {LANGUAGE} and {HARNESS}")
     numbers = None if lengths is None else _numbers(lengths)
     sources = _sources(haystack, babi)
+    if LANGUAGE in names and not sources.haystack:
+        raise ValueError(f"the suite {LANGUAGE} reads a text of yours: name it, --haystack FILE")
     model, tokenizer, about = _load(name)
     folder = out or (Path(name) / "evaluation" if Path(name).is_dir() else Path("evaluation") / name.replace("/", "--"))
     folder.mkdir(parents=True, exist_ok=True)
     results = []
     with progress_lines("evaluate") as progress:
-        for suite, made in asked.items():
-            path = folder / f"{suite}{'-strict' if strict else ''}.json"
-            options = numbers, count, seed, sources, strict, about, progress
-            results.append(evaluate_suite(model, tokenizer, made, path, *options))
+        for suite in names:
+            path = folder / f"{suite.replace(':', '-')}{'-strict' if strict else ''}.json"
+            if suite == LANGUAGE:
+                length = max(numbers or [8192])
+                results.append(
+                    evaluate_language(model, tokenizer, [sources.haystack], path, length, count, about, progress)
+                )
+            elif suite.startswith(HARNESS):
+                task = suite.removeprefix(HARNESS)
+                results.append(evaluate_harness(model, tokenizer, task, path, count, seed, tasks, about))
+            else:
+                options = numbers, count, seed, sources, strict, about, progress
+                results.append(evaluate_suite(model, tokenizer, asked[suite], path, *options))
     print_suites(results)
     print(one_line(f"answers: {folder}"))
 

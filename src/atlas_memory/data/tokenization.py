@@ -246,3 +246,8 @@ def _cut_long_words(text: str) -> Iterator[str]:
         yield text[start : found.end()]
         start = found.end()
     yield text[start:]
+
+
+def padding_token(tokenizer: Any) -> int:
+    """The token to pad with: the end of a text, where a tokenizer has none for it."""
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)

@@ -68,6 +68,10 @@ class Score:
         """How many streams reach each bucket, `[buckets]`."""
         return (self.bytes > 0).sum(0)
 
+    def standard_errors(self) -> np.ndarray:
+        """Of `by_position` over streams, `[buckets]`; 0 for one stream."""
+        return _paired(self.bits, self.bytes)[1]
+
     def margin(self, other: Score) -> tuple[float, float]:
         """The bits per byte that `other` needs more on the same streams, and their standard error over streams."""
         value, error = _paired((other.bits - self.bits).sum(1), self.bytes.sum(1))

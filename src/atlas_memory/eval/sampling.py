@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from atlas_memory.console import printable
-from atlas_memory.data.tokenization import CHAT_STOP, CHAT_TEMPLATE, encode
+from atlas_memory.data.tokenization import CHAT_STOP, CHAT_TEMPLATE, encode, padding_token
 from atlas_memory.models import Memory
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _generate(
             torch.tensor([ids], dtype=torch.long, device=model.device),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
             max_new_tokens=tokens,
-            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            pad_token_id=padding_token(tokenizer),
             eos_token_id=tokenizer.eos_token_id,
             logits_processor=LogitsProcessorList([RaiseIfNotFinite()]),
             memory=memory,

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from .needle import SENTENCE
 from .suite import Item, Sources, Suite
 
 PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 LABELS = {1: PLACES, 2: PLACES, 3: PLACES, 4: PLACES, 5: ("bill", "fred", "jeff", "mary", "apple", "football", "milk")}
 """What a question of each task may be answered with."""
 SHORTEST = 10  # words of a sentence of the books
-_SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 
 def stories(file: Path) -> Iterator[tuple[list[str], str, str]]:
@@ -66,7 +66,7 @@ def _background(sources: Sources, size: Callable[[str], int], length: int, rando
     text = sources.haystack[begin:] + " " + sources.haystack[:begin]
     while length > 0:
         before = length
-        for sentence in _SENTENCE.split(text[: 8 * length + 2000])[1:]:
+        for sentence in SENTENCE.split(text[: 8 * length + 2000])[1:]:
             if len(sentence.split()) < SHORTEST:
                 continue
             sentence = " ".join(sentence.split())
@@ -96,13 +96,10 @@ def substring(item: Item, answer: str) -> float:
 BABILONG = [
     Suite(
         f"babilong-qa{task}",
-        f"{shows} among books",
         "BABILong, arXiv 2406.10149",
         partial(scattered, task),
         {"official": partial(official, task), "substring": substring},
         16,
     )
-    for task, shows in enumerate(
-        ("one fact", "two facts", "three facts", "relations of two", "relations of three"), start=1
-    )
+    for task in LABELS
 ]

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from atlas_memory import __version__
-from atlas_memory.data.tokenization import encode
+from atlas_memory.data.tokenization import encode, padding_token
 from atlas_memory.models import AtlasForCausalLM, Memory
 from atlas_memory.monitor.hooks import eval_mode
 
 from .needle import NOISE
-from .suite import Item, Sources, Suite
+from .suite import Item, Sources, Suite, cached_items
+from .suite_result import begin_result, summary, write_result
 
-FORMAT = 1
 ROWS = 2**15  # tokens of a batch
 CHECKED = 48  # tokens by which causality is checked
 
@@ -68,24 +65,10 @@ def evaluate_suite(
     """
     check_causal(model)
     lengths = list(lengths or suite.lengths)
-    items = {length: suite.items(tokenizer, length, count, seed, sources) for length in lengths}
+    items = {length: cached_items(suite, tokenizer, length, count, seed, sources) for length in lengths}
     data = hashlib.sha256(repr([items[length] for length in lengths]).encode()).hexdigest()
-    result: dict[str, Any] = {
-        "format": FORMAT,
-        "suite": suite.name,
-        "version": suite.version,
-        "source": suite.source,
-        "library": __version__,
-        "model": {"class": type(model).__name__, "parameters": model.num_parameters()} | (about or {}),
-        "strict": strict,
-        "seed": seed,
-        "count": count,
-        "lengths": lengths,
-        "data": data,
-        "items": [],
-    }
-    if path.is_file():
-        result["items"] = _earlier(path, result)
+    settings = {"strict": strict, "seed": seed, "count": count, "lengths": lengths, "data": data}
+    result = begin_result(path, suite.name, suite.version, suite.source, model, settings, about)
     done = {(item["length"], item["name"]) for item in result["items"]}
     for length in lengths:
         todo = [item for item in items[length] if (length, item.name) not in done]
@@ -98,23 +81,10 @@ def evaluate_suite(
                 scored = {name: score(item, answer) for name, score in suite.scores.items()}
                 outcome = {"length": length, "name": item.name, "answers": list(item.answers), "answer": answer}
                 result["items"].append(outcome | {"scores": scored})
-            _write(path, result)
+            write_result(path, result)
     result["summary"] = list(summary(result, list(suite.scores)))
-    _write(path, result)
+    write_result(path, result)
     return result
-
-
-def summary(result: dict[str, Any], scores: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Of each length: the mean of each score, and its standard error over items."""
-    for length in result["lengths"]:
-        items = [item for item in result["items"] if item["length"] == length]
-        row: dict[str, Any] = {"length": length, "items": len(items)}
-        for name in scores:
-            values = [item["scores"][name] for item in items]
-            mean = sum(values) / len(values)
-            spread = math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1) / len(values))
-            row |= {name: mean, f"{name} error": spread}
-        yield row
 
 
 @torch.inference_mode()
@@ -125,7 +95,7 @@ def answers(model: Any, tokenizer: Any, items: Sequence[Item], tokens: int, stri
             return [_from_memory(model, tokenizer, item, tokens) for item in items]
         begins = _begins(tokenizer)
         prompts = [[*begins, *encode(tokenizer, item.context + item.question).tolist()] for item in items]
-        longest, pad = max(map(len, prompts)), _pad(tokenizer)
+        longest, pad = max(map(len, prompts)), padding_token(tokenizer)
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         found = _generate(model, tokenizer, ids, tokens, attention_mask=mask.to(model.device))
@@ -150,7 +120,7 @@ def _from_memory(model: Any, tokenizer: Any, item: Item, tokens: int) -> str:
 
 
 def _generate(model: Any, tokenizer: Any, ids: Tensor, tokens: int, **options: Any) -> Tensor:
-    ends, pad = tokenizer.eos_token_id, _pad(tokenizer)
+    ends, pad = tokenizer.eos_token_id, padding_token(tokenizer)
     choice = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": ends, "pad_token_id": pad}
     return model.generate(ids.to(model.device), **choice, **options)
 
@@ -159,29 +129,3 @@ def _begins(tokenizer: Any) -> list[int]:
     """The tokens with which a text begins: those that the tokenizer adds, or else the one before every text."""
     begins = tokenizer("").input_ids
     return begins or [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
-
-
-def _pad(tokenizer: Any) -> int:
-    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
-
-
-def _earlier(path: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The items of a result that was begun with the same settings."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        items = found["items"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{str(path)!r} is no result of a suite: choose another --out, or delete it") from error
-    for name in ("format", "suite", "version", "model", "strict", "seed", "count", "lengths", "data"):
-        if found.get(name) != json.loads(json.dumps(result[name])):
-            raise ValueError(
-                f"{str(path)!r} has a result with {name}={str(found.get(name))[:200]}, not {str(result[name])[:200]}: "
-                "choose another --out, or delete it"
-            )
-    return list(items)
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)

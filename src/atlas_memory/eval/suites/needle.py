@@ -25,7 +25,8 @@ canyon carpet castle chain chair cloud coat coin comet corner cradle crown curta
 feather fence field finger flag flower forest fountain garden gate glacier glove hammer harbor hat helmet hill
 island jacket kettle key ladder lake lamp lantern leaf lemon letter
 """.split()  # noqa: SIM905
-_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+SENTENCE = re.compile(r"(?<=[.!?])\s+")
+"""Between two sentences."""
 
 Value = Callable[[random.Random], str]
 
@@ -95,7 +96,7 @@ def _haystack(sources: Sources | None, size: Callable[[str], int], length: int, 
     while len(text) < 8 * length:
         text += " " + sources.haystack
     sentences, left = list[str](), length
-    for sentence in _SENTENCE.split(text)[1:]:
+    for sentence in SENTENCE.split(text)[1:]:
         left -= size(sentence + " ")
         if left < 0:
             break
@@ -105,8 +106,8 @@ def _haystack(sources: Sources | None, size: Callable[[str], int], length: int, 
 
 _RULER = "RULER, arXiv 2404.06654"
 NEEDLES = [
-    Suite("s-niah-1", "a number in noise", _RULER, partial(needles, number, "number", False), {"match": all_match}, 32),
-    Suite("s-niah-2", "a number in a text", _RULER, partial(needles, number, "number", True), {"match": all_match}, 32),
-    Suite("s-niah-3", "a uuid in a text", _RULER, partial(needles, code, "uuid", True), {"match": all_match}, 64),
-    Suite("passkey", "a pass key in noise", "arXiv 2305.16300", passkeys, {"match": all_match}, 16),
+    Suite("s-niah-1", _RULER, partial(needles, number, "number", False), {"match": all_match}, 32),
+    Suite("s-niah-2", _RULER, partial(needles, number, "number", True), {"match": all_match}, 32),
+    Suite("s-niah-3", _RULER, partial(needles, code, "uuid", True), {"match": all_match}, 64),
+    Suite("passkey", "arXiv 2305.16300", passkeys, {"match": all_match}, 16),
 ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,6 @@ class Suite:
 
     Attributes:
         name: Of the option `--suite`.
-        shows: What it asks.
         source: Where it comes from.
         version: Grows when items or scores change.
         make: Items of a length in tokens: `make(size, length, count, random, sources)`, where `size` counts the tokens
@@ -58,7 +60,6 @@ class Suite:
     """
 
     name: str
-    shows: str
     source: str
     make: Callable[[Callable[[str], int], int, int, random.Random, Sources], Iterator[Item]]
     scores: Mapping[str, Callable[[Item, str], float]]
@@ -80,3 +81,27 @@ class Suite:
 def all_match(item: Item, answer: str) -> float:
     """The share of the answers that stand in it (RULER's `string_match_all`)."""
     return sum(one.lower() in answer.lower() for one in item.answers) / len(item.answers)
+
+
+def cached_items(suite: Suite, tokenizer: Any, length: int, count: int, seed: int, sources: Sources) -> list[Item]:
+    """`suite.items`, kept in `HF_HOME/atlas-memory` by tokenizer, seed and texts, since counting tokens takes long."""
+    words = getattr(tokenizer, "backend_tokenizer", None)
+    if words is None:
+        return suite.items(tokenizer, length, count, seed, sources)
+    babi = [] if sources.babi is None else [(f.name, f.read_bytes()) for f in sorted(sources.babi.glob("qa*_test.txt"))]
+    key = repr((suite.name, suite.version, length, count, seed, sources.haystack, babi, words.to_str()))
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    path = home / "atlas-memory" / "suites" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return [Item(row["name"], row["context"], row["question"], tuple(row["answers"])) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError):
+        items = suite.items(tokenizer, length, count, seed, sources)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps([asdict(item) for item in items]), encoding="utf-8")
+        partial.replace(path)
+    except OSError:  # a home that is full or cannot be written
+        pass
+    return items
