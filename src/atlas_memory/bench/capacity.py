@@ -1,7 +1,7 @@
 """How many pairs a memory holds, before any training: ATLAS's Propositions 1 and 2 and Theorem 1.
 
 Pairs of a random unit key and a random value are read by a fresh memory at the gates with which a layer starts, but for
-alpha = 1, so that nothing fades. A memory *holds* n of them where the squared cosine between answers and values is 0.9
+alpha = 1, so that nothing fades, and gamma = 1, so that all of a window counts. A memory *holds* n of them where the squared cosine between answers and values is 0.9
 on average: nine tenths of the value's energy, at whatever scale the rule answers.
 """
 
@@ -78,7 +78,7 @@ def likeness(memory: OmegaMemory, pairs: int, seed: int, readings: int) -> float
     k, state = l2_normalise(k), None
     projection = GateProjection(dim * HEADS, HEADS, memory.rule)
     projection.weight.zero_()  # the gates' starting values, whatever the token
-    gates = replace(projection(k.new_zeros(BATCH, pairs, dim * HEADS)), alpha=None)
+    gates = replace(projection(k.new_zeros(BATCH, pairs, dim * HEADS)), alpha=None, gamma=None)
     for _ in range(readings):
         order = torch.randperm(pairs, generator=g)  # or the last pairs would be the best known each time
         _, state = memory(k[:, :, order], k[:, :, order], v[:, :, order], gates, state)
