@@ -1,8 +1,9 @@
 """How many pairs a memory holds, before any training: ATLAS's Propositions 1 and 2 and Theorem 1.
 
 Pairs of a random unit key and a random value are read by a fresh memory at the gates with which a layer starts, but for
-alpha = 1, so that nothing fades, and gamma = 1, so that all of a window counts. A memory *holds* n of them where the squared cosine between answers and values is 0.9
-on average: nine tenths of the value's energy, at whatever scale the rule answers.
+alpha = 1, so that nothing fades, and gamma = 1, so that all of a window counts. A memory *holds* n of them where the
+squared cosine between answers and values is 0.9 on average: nine tenths of the value's energy, at whatever scale the
+rule answers.
 """
 
 from __future__ import annotations

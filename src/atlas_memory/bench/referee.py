@@ -112,7 +112,7 @@ class SwitchedMemory(OmegaMemory):
         return y[:, :, n - 1 :: n], state
 
     def _repeated(self, gates: Gates) -> Gates:
-        """The gates of every copy of a token: of the window's older tokens as many copies count as of the token."""
+        """The gates of every copy of a token, of which each has the window of the token: one copy of each in it."""
         n, time = self.switch.steps, gates.eta.shape[2]
         again = gates.map(lambda gate: gate.repeat_interleave(n, 2) if gate.dim() > 2 else gate * n)
         alpha = again.alpha
@@ -122,9 +122,12 @@ class SwitchedMemory(OmegaMemory):
         gamma = again.gamma
         if gamma is not None:
             copy = torch.arange(time * n, device=gamma.device)[:, None] % n
-            older = (torch.arange(self.plain.window.size * n, device=gamma.device) + n - 1 - copy) // n  # tokens behind
-            inside = older < self.plain.window.size
-            gamma = gamma.gather(-1, older.clamp_max(self.plain.window.size - 1).expand(*gamma.shape[:3], -1)) * inside
+            place = torch.arange(self.plain.window.size * n, device=gamma.device)
+            older = (place + n - 1 - copy) // n  # tokens behind
+            counts = (place == 0) | ((place > copy) & ((place - copy - 1) % n == 0))  # the last copy of each
+            counts &= older < self.plain.window.size
+            index = older.clamp_max(self.plain.window.size - 1)
+            gamma = gamma.gather(-1, index.expand(*gamma.shape[:3], -1)) * counts
         return replace(again, alpha=alpha, gamma=gamma)
 
 

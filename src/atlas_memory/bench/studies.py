@@ -50,7 +50,8 @@ def run_capacity(cell: Cell, settings: dict[str, Any]) -> dict[str, float]:
 CAPACITY = Study(
     "capacity",
     "The most pairs of a random unit key and a random value that an untrained memory holds: answers and values have a "
-    "mean squared cosine of 0.9. Nothing fades (alpha = 1), all of a window counts (gamma = 1); eta and theta are as layers start.",
+    "mean squared cosine of 0.9. Nothing fades (alpha = 1), all of a window counts (gamma = 1); eta and theta are as "
+    "layers start.",
     "ATLAS, arXiv 2505.23735, Propositions 1 and 2, Theorem 1",
     run_capacity,
     ("memory", "dim"),
