@@ -170,8 +170,10 @@ def means(result: dict[str, Any]) -> list[dict[str, Any]]:
             of_rate = [[r for r in runs if r["cell"]["learning_rate"] == rate] for rate in sorted(rates)]
             runs = max(of_rate, key=_quality)
         fine = [run["numbers"] for run in runs if run["numbers"]]
-        numbers = {name: _mean([n[name] for n in fine]) for name in (fine[0] if fine else ())}
-        row = dict(zip(result["rows_by"], key, strict=True)) | {"seeds": len(fine), "failed": len(runs) - len(fine)}
+        names = dict.fromkeys(name for found in fine for name in found)
+        numbers = {name: _mean([found[name] for found in fine if name in found]) for name in names}
+        seeds = {run["cell"]["seed"] for run in runs if run["numbers"]}
+        row = dict(zip(result["rows_by"], key, strict=True)) | {"seeds": len(seeds), "failed": len(runs) - len(fine)}
         if len(rates) > 1:
             row["learning_rate"] = runs[0]["cell"]["learning_rate"]
         rows.append(row | {"numbers": numbers})

@@ -57,9 +57,9 @@ def fuzzy_recall(vocabulary: int, length: int, rows: int, random: np.random.Gene
     for row in range(rows):
         probe = key()
         known, presented, tokens, answers = {probe: value()}, set[tuple[int, ...]](), list[int](), list[int]()
-        size = len(probe) + len(known[probe])
-        place = int(random.integers(0, length - 2 * size))
-        while len(tokens) < length - size - 2 * MOTIF:
+        stop = length - len(probe) - len(known[probe]) - 2 * MOTIF
+        place = int(random.integers(0, stop - 2 * MOTIF))  # in MAD up to the end, so that some are never shown
+        while len(tokens) < stop:
             k = probe if probe not in presented and len(tokens) >= place else key()
             v = known.setdefault(k, value())
             tokens += [*k, *v]

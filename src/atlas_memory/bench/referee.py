@@ -7,7 +7,7 @@ inner steps hurt, queries may be replaced by keys, and writing the last matrix a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from atlas_memory.layers.neural_memory import NeuralMemory
 from atlas_memory.layers.omega_memory import OmegaMemory
 from atlas_memory.monitor.hooks import eval_mode
 from atlas_memory.rules.gates import Gates, check_range
-from atlas_memory.rules.networks import MLP
+from atlas_memory.rules.networks import MLP, GatedMLP
 from atlas_memory.rules.optimisers import GradientDescent
 from atlas_memory.rules.rule import Rule
 
@@ -63,7 +63,19 @@ class LastMatrix(MLP):
 
     @property
     def shares(self) -> tuple[float, ...]:
-        return (1e-12,) * (self.depth - 1) + super().shares[-1:]
+        return _last(super().shares)
+
+
+class LastGatedMatrix(GatedMLP):
+    """The same of a `GatedMLP`."""
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        return _last(super().shares)
+
+
+def _last(shares: tuple[float, ...]) -> tuple[float, ...]:
+    return (1e-12,) * (len(shares) - 1) + shares[-1:]
 
 
 class AscendingGates(Gates):
@@ -122,7 +134,7 @@ class SwitchedMemory(OmegaMemory):
         gamma = again.gamma
         if gamma is not None:
             copy = torch.arange(time * n, device=gamma.device)[:, None] % n
-            place = torch.arange(self.plain.window.size * n, device=gamma.device)
+            place = torch.arange(self.rule.window.size, device=gamma.device)
             older = (place + n - 1 - copy) // n  # tokens behind
             counts = (place == 0) | ((place > copy) & ((place - copy - 1) % n == 0))  # the last copy of each
             counts &= older < self.plain.window.size
@@ -132,13 +144,15 @@ class SwitchedMemory(OmegaMemory):
 
 
 def switched_rule(rule: Rule, switch: Switch) -> Rule:
-    """The rule of a memory with a switch: windows and chunks count copies."""
-    n = switch.steps
-    rule = rule.vary(window={"size": rule.window.size * n, "chunk": rule.window.chunk * n})
+    """The rule of a memory with a switch: windows of several tokens, and chunks, count copies."""
+    n, size = switch.steps, rule.window.size
+    rule = rule.vary(window={"size": size * n if size > 1 else 1, "chunk": rule.window.chunk * n})
     if switch.last_matrix:
-        network = rule.network
-        of = {name: getattr(network, name) for name in network.__dataclass_fields__}
-        rule = replace(rule, network=LastMatrix(**of), optimiser=GradientDescent(normalised=rule.optimiser.normalised))
+        of = {field.name: getattr(rule.network, field.name) for field in fields(rule.network)}
+        kind = {"MLP": LastMatrix, "GatedMLP": LastGatedMatrix}.get(type(rule.network).__name__)
+        if kind is None:
+            raise ValueError(f"a {type(rule.network).__name__} has one matrix, and no other that would not be written")
+        rule = replace(rule, network=kind(**of), optimiser=GradientDescent(normalised=rule.optimiser.normalised))
     return rule
 
 
