@@ -106,11 +106,6 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
         f"recall {n:,}" if n > 999 else f"recall {n}": _right(f"recall {n}")
         for n in (128, 512, 1024, 2048, 4096, 16384)
     },
-    **{f"noise {n:,}": _right(f"noise {n}") for n in (50, 200, 800, 2000)},
-    **{f"{n} pairs": _right(f"pairs {n}") for n in (16, 32, 64, 128)},
-    **{f"{n} pairs held": _share(f"held {n}") for n in (16, 32, 64, 128)},
-    **{f"right, {step} steps": _right(f"copied {step}") for step in (50, 100, 200, 300)},
-    "error left": _right("regression left", max, 3),
     "parameters": lambda row: f"{row['parameters']:,.0f}",
     "training": _bits("training"),
     **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "0-64", "512-1,024", *LATE)},
@@ -191,14 +186,13 @@ def _drawn(heads: list[str], cells: list[list[str]]) -> str:
 
 
 class Joined(NamedTuple):
-    """A column of a joined table: the column ``name`` of a result, of the rows ``candidate + suffix``, with heads of
-    ``dim`` where the result has several widths. A figure of one seed has a star."""
+    """A column of a joined table: the column ``name`` of a result, of the rows ``candidate + suffix``. A figure of one
+    seed has a star."""
 
     head: str
     result: str
     name: str
     suffix: str = ""
-    dim: int | None = None
 
 
 SUMMARIES: dict[str, tuple[str, tuple[Joined, ...]]] = {
@@ -208,9 +202,6 @@ SUMMARIES: dict[str, tuple[str, tuple[Joined, ...]]] = {
             Joined("recall, 1,024", "recall", "recall 1,024"),
             Joined("recall, 4,096", "recall", "recall 4,096"),
             Joined("rewritten keys", "rewriting", "recall 1,024"),
-            Joined("64 pairs", "capacity", "64 pairs"),
-            Joined("64 pairs, fresh", "holds", "64 pairs held", dim=32),
-            Joined("two-token pairs", "narrow", "noise 2,000"),
             Joined("code, bits", "language", "128-512"),
             Joined("books, bits", "books", "128-512"),
         ),
@@ -253,7 +244,7 @@ def joined(name: str, folder: Path) -> str:
 
 def _joined(column: Joined, candidate: str, found: dict[str, dict[str, Any]]) -> str:
     for row in found[column.result]["rows"]:
-        if row["candidate"] == candidate + column.suffix and column.dim in (None, row.get("dim")):
+        if row["candidate"] == candidate + column.suffix:
             one = len(row.get("seeds", (0, 0))) == 1
             return _cell(COLUMNS[column.name], row) + ("*" if one else "")
     return NOTHING

@@ -20,7 +20,7 @@ from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.memory import RULES
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 
-from .study import MATRIX, VARIANTS, Study, heads
+from .study import Study, heads
 
 BATCH, LENGTH, HELD_OUT = 16, 128, 1024
 PLACES = ((0, 128), (128, 512), (512, 1024))
@@ -32,9 +32,8 @@ PARAMETERS = 513_000
 
 def model(case: str, dim: int, **options: Any) -> AtlasForCausalLM:
     """Preset ``tiny`` with heads of ``dim``: the rule of that name, or the block, with "block " before a name that is
-    also a rule's, or one of ``VARIANTS``; ``options``: of ``AtlasConfig``."""
-    rule, changes = VARIANTS.get(case, (case, None))
-    kind = {"rule": rule, "rule_options": changes} if rule in RULES else {"block": case.removeprefix("block ")}
+    also a rule's; ``options``: of ``AtlasConfig``."""
+    kind = {"rule": case} if case in RULES else {"block": case.removeprefix("block ")}
     return AtlasForCausalLM(AtlasConfig.preset("tiny", num_attention_heads=heads(dim), **kind, **options))
 
 
@@ -119,7 +118,7 @@ LANGUAGE = Study(
     "at 3e-3 on 16 random crops of 128 bytes a step, 2,500 steps unless `--steps` says otherwise, of the standard "
     "library's source or of `--text`: bits a byte of the last 50 steps, and of 128 stretches of 1,024 held-out bytes, "
     "each read in one piece, by place; and seconds of one core for training.",
-    cases=("attention", "swa", *RULES, MATRIX, "block hope"),
+    cases=("attention", "swa", *RULES, "block hope"),
     widths=(64,),
     measure=bits,
     columns=(

@@ -1,5 +1,4 @@
-"""Recall: pairs of symbols, noise, then the keys again, asked further and further away than in training; and of more
-and more pairs."""
+"""Recall: pairs of symbols, noise, then the keys again, asked further and further away than in training."""
 
 from __future__ import annotations
 
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atlas_memory.layers.blocks import BLOCKS
-from atlas_memory.memory import RULES, Rule
-from atlas_memory.ops.flops import state_bytes
+from atlas_memory.memory import RULES
 
-from .study import ASKED_SEED, VARIANTS, Study, laptop
+from .study import ASKED_SEED, Study, laptop
 
 HEADS, NOISE = 2, 16
 READ = 4096
@@ -45,30 +43,24 @@ class Task:
         return k, v, values.gather(1, order)
 
 
-def memory(case: str, narrow: bool) -> Rule:
-    """The rule of a case, small."""
-    rule, changes = VARIANTS.get(case, (case, {}))
-    return laptop(rule, narrow=narrow).vary(**changes)
-
-
-def mixer(case: str, dim: int, narrow: bool = True) -> nn.Module:
+def mixer(case: str, dim: int) -> nn.Module:
     """The layer that a case stands for: two heads of ``dim``, ``[batch, time, 2 dim]`` in and out, and a state."""
     attention: tuple[str, dict[str, Any]] = ("attention", {})
-    block, options = attention if case == "attention" else ("lmm", {"rule": memory(case, narrow), "eps": 1e-6})
+    block, options = attention if case == "attention" else ("lmm", {"rule": laptop(case), "eps": 1e-6})
     return BLOCKS[block].make(dim * HEADS, HEADS, **options)
 
 
 class Recall(nn.Module):
     """Two symbols a token, one mixer between two residual ends, a guess of the value."""
 
-    def __init__(self, case: str, task: Task, dim: int, narrow: bool = True) -> None:
+    def __init__(self, case: str, task: Task, dim: int) -> None:
         super().__init__()
         width = dim * HEADS
         kinds = task.symbols + NOISE
         self.pairs = task.pairs
         self.key, self.value = nn.Embedding(kinds, width), nn.Embedding(kinds + 1, width)
         self.norm = nn.RMSNorm(width)
-        self.mixer = mixer(case, dim, narrow)
+        self.mixer = mixer(case, dim)
         self.out = nn.Linear(width, task.symbols)
 
     def forward(self, keys: Tensor, values: Tensor) -> Tensor:
@@ -94,11 +86,11 @@ def learn(model: nn.Module, losses: Iterable[Tensor], steps: int) -> None:
         optimiser.step()
 
 
-def trained(case: str, task: Task, dim: int, seed: int, length: int, steps: int, narrow: bool = True) -> Recall:
+def trained(case: str, task: Task, dim: int, seed: int, length: int, steps: int) -> Recall:
     """After ``steps`` on batches of 32."""
     torch.manual_seed(seed)
     g = torch.Generator().manual_seed(seed)
-    model = Recall(case, task, dim, narrow)
+    model = Recall(case, task, dim)
 
     def loss() -> Tensor:
         keys, values, answers = task.batch(32, length, g)
@@ -129,17 +121,6 @@ def through_noise(case: str, dim: int, seed: int, quick: bool) -> dict[str, floa
     return {f"recall {length}": right(model, task, length) for length in lengths}
 
 
-def many_pairs(case: str, dim: int, seed: int, quick: bool) -> dict[str, float]:
-    """See ``CAPACITY``."""
-    found = {}
-    for pairs in (4,) if quick else (16, 32, 64, 128):
-        task = Task(pairs=pairs, symbols=max(2 * pairs, 64), room=2 * pairs)
-        model = trained(case, task, dim, seed, 3 * pairs, 2 if quick else 600, narrow=False)
-        found[f"pairs {pairs}"] = right(model, task, 3 * pairs)
-    size = None if case == "attention" else state_bytes(memory(case, narrow=False), dim, HEADS)
-    return found | ({} if size is None else {"state_bytes": float(size)})
-
-
 RECALL = Study(
     name="recall",
     shows="8 pairs of 16 symbols among 128 tokens, then their keys: one layer of two heads, 400 steps at this length; "
@@ -149,19 +130,4 @@ RECALL = Study(
     widths=(16, 32, 64),
     measure=through_noise,
     columns=("candidate", "head", "recall 128", "recall 512", "recall 1,024", "recall 4,096", "seeds", "revision"),
-)
-
-CAPACITY = Study(
-    name="capacity",
-    shows="16, 32, 64 and 128 pairs, of twice as many symbols (64 at least), with as many tokens of noise among them: "
-    "the share of right answers after 600 steps for each number of pairs, and the bytes of state of the layer. "
-    "Memories are as wide as their rules have them.",
-    cases=(
-        "attention",
-        *("gated-deltanet", "deltanet", "swla", "ttt-linear", "titans", "omeganet", "atlas-linear", "atlas", "hope"),
-        *VARIANTS,
-    ),
-    widths=(16,),
-    measure=many_pairs,
-    columns=("candidate", "head", "16 pairs", "32 pairs", "64 pairs", "128 pairs", "state kB", "seeds", "revision"),
 )

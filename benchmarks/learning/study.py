@@ -22,12 +22,6 @@ WIDTH = 128
 """Of the models of text, whatever their heads are: of preset ``tiny``."""
 ASKED_SEED = 7
 """The seed of what trained models are asked."""
-MATRIX = "omeganet: a matrix"
-VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
-    MATRIX: ("omeganet", {"network": {"kind": "Linear"}}),
-    "titans: 256 hidden units": ("titans", {"network": {"expansion": 16}}),
-}
-"""Cases that are a rule with a change."""
 
 
 def heads(dim: int) -> int:
@@ -62,12 +56,12 @@ class Study:
     columns: tuple[str, ...]
 
 
-def laptop(name: str, window: int = 4, narrow: bool = True) -> Rule:
-    """The rule at a size that is trained in a minute: a memory as wide as its head where it is to be ``narrow``, short
-    windows, chunks of 16, and Muon once a chunk, until which what waits for it is read too, as in the byte presets."""
+def laptop(name: str, window: int = 4) -> Rule:
+    """The rule at a size that is trained in a minute: a memory as wide as its head, short windows, chunks of 16, and
+    Muon once a chunk, until which what waits for it is read too, as in the byte presets."""
     rule = RULES[name]
     changes: dict[str, dict[str, Any]] = {"window": {"size": min(window, rule.window.size), "chunk": CHUNK}}
-    if narrow and hasattr(rule.network, "expansion"):
+    if hasattr(rule.network, "expansion"):
         changes["network"] = {"expansion": 1}
     if isinstance(rule.optimiser, Muon):
         changes["optimiser"] = {"every": None, "read_pending": True}

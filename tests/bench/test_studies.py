@@ -165,7 +165,7 @@ def test_the_command(tmp_path: Path, capsys, monkeypatch) -> None:
     capsys.readouterr()
     assert main(["results", str(tmp_path), "--markdown"]) == 0
     said = capsys.readouterr().out
-    assert "| online | 4 |" in said and "| deltanet |" in said
+    assert "| memory | dim 2 | dim 4 | slope |" in said and "| deltanet |" in said
 
 
 def test_mistakes(capsys, tmp_path: Path) -> None:

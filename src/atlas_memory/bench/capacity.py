@@ -45,6 +45,7 @@ MEMORIES: dict[str, tuple[str, Rule]] = {
     "Omega, c = 4": ("W k, L2, c = 4", _omega(**(_MATRIX | {"window": {"size": 4}}))),
     "Omega, c = 16": ("W k, L2, c = 16", _omega(**(_MATRIX | {"window": {"size": 16}}))),
     "Muon": ("W k, L2, c = 1, Muon", RULES["atlas"].vary(**_MATRIX)),
+    "Muon, as printed": ("the same with steps of ATLAS Eq. 32", RULES["atlas"].vary(**_MATRIX).printed()),
     "degree 2": ("W phi_2(k)", _omega(**_degree(2))),
     "degree 3": ("W phi_3(k)", _omega(**_degree(3))),
     "MLP, 1 d": ("two layers, d hidden units", _omega(**_DEEP, network={"expansion": 1})),
@@ -55,7 +56,14 @@ MEMORIES: dict[str, tuple[str, Rule]] = {
     "atlas": ("the same with Muon", RULES["atlas"]),
 }
 """What is compared: a description and a rule each; all but the last two are `omeganet` with one part changed."""
-LARGEST: dict[str, int] = {"degree 3": 16, "degree 2": 32, "omeganet": 16, "atlas": 16, "MLP, 16 d": 32}
+LARGEST: dict[str, int] = {
+    "Muon, as printed": 32,
+    "degree 3": 16,
+    "degree 2": 32,
+    "omeganet": 16,
+    "atlas": 16,
+    "MLP, 16 d": 32,
+}
 """The widest heads of memories whose matrices would grow too large for a laptop."""
 
 

@@ -35,6 +35,8 @@ class Study:
         run: Numbers by name, of a cell and the settings; called in a process of its own.
         rows: The keys of a cell by which the table has its rows; seeds are averaged.
         settings: The same for all cells; a file with others is not gone on with.
+        across: Numbers that have a table each, with the last of the row keys across and the slope of its logarithm
+            against that of the key; none: all numbers in one table.
         version: Grows when figures change.
     """
 
@@ -44,6 +46,7 @@ class Study:
     run: Callable[[Cell, dict[str, Any]], dict[str, float]]
     rows: tuple[str, ...]
     settings: dict[str, Any] = field(default_factory=dict)
+    across: tuple[str, ...] = ()
     version: int = 1
 
 
@@ -68,6 +71,7 @@ def run_study(
         "shows": study.shows,
         "source": study.source,
         "rows_by": list(study.rows),
+        "across": list(study.across),
         "settings": study.settings,
         "command": command,
         "library": __version__,
@@ -81,14 +85,17 @@ def run_study(
     if workers == 1:
         found: Iterator[dict[str, Any]] = (_outcome(study, cell) for cell in todo)
         _collect(found, result, path, before, len(cells), progress)
-        return result
-    with ProcessPoolExecutor(workers, get_context("spawn"), _alone) as pool:
-        waiting = [pool.submit(_outcome, study, cell) for cell in todo]
-        try:
-            _collect((w.result() for w in as_completed(waiting)), result, path, before, len(cells), progress)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    else:
+        with ProcessPoolExecutor(workers, get_context("spawn"), _alone) as pool:
+            waiting = [pool.submit(_outcome, study, cell) for cell in todo]
+            try:
+                _collect((w.result() for w in as_completed(waiting)), result, path, before, len(cells), progress)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    order = [run for cell in cells for run in result["runs"] if run["cell"] == cell]
+    result["runs"] = [run for run in result["runs"] if run["cell"] not in cells] + order
+    _write(path, result)
     return result
 
 
@@ -106,7 +113,6 @@ def _collect(
         _write(path, result)
         if progress is not None:
             progress(", ".join(map(str, outcome["cell"].values())), done / count)
-    _write(path, result)
 
 
 def _outcome(study: Study, cell: Cell) -> dict[str, Any]:

@@ -55,6 +55,7 @@ CAPACITY = Study(
     "ATLAS, arXiv 2505.23735, Propositions 1 and 2, Theorem 1",
     run_capacity,
     ("memory", "dim"),
+    across=("stored, 1 reading", "stored, 64 readings"),
 )
 MQAR = Study(
     "mqar",

@@ -37,6 +37,11 @@ def print_study(result: dict[str, Any], markdown: bool = False) -> None:
     from atlas_memory.bench.grid import means
 
     found = means(result)
+    for number in result["across"]:
+        print(one_line(f"\n{number}:\n"))
+        _print(*_across(found, result["rows_by"], number), markdown)
+    if result["across"]:
+        return
     names = list(dict.fromkeys(name for row in found for name in row["numbers"]))
     rates = any("learning_rate" in row for row in found)
     head = [*result["rows_by"], *names, *(["learning rate"] * rates), "seeds"]
@@ -47,6 +52,25 @@ def print_study(result: dict[str, Any], markdown: bool = False) -> None:
         cells += [f"{row['learning_rate']:g}"] if rates else []
         rows.append([*(str(row[key]) for key in result["rows_by"]), *cells, f"{row['seeds']}{failed}"])
     _print(head, rows, markdown)
+
+
+def _across(rows: Sequence[dict[str, Any]], keys: Sequence[str], number: str) -> tuple[list[str], list[list[str]]]:
+    """A table of one number: the last key across, and the slope over it."""
+    from atlas_memory.bench.capacity import slope
+
+    across = keys[-1]
+    places = sorted({row[across] for row in rows})
+    lines: dict[tuple[str, ...], dict[int, tuple[float, float]]] = {}
+    for row in rows:
+        if number in row["numbers"]:
+            lines.setdefault(tuple(str(row[key]) for key in keys[:-1]), {})[row[across]] = row["numbers"][number]
+    body = []
+    for names, cells in lines.items():
+        found = slope(list(cells), [mean for mean, _ in cells.values()])
+        body.append(
+            [*names, *(_cell(cells.get(place)) for place in places), "" if math.isnan(found) else f"{found:.2f}"]
+        )
+    return [*keys[:-1], *(f"{across} {place}" for place in places), "slope"], body
 
 
 def _cell(number: tuple[float, float] | None) -> str:
