@@ -37,12 +37,14 @@ class Switch:
 
     Attributes:
         ascent: Steps climb the inner loss: eta is negative.
+        scale: Of eta.
         steps: So many steps at each token, on the same window. alpha acts at the first of them.
         keys_as_queries: The memory is asked by its keys.
         last_matrix: Only the last matrix is written, by gradient descent without momentum.
     """
 
     ascent: bool = False
+    scale: float = 1.0
     steps: int = 1
     keys_as_queries: bool = False
     last_matrix: bool = False
@@ -51,6 +53,7 @@ class Switch:
 SWITCHES: dict[str, Switch] = {
     "as it is": Switch(),
     "ascent": Switch(ascent=True),
+    "ascent, eta / 10": Switch(ascent=True, scale=0.1),
     "2 steps a token": Switch(steps=2),
     "keys as queries": Switch(keys_as_queries=True),
     "last matrix, no momentum": Switch(last_matrix=True),
@@ -117,6 +120,7 @@ class SwitchedMemory(OmegaMemory):
         if n > 1:
             q, k, v = (x.repeat_interleave(n, 2) for x in (q, k, v))
             gates = self._repeated(gates)
+        gates = replace(gates, eta=self.switch.scale * gates.eta)
         if self.switch.ascent:
             given = (gates.alpha, gates.theta, gates.gamma, gates.delta, gates.length)
             gates = AscendingGates(-gates.eta, *given)
