@@ -165,7 +165,7 @@ def table(
     page: Annotated[Path | None, typer.Option(help="The page to rewrite.")] = None,
 ) -> None:
     """Rewrite the generated tables of docs/results/, or those of one page."""
-    for file in [page] if page else [results.PAGES / "index.md", results.PAGES / "performance.md"]:
+    for file in [page] if page else [results.PAGES / f"{name}.md" for name in ("index", "claims", "performance")]:
         print(f"{file}: {', '.join(results.rewrite(file, folder))}")
 
 

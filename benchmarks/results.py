@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atlas_memory.cli.result_tables import markdown_table, study_tables
 from benchmarks.machine import ROOT
 from benchmarks.measure import SIZES
 from benchmarks.registry import Row
 
 PAGES = ROOT / "docs" / "results"
 FOLDER = PAGES / "data"
+CLAIMS = PAGES / "claims"
+"""Results of `atlas bench`."""
 NOTHING = "–"
 
 
@@ -278,12 +281,29 @@ def rewrite(page: Path, folder: Path) -> list[str]:
         if found := marks.search(text):
             text = f"{text[: found.start()]}{found[1]}\n{joined(name, folder)}\n{found[2]}{text[found.end() :]}"
             written.append(name)
+    for path in sorted(CLAIMS.glob("*.json")):
+        marks = re.compile(rf"(<!-- claims/{path.stem} -->\n).*?(<!-- end claims/{path.stem} -->)", re.DOTALL)
+        if found := marks.search(text):
+            text = f"{text[: found.start()]}{found[1]}\n{study(path)}\n{found[2]}{text[found.end() :]}"
+            written.append(path.stem)
     if not written:
         raise ValueError(
             f"{page} has no marks <!-- NAME --> and <!-- end NAME --> of {' or '.join(SUMMARIES)}: add them"
         )
     page.write_text(text, encoding="utf-8")
     return written
+
+
+def study(path: Path) -> str:
+    """The tables of a study of `atlas bench` in Markdown, and below them how it was made."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    tables = [(f"{title}:\n\n" if title else "") + markdown_table(h, rows) for title, h, rows in study_tables(result)]
+    runs = result["runs"]
+    days, machines = (" and ".join(sorted({run[key] for run in runs})) for key in ("date", "machine"))
+    hours = sum(run["seconds"] for run in runs) / 3600
+    settings = "".join(f"; {name} {value}" for name, value in result["settings"].items())
+    made = f"`atlas bench {result['suite']}`; {machines}, {days}, {hours:.1f} hours of one core{settings}"
+    return "\n\n".join([result["shows"], *tables, f"*{made}.*"]) + "\n"
 
 
 def _cell(column: Callable[[Row], str], row: Row) -> str:

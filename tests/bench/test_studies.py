@@ -69,6 +69,12 @@ def test_of_several_learning_rates_the_best_counts(tmp_path: Path) -> None:
     assert [(row["model"], row["learning_rate"], row["seeds"]) for row in rows] == [("a", 0.4, 2), ("b", 0.4, 2)]
 
 
+def test_cases_of_a_run_are_rows_of_their_own(tmp_path: Path) -> None:
+    twice = replace(STUDY, run=lambda cell, settings: {"half": 1.0, "half | when read": 2.0})
+    rows = means(run_study(twice, CELLS[:2], tmp_path / "x.json"))
+    assert [(row["model"], row["numbers"]["half"][0]) for row in rows] == [("a", 1.0), ("when read", 2.0)]
+
+
 def test_a_matrix_holds_as_many_pairs_as_it_has_columns() -> None:
     """Proposition 1: d_k. Proposition 2: with features of degree 2, their number; Hebbian writes hold a fraction."""
     held = {
@@ -150,7 +156,7 @@ def test_a_run_of_the_referee(monkeypatch) -> None:
     for task, names in (("mqar", {"8/64", "16/64", "32/128"}), ("noisy-recall", {"noisy-recall"}), ("bytes", {"bits"})):
         cell = {"rule": "deltanet", "switch": "as it is", "task": task, "seed": 0}
         found = referee.run(cell, settings)
-        assert {name.partition(",")[0] for name in found} == names and len(found) == 3 * len(names)
+        assert {name.partition(" | ")[0] for name in found} == names and len(found) == 3 * len(names)
         assert all(map(math.isfinite, found.values()))
 
 

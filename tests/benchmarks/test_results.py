@@ -83,7 +83,7 @@ def test_page_is_rewritten_between_its_marks_only(tmp_path: Path) -> None:
     assert page.read_text() == once
 
 
-@pytest.mark.parametrize("name", ["index.md", "performance.md"])
+@pytest.mark.parametrize("name", ["index.md", "claims.md", "performance.md"])
 def test_tables_in_the_docs_are_those_of_their_files(tmp_path: Path, name: str) -> None:
     page, copy = results.PAGES / name, tmp_path / name
     copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")

@@ -164,7 +164,7 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 def means(result: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each value of the study's row keys: these, `seeds`, `numbers`, each (mean, standard error over seeds,
     nan for one), and `failed`, the runs that did. Of several learning rates a row has the best, by the mean of all
-    numbers that are shares."""
+    numbers that are shares. A number "name | case" is the number "name" of a row whose last key is the case."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     rates = {run["cell"].get("learning_rate") for run in result["runs"]}
     for run in result["runs"]:
@@ -182,7 +182,10 @@ def means(result: dict[str, Any]) -> list[dict[str, Any]]:
         row = dict(zip(result["rows_by"], key, strict=True)) | {"seeds": len(seeds), "failed": len(runs) - len(fine)}
         if len(rates) > 1:
             row["learning_rate"] = runs[0]["cell"]["learning_rate"]
-        rows.append(row | {"numbers": numbers})
+        cases = dict.fromkeys(name.partition(" | ")[2] for name in numbers) or [""]
+        for case in cases:
+            of_case = {n.partition(" | ")[0]: value for n, value in numbers.items() if n.partition(" | ")[2] == case}
+            rows.append(row | ({result["rows_by"][-1]: case} if case else {}) | {"numbers": of_case})
     return rows
 
 

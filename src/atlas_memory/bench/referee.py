@@ -208,7 +208,7 @@ def run(cell: dict[str, Any], settings: dict[str, Any]) -> dict[str, float]:
     if switch == Switch():
         for more in (2, 4):
             switch_memories(model, Switch(steps=more))
-            numbers |= {f"{name}, {more} steps when read": value for name, value in asked().items()}
+            numbers |= {f"{name} | {more} steps when read": value for name, value in asked().items()}
             switch_memories(model, Switch(steps=1))
     return numbers
 

@@ -33,15 +33,21 @@ def print_suites(results: Sequence[dict[str, Any]], markdown: bool = False) -> N
 
 
 def print_study(result: dict[str, Any], markdown: bool = False) -> None:
-    """A row for each of the study's row keys, a column for each number: the mean over seeds, and its standard error."""
+    """The tables of a study."""
+    for title, head, rows in study_tables(result):
+        if title:
+            print(one_line(f"\n{title}:\n"))
+        _print(head, rows, markdown)
+
+
+def study_tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Titles, heads and rows: a row for each of the study's row keys, a column for each number, with the mean over
+    seeds and its standard error; or a table for each number that the study has `across`."""
     from atlas_memory.bench.grid import means
 
     found = means(result)
-    for number in result["across"]:
-        print(one_line(f"\n{number}:\n"))
-        _print(*_across(found, result["rows_by"], number), markdown)
     if result["across"]:
-        return
+        return [(number, *_across(found, result["rows_by"], number)) for number in result["across"]]
     names = list(dict.fromkeys(name for row in found for name in row["numbers"]))
     rates = any("learning_rate" in row for row in found)
     head = [*result["rows_by"], *names, *(["learning rate"] * rates), "seeds"]
@@ -51,7 +57,7 @@ def print_study(result: dict[str, Any], markdown: bool = False) -> None:
         cells = [_cell(row["numbers"].get(name)) for name in names]
         cells += [f"{row['learning_rate']:g}"] if rates else []
         rows.append([*(str(row[key]) for key in result["rows_by"]), *cells, f"{row['seeds']}{failed}"])
-    _print(head, rows, markdown)
+    return [("", head, rows)]
 
 
 def _across(rows: Sequence[dict[str, Any]], keys: Sequence[str], number: str) -> tuple[list[str], list[list[str]]]:
@@ -81,10 +87,14 @@ def _cell(number: tuple[float, float] | None) -> str:
     return f"{mean:,.{digits}f}" + ("" if math.isnan(error) or error == 0 else f" ± {error:,.{digits}f}")
 
 
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table for a page."""
+    return "\n".join(one_line(f"| {' | '.join(line)} |") for line in (head, ["---"] * len(head), *rows))
+
+
 def _print(head: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) -> None:
     if markdown:
-        for line in (head, ["---"] * len(head), *rows):
-            print(one_line(f"| {' | '.join(line)} |"))
+        print(markdown_table(head, rows))
         return
     table = Table(*head)
     for row in rows:
