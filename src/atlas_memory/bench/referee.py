@@ -176,8 +176,6 @@ def switch_memories(model: nn.Module, switch: Switch) -> nn.Module:
 
 
 TASKS = ("mqar", "noisy-recall", "bytes")
-RULE_NAMES = ("titans", "omeganet", "atlas", "ttt-mlp", "lact")
-"""The last is of the kind that the paper itself changes: its inner loss is a dot product."""
 MQAR = {"8/64": mqar(8, 64), "16/64": mqar(16, 64), "32/128": mqar(32, 128)}
 NOISY = next(task for task in MAD if task.name == "noisy-recall")
 WIDTH, TEXT_WIDTH, HEAD, ASKED = 32, 64, 16, 128
