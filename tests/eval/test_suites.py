@@ -2,6 +2,7 @@
 
 import json
 import random
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from atlas_memory.cli import main
-from atlas_memory.data import byte_tokenizer
+from atlas_memory.data import Document, byte_tokenizer
+from atlas_memory.eval import bits_per_byte
 from atlas_memory.eval.suites import SUITES
 from atlas_memory.eval.suites.babilong import official, stories, substring
 from atlas_memory.eval.suites.evaluation import answers, check_causal, evaluate_suite
-from atlas_memory.eval.suites.suite import Item, Sources
+from atlas_memory.eval.suites.harness import evaluate_harness
+from atlas_memory.eval.suites.language import evaluate_language
+from atlas_memory.eval.suites.suite import Item, Sources, cached_items
 from atlas_memory.models import AtlasConfig, AtlasForCausalLM
 from tests.test_cli import refused
 
@@ -34,6 +38,12 @@ GIFTS = """1 Fred gave the football to Jeff.
 6 What did Bill give to Mary? \tmilk\t4
 """
 BOOK = " ".join(f"It was {n} days since anybody in the town had seen the old boat. Yes! " for n in range(300))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch) -> None:
+    """Items are kept there."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture
@@ -190,16 +200,100 @@ def test_a_run_that_was_interrupted_goes_on(sources: Sources, tmp_path: Path) ->
 
 def test_the_command(six_steps: Path, sources: Sources, tmp_path: Path, capsys) -> None:
     """On a run, and on a model that is not ours."""
+    book = tmp_path / "book.txt"
+    book.write_text(BOOK)
     llama().save_pretrained(tmp_path / "llama")
     TOKENIZER.save_pretrained(tmp_path / "llama")
     for model in (six_steps, tmp_path / "llama"):
-        command = ["evaluate", str(model), "--suite", "passkey,s-niah-1", "--lengths", "500", "--count", "2"]
+        command = ["evaluate", str(model), "--suite", "passkey,s-niah-1,language", "--lengths", "500", "--count", "2"]
+        command += ["--haystack", str(book)]
         assert main([*command, "--out", str(tmp_path / "out" / model.name)]) == 0
         assert "s-niah-1" in capsys.readouterr().out
     assert main(["results", str(tmp_path / "out"), "--markdown"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert len(table) == 6 and table[0].startswith("| model | suite | score | 500 |")
+    assert len(table) == 8 and table[0].startswith("| model | suite | score | 64 | 128 | 256 | 500 |")
     assert main(["results", str(tmp_path / "out")]) == 0
+
+
+def test_items_are_kept_by_tokenizer_and_seed(sources: Sources, tmp_path: Path, monkeypatch) -> None:
+    suite = SUITES["s-niah-2"]
+    first = cached_items(suite, TOKENIZER, 600, 2, 0, sources)
+    (kept,) = (tmp_path / "home").rglob("*.json")
+    assert first == suite.items(TOKENIZER, 600, 2, 0, sources) == cached_items(suite, TOKENIZER, 600, 2, 0, sources)
+    kept.write_text(kept.read_text().replace(first[0].answers[0], "1234567"))
+    assert cached_items(suite, TOKENIZER, 600, 2, 0, sources)[0].answers == ("1234567",)  # it is read
+    kept.write_text("{")
+    assert cached_items(suite, TOKENIZER, 600, 2, 0, sources) == first
+    for seed, text in ((1, BOOK), (0, BOOK[5:])):
+        cached_items(suite, TOKENIZER, 600, 2, seed, Sources(text))
+    assert len(list((tmp_path / "home").rglob("*.json"))) == 3
+    monkeypatch.setenv("HF_HOME", str(kept))  # where nothing can be written
+    assert cached_items(suite, TOKENIZER, 600, 2, 0, sources) == first
+
+
+@pytest.mark.parametrize("model", ["llama", "atlas"])
+def test_language_is_bits_per_byte(model: str, tmp_path: Path) -> None:
+    """By position, as `bits_per_byte` has them; a result that is there is not made again."""
+    found, path = (llama() if model == "llama" else atlas(rule="titans")), tmp_path / "language.json"
+    result = evaluate_language(found, TOKENIZER, [BOOK[:3000]], path, 400, 5)
+    score = bits_per_byte(found, TOKENIZER, [Document("", BOOK[:3000])], 400, streams=5)
+    assert [row["length"] for row in result["summary"]] == result["lengths"] == list(score.edges[1:])
+    assert [row["bits per byte"] for row in result["summary"]] == pytest.approx(score.by_position.tolist())
+    assert all(row["items"] == 5 and row["bits per byte error"] > 0 for row in result["summary"])
+    assert len(result["items"]) == 5 * len(result["lengths"])
+    assert evaluate_language(found, TOKENIZER, [BOOK[:3000]], path, 400, 5) == result
+    with pytest.raises(ValueError, match="a result with length=400, not 500"):
+        evaluate_language(found, TOKENIZER, [BOOK[:3000]], path, 500, 5)
+
+
+CAPITALS = (("Paris is in", 0), ("Rome is in", 1), ("Oslo is in", 2), ("Lyon is in", 0), ("Milan is in", 1))
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    """A folder with a task of one's own."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [{"text": text, "options": [" France", " Italy", " Norway"], "answer": n} for text, n in CAPITALS]
+    (folder / "capitals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "capitals.yaml").write_text(
+        f"""
+task: capitals
+dataset_path: json
+dataset_kwargs: {{data_files: "{folder / "capitals.jsonl"}"}}
+test_split: train
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: "{{{{options}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+metadata: {{version: 1.0}}
+"""
+    )
+    return folder
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed")
+@pytest.mark.parametrize("model", ["llama", "atlas"])
+def test_a_task_of_lm_eval(model: str, tasks: Path, tmp_path: Path, monkeypatch) -> None:
+    """The likeliest option, by the logits of the whole text."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    found, path = (llama() if model == "llama" else atlas(rule="titans", initializer_range=0.5)), tmp_path / "r.json"
+    result = evaluate_harness(found, TOKENIZER, "capitals", path, 4, tasks=tasks)
+    right = []
+    for text, answer in CAPITALS[:4]:
+        costs = []
+        for option in (" France", " Italy", " Norway"):
+            ids = torch.tensor([[*text.encode(), *option.encode()]])
+            with torch.no_grad():
+                nats = torch.nn.functional.cross_entropy(
+                    found(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none"
+                )
+            costs.append(float(nats[len(text) - 1 :].sum()))
+        right.append(costs.index(min(costs)) == answer)
+    assert [row["acc"] for row in result["summary"]] == [sum(right) / 4]
+    assert len(result["items"]) == 4 and json.loads(path.read_text())["summary"] == result["summary"]
+    assert evaluate_harness(found, TOKENIZER, "capitals", path, 4, tasks=tasks) == json.loads(path.read_text())
 
 
 def test_texts_to_train_on(tmp_path: Path, capsys) -> None:
@@ -221,6 +315,8 @@ def test_mistakes(six_steps: Path, tmp_path: Path, capsys) -> None:
         ("whole numbers", *evaluate, "--suite", "passkey", "--lengths", "1k"),
         ("--haystack FILE", *evaluate, "--suite", "s-niah-2", "--lengths", 600),
         ("no text file", *evaluate, "--suite", "s-niah-2", "--haystack", tmp_path / "none"),
+        ("--haystack FILE", *evaluate, "--suite", "language"),
+        ("--strict is for", *evaluate, "--suite", "language", "--haystack", __file__, "--strict"),
         ("--babi FOLDER", *evaluate, "--suite", "babilong-qa1"),
         ("no file qa1_", *evaluate, "--suite", "babilong-qa1", "--babi", tmp_path / "empty"),
         ("no run", "evaluate", tmp_path / "none", "--suite", "passkey"),

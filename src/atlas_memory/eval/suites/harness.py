@@ -45,7 +45,9 @@ def evaluate_harness(
     except ImportError as error:
         raise ValueError(f"{HARNESS}{task} needs lm-evaluation-harness: pip install lm-eval") from error
     check_causal(model)
-    manager = TaskManager(include_path=None if tasks is None else str(tasks))
+    manager = None if tasks is None else TaskManager(include_path=str(tasks), include_defaults=False)
+    if manager is None or task not in manager.all_tasks:
+        manager = TaskManager()  # which reads thousands of files
     if task not in manager.all_tasks:
         raise ValueError(f"lm-eval has no task {task!r}: `lm-eval ls tasks` names them; your own: --tasks FOLDER")
     settings = {"strict": False, "seed": seed, "count": count, "data": task}
