@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -135,9 +136,16 @@ def _machine() -> str:
 
 
 def _alone() -> None:
+    if (parent := parent_process()) is not None:  # a pool's processes outlive a parent that is killed
+        Thread(target=_follow, args=(parent,), daemon=True).start()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # what a memory forgets fades to numbers that are slow to compute with
+
+
+def _follow(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _earlier(path: Path, study: Study) -> list[dict[str, Any]]:
