@@ -32,9 +32,9 @@ CELLS = [{"model": "a", "seed": seed} for seed in range(4)]
 def test_a_study_goes_on_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "halves.json"
     said: list[float] = []
-    result = run_study(STUDY, CELLS[:2], path, "atlas bench", progress=lambda _, share: said.append(share))
+    result = run_study(STUDY, CELLS[:2], path, "a command", progress=lambda _, share: said.append(share))
     assert said == [0.5, 1.0] and [run["numbers"]["half"] for run in result["runs"]] == [0.0, 0.5]
-    assert json.loads(path.read_text()) == result
+    assert json.loads(path.read_text()) == result and result["runs"][0]["command"] == "a command"
     result = run_study(STUDY, CELLS, path)
     assert [run["cell"]["seed"] for run in result["runs"]] == [0, 1, 2, 3]
     assert result["runs"][3]["error"] == "no run of 3" and result["runs"][3]["numbers"] == {}
@@ -59,6 +59,8 @@ def test_a_file_of_another_study_is_left_alone(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match="no result of a study"):
         run_study(STUDY, CELLS, path)
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        run_study(STUDY, CELLS, tmp_path)
 
 
 def test_of_several_learning_rates_the_best_counts(tmp_path: Path) -> None:
@@ -179,6 +181,12 @@ def test_mistakes(capsys, tmp_path: Path) -> None:
         ("did you mean titans", "mqar", "--models", "titan"),
         ("do not divide", "mqar", "--widths", "40"),
         ("numbers with commas", "mqar", "--seeds", "a"),
+        ("at least 0", "mqar", "--seeds", "-1"),
+        ("at least 1", "mqar", "--widths", "0"),
+        ("above 0", "mqar", "--learning-rates", "nan"),
+        ("an empty name", "mqar", "--models", ""),
+        ("at least 2", "capacity", "--dims", "1"),
+        ("at most 16", "capacity", "--memories", "degree 3", "--dims", "64"),
         ("did you mean recall", "mad", "--tasks", "recal"),
         ("did you mean titans", "referee", "--rules", "titan"),
         ("there are as it is; ascent", "referee", "--switches", "descent"),

@@ -308,10 +308,11 @@ def test_texts_to_train_on(tmp_path: Path, capsys) -> None:
 
 def test_mistakes(six_steps: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "nothing.txt").touch()
     evaluate = "evaluate", six_steps, "--out", tmp_path / "out", "--count", 2
     for message, *command in (
         ("did you mean", *evaluate, "--suite", "s-niah1"),
-        ("too short", *evaluate, "--suite", "passkey", "--lengths", 20),
+        ("needs", *evaluate, "--suite", "passkey", "--lengths", 20),
         ("whole numbers", *evaluate, "--suite", "passkey", "--lengths", "1k"),
         ("--haystack FILE", *evaluate, "--suite", "s-niah-2", "--lengths", 600),
         ("no text file", *evaluate, "--suite", "s-niah-2", "--haystack", tmp_path / "none"),
@@ -321,7 +322,12 @@ def test_mistakes(six_steps: Path, tmp_path: Path, capsys) -> None:
         ("no file qa1_", *evaluate, "--suite", "babilong-qa1", "--babi", tmp_path / "empty"),
         ("no run", "evaluate", tmp_path / "none", "--suite", "passkey"),
         ("no results", "results", tmp_path / "empty"),
-        ("no folder", "results", tmp_path / "none"),
+        ("no folder or file", "results", tmp_path / "none"),
+        ("no folder", *evaluate, "--suite", "lm-eval:piqa", "--tasks", tmp_path / "none"),
+        ("no text in", *evaluate, "--suite", "language", "--haystack", tmp_path / "nothing.txt"),
+        ("is a file", "evaluate", six_steps, "--suite", "passkey", "--out", __file__),
+        ("measure different things", *evaluate, "--suite", "passkey", "--data", __file__),
+        ("measure different things", "evaluate", six_steps, "--count", 3),
     ):
         code, said = refused(capsys, *command)
         assert code in (1, 2) and message in said, said

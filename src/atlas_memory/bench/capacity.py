@@ -23,7 +23,8 @@ from atlas_memory.rules.rule import RULES, Rule
 
 HELD, HEADS, BATCH = 0.9, 2, 4
 READINGS = (1, 64)
-"""How often the pairs are read, one reading after the other: once, and until little changes."""
+"""How often the pairs are read, one reading after the other: once, and until a matrix changes little. A hidden layer
+goes on learning for a thousand readings."""
 MOST = 4096
 
 Changes = dict[str, dict[str, Any]]
@@ -119,6 +120,8 @@ def stored(memory: OmegaMemory, seed: int, readings: int) -> int:
 def measure(memory: str, dim: int, seed: int) -> dict[str, float]:
     """The pairs that a memory of `MEMORIES` holds after each of `READINGS`, the likeness after one reading of as many
     pairs as heads are wide, and the numbers and bytes of state a head."""
+    if dim < 2:
+        raise ValueError(f"heads of {dim}: the cosine of two numbers is always 1, take at least 2")
     torch.manual_seed(seed)
     made = fresh(MEMORIES[memory][1], dim)
     found = {f"stored, {n} reading{'s'[: n > 1]}": float(stored(made, seed, n)) for n in READINGS}

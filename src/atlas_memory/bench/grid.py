@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import torch
@@ -64,6 +66,7 @@ def run_study(
 
     Raises:
         ValueError: the file is of another study, version or settings.
+        OSError: it cannot be written.
     """
     result: dict[str, Any] = {
         "format": FORMAT,
@@ -74,49 +77,55 @@ def run_study(
         "rows_by": list(study.rows),
         "across": list(study.across),
         "settings": study.settings,
-        "command": command,
         "library": __version__,
         "runs": _earlier(path, study),
     }
     done = [run["cell"] for run in result["runs"] if "error" not in run]
     todo = [cell for cell in cells if cell not in done]
-    path.parent.mkdir(parents=True, exist_ok=True)
     result["runs"] = [run for run in result["runs"] if run["cell"] not in todo]
-    before = len(cells) - len(todo)
-    if workers == 1:
-        found: Iterator[dict[str, Any]] = (_outcome(study, cell) for cell in todo)
-        _collect(found, result, path, before, len(cells), progress)
-    else:
-        with ProcessPoolExecutor(workers, get_context("spawn"), _alone) as pool:
-            waiting = [pool.submit(_outcome, study, cell) for cell in todo]
-            try:
-                _collect((w.result() for w in as_completed(waiting)), result, path, before, len(cells), progress)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+    _write(path, result)
+    count, before = len(cells), len(cells) - len(todo)
+    for n, outcome in enumerate(_outcomes(study, todo, command, workers), before + 1):
+        result["runs"].append(outcome)
+        _write(path, result)
+        if progress is not None:
+            progress(f"{n} of {count}: {', '.join(map(str, outcome['cell'].values()))}", n / count)
     order = [run for cell in cells for run in result["runs"] if run["cell"] == cell]
     result["runs"] = [run for run in result["runs"] if run["cell"] not in cells] + order
     _write(path, result)
     return result
 
 
-def _collect(
-    found: Iterator[dict[str, Any]],
-    result: dict[str, Any],
-    path: Path,
-    done: int,
-    count: int,
-    progress: Callable[[str, float], None] | None,
-) -> None:
-    for outcome in found:
-        result["runs"].append(outcome)
-        done += 1
-        _write(path, result)
-        if progress is not None:
-            progress(", ".join(map(str, outcome["cell"].values())), done / count)
+def _outcomes(study: Study, cells: Sequence[Cell], command: str, workers: int) -> Iterator[dict[str, Any]]:
+    if workers == 1:
+        yield from (_outcome(study, cell, command) for cell in cells)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn"), _alone) as pool:
+        with _deaf():  # Ctrl-C is the parent's affair
+            waiting = [pool.submit(_outcome, study, cell, command) for cell in cells]
+        try:
+            yield from (one.result() for one in as_completed(waiting))
+        except BaseException:
+            for process in active_children():
+                process.terminate()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
-def _outcome(study: Study, cell: Cell) -> dict[str, Any]:
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that are started here inherit that they do not hear SIGINT."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _outcome(study: Study, cell: Cell, command: str) -> dict[str, Any]:
     started = time.perf_counter()
     outcome: dict[str, Any] = {"cell": cell}
     try:
@@ -124,7 +133,8 @@ def _outcome(study: Study, cell: Cell) -> dict[str, Any]:
     except (ValueError, RuntimeError) as error:
         outcome |= {"numbers": {}, "error": str(error)}
     seconds = round(time.perf_counter() - started, 1)
-    return outcome | {"seconds": seconds, "date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": _machine()}
+    made = {"seconds": seconds, "date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": _machine(), "command": command}
+    return outcome | made
 
 
 def _machine() -> str:
@@ -164,6 +174,9 @@ def _earlier(path: Path, study: Study) -> list[dict[str, Any]]:
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder: name a file for the results")
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(path)
@@ -171,8 +184,9 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 
 def means(result: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each value of the study's row keys: these, `seeds`, `numbers`, each (mean, standard error over seeds,
-    nan for one), and `failed`, the runs that did. Of several learning rates a row has the best, by the mean of all
-    numbers that are shares. A number "name | case" is the number "name" of a row whose last key is the case."""
+    nan for one), and `failed`, the runs that did. Of several learning rates a row has the best, of those with most
+    seeds, by the mean of all numbers that are shares. A number "name | case" is the number "name" of a row whose last
+    key is the case."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     rates = {run["cell"].get("learning_rate") for run in result["runs"]}
     for run in result["runs"]:
@@ -182,7 +196,7 @@ def means(result: dict[str, Any]) -> list[dict[str, Any]]:
     for key, runs in groups.items():
         if len(rates) > 1:
             of_rate = [[r for r in runs if r["cell"]["learning_rate"] == rate] for rate in sorted(rates)]
-            runs = max(of_rate, key=_quality)
+            runs = max(of_rate, key=lambda of: (len(of), _quality(of)))
         fine = [run["numbers"] for run in runs if run["numbers"]]
         names = dict.fromkeys(name for found in fine for name in found)
         numbers = {name: _mean([found[name] for found in fine if name in found]) for name in names}

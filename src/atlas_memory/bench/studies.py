@@ -32,14 +32,15 @@ def run_mqar(cell: Cell, settings: dict[str, Any]) -> dict[str, float]:
 
 
 def run_mad(cell: Cell, settings: dict[str, Any]) -> dict[str, float]:
-    """Train on one of the six tasks; the share of right answers, and the steps that were taken."""
+    """Train on one of the six tasks; the share of right answers, and the steps after which it was solved, if it was."""
     torch.manual_seed(cell["seed"])
     task = next(task for task in MAD if task.name == cell["task"])
     model = task_model(cell["model"], task.vocab_size, settings["width"], HEAD, intermediate_size=2 * settings["width"])
     whole = Autoencoder(model, task.length) if task.autoencodes else model
     rate, solved = cell["learning_rate"], settings["solved"]
     steps = train_on(whole, [task], settings["steps"], settings["rows"] * task.length, rate, cell["seed"], solved)
-    return {task.name: accuracy(whole, task, ASKED, SEED), f"{task.name} steps": float(steps)}
+    share = accuracy(whole, task, ASKED, SEED)
+    return {task.name: share} | ({f"{task.name}, steps": float(steps)} if steps < settings["steps"] else {})
 
 
 def run_capacity(cell: Cell, settings: dict[str, Any]) -> dict[str, float]:

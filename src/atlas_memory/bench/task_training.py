@@ -45,7 +45,7 @@ def task_model(name: str, vocabulary: int, width: int, head: int, layers: int = 
     kind: dict[str, Any] = {"block": block, "rule": rule} if block else {"rule": name}
     if not block and name not in RULES and name in BLOCKS:
         kind = {"block": name}
-    if width % head:
+    if head < 1 or width < 1 or width % head:
         raise ValueError(f"heads of {head} do not divide a width of {width}")
     config = AtlasConfig.preset(
         "tiny",
@@ -152,8 +152,10 @@ def train_on(
         The steps taken.
 
     Raises:
-        ValueError: the loss is nan or inf.
+        ValueError: there is no task, or the loss is nan or inf.
     """
+    if not tasks:
+        raise ValueError("there is no task to train on")
     draws = [_draw(task, max(1, tokens // task.length), seed) for task in tasks]
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     warm = max(1, steps // 20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -14,15 +14,18 @@ import typer
 
 from ..console import one_line, progress_lines
 from .result_tables import print_study
-from .startup import imports
+from .startup import imports, report_error
 
 CORES = os.cpu_count() or 1
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks that train small models of rules, or none.")
-Seeds = Annotated[str, typer.Option(help="With commas between; the table has means and standard errors.")]
-Out = Annotated[Path | None, typer.Option(help="The result, which is gone on with; default bench/NAME.json.")]
+Seeds = Annotated[str, typer.Option(help="With commas between; the table has their mean and its standard error.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Where the results are kept; the same command goes on there. Default bench/NAME.json."),
+]
 Workers = Annotated[int, typer.Option(min=1, help="Processes of one thread each.")]
 Models = Annotated[str, typer.Option(help="Rules, blocks, BLOCK:RULE or attention+conv, with commas.")]
-Rates = Annotated[str, typer.Option(help="With commas between; of several each row takes its best.")]
+Rates = Annotated[str, typer.Option(help="With commas between; the table takes the best of each row.")]
 
 
 def _run(study: Any, cells: Sequence[dict[str, Any]], out: Path | None, workers: int) -> None:
@@ -34,8 +37,11 @@ def _run(study: Any, cells: Sequence[dict[str, Any]], out: Path | None, workers:
         result = run_study(study, cells, path, command, workers, progress)
     print_study(result)
     print(one_line(f"results: {path}"))
-    if failed := [run for run in result["runs"] if "error" in run]:
-        print(one_line(f"{len(failed)} runs failed; the first, {failed[0]['cell']}: {failed[0]['error']}"))
+    of_these = [run for run in result["runs"] if run["cell"] in cells]
+    if failed := [run for run in of_these if "error" in run]:
+        first = ", ".join(map(str, failed[0]["cell"].values()))
+        report_error(f"{len(failed)} of {len(of_these)} runs failed; the first, {first}: {failed[0]['error']}", 1)
+        raise typer.Exit(1 if len(failed) == len(of_these) else 0)
 
 
 def _chosen(option: str, given: str, known: Sequence[str] | None = None) -> list[str]:
@@ -43,16 +49,31 @@ def _chosen(option: str, given: str, known: Sequence[str] | None = None) -> list
 
     names = given.split(",")
     for name in names:
+        if not name:
+            raise ValueError(f"--{option} {given!r} has an empty name")
         if known is not None and name not in known:
             raise ValueError(f"--{option}: {name!r} is unknown; {suggest(name, known)}")
     return names
 
 
-def _numbers(option: str, given: str, kind: Callable[[str], Any] = int) -> list[Any]:
+def _numbers(option: str, given: str, least: int = 1) -> list[int]:
     try:
-        return [kind(number) for number in given.split(",")]
+        found = [int(number) for number in given.split(",")]
     except ValueError as error:
-        raise ValueError(f"--{option} {given!r} must be numbers with commas between") from error
+        raise ValueError(f"--{option} {given!r} must be whole numbers with commas between") from error
+    if not all(least <= number < 2**31 for number in found):
+        raise ValueError(f"--{option} {given!r} must be numbers of at least {least}")
+    return found
+
+
+def _rates(given: str) -> list[float]:
+    try:
+        found = [float(number) for number in given.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--learning-rates {given!r} must be numbers with commas between") from error
+    if not all(0 < rate <= 1 for rate in found):
+        raise ValueError(f"--learning-rates {given!r} must be above 0, and at most 1")
+    return found
 
 
 def _check_models(names: Sequence[str], width: int, head: int) -> None:
@@ -87,10 +108,12 @@ def capacity(
     cells = [
         {"memory": memory, "dim": dim, "seed": seed}
         for memory in chosen
-        for dim in _numbers("dims", dims)
+        for dim in _numbers("dims", dims, 2)
         if dim <= LARGEST.get(memory, dim)
-        for seed in _numbers("seeds", seeds)
+        for seed in _numbers("seeds", seeds, 0)
     ]
+    if not cells:
+        raise ValueError(f"--dims {dims}: {chosen[0]} is measured with heads of at most {LARGEST[chosen[0]]}")
     _run(CAPACITY, cells, out, workers)
 
 
@@ -99,8 +122,8 @@ def mqar(
     models: Models = "attention,attention+conv,deltanet,gated-deltanet,titans,omeganet,atlas",
     widths: Annotated[str, typer.Option(help="Widths of models.")] = "32,64",
     learning_rates: Rates = "0.003,0.01",
-    steps: Annotated[int, typer.Option(min=1, help="Of 2,048 tokens.")] = 600,
-    vocabulary: Annotated[int, typer.Option(min=130, help="Tokens there are.")] = 8192,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of training, of 2,048 tokens each.")] = 600,
+    vocabulary: Annotated[int, typer.Option(min=130, help="Size of the vocabulary.")] = 8192,
     seeds: Seeds = "0,1,2",
     out: Out = None,
     workers: Workers = CORES,
@@ -115,10 +138,10 @@ def mqar(
     study = replace(MQAR, settings=MQAR.settings | {"steps": steps, "vocabulary": vocabulary})
     cells = [
         {"model": name, "width": width, "learning_rate": rate, "seed": seed}
-        for seed in _numbers("seeds", seeds)
+        for seed in _numbers("seeds", seeds, 0)
         for name in names
         for width in sizes
-        for rate in _numbers("learning-rates", learning_rates, float)
+        for rate in _rates(learning_rates)
     ]
     _run(study, cells, out, workers)
 
@@ -128,8 +151,8 @@ def mad(
     models: Models = "attention,attention+conv,gated-deltanet,titans,omeganet,atlas",
     tasks: Annotated[str | None, typer.Option(help="With commas between; default all six.")] = None,
     learning_rates: Rates = "0.003",
-    steps: Annotated[int, typer.Option(min=1, help="Of --rows sequences. MAD's budget is 20,000.")] = 2000,
-    rows: Annotated[int, typer.Option(min=1, help="Sequences of a step. MAD's are 128.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of training at most; MAD takes 20,000.")] = 2000,
+    rows: Annotated[int, typer.Option(min=1, help="Sequences of a step; MAD takes 128.")] = 128,
     seeds: Seeds = "0,1,2",
     out: Out = None,
     workers: Workers = CORES,
@@ -145,10 +168,10 @@ def mad(
     _check_models(names, study.settings["width"], HEAD)
     cells = [
         {"model": name, "task": task, "learning_rate": rate, "seed": seed}
-        for seed in _numbers("seeds", seeds)
+        for seed in _numbers("seeds", seeds, 0)
         for task in chosen
         for name in names
-        for rate in _numbers("learning-rates", learning_rates, float)
+        for rate in _rates(learning_rates)
     ]
     _run(study, cells, out, workers)
 
@@ -177,7 +200,7 @@ def referee(
     cells = [
         {"rule": rule, "switch": switch, "task": task, "seed": seed}
         for task in _chosen("tasks", tasks, TASKS)
-        for seed in _numbers("seeds", seeds)
+        for seed in _numbers("seeds", seeds, 0)
         for rule in names
         for switch in chosen
     ]

@@ -36,7 +36,9 @@ def evaluate(
         typer.Option(help="Instead: benchmarks, with commas, as s-niah-1,passkey,language,lm-eval:piqa."),
     ] = None,
     lengths: Annotated[str | None, typer.Option(help="Of a suite: tokens, with commas; default the suite's.")] = None,
-    count: Annotated[int, typer.Option(min=1, help="Of a suite: items of each length.")] = 100,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Of a suite: items of each length; default 100, of lm-eval all.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of a suite: another seed draws other items.")] = 42,
     haystack: Annotated[
         list[Path] | None, typer.Option(help="Of a suite: a text to hide things in, or the text of `language`.")
@@ -47,6 +49,10 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Of a suite: the folder for its results.")] = None,
 ) -> None:
     """Bits per byte of held-out text, overall and by position; or the score on benchmarks."""
+    of_text = (data, column, length, memories) != (None, None, None, None) or writes != "both" or as_json
+    of_suites = (lengths, count, haystack, babi, tasks, out) != (None,) * 6 or strict
+    if of_text if suite is not None else of_suites:
+        raise typer.BadParameter("options of a text and options of --suite measure different things: see --help")
     if suite is not None:
         sources = haystack or [], babi, tasks
         evaluate_suites(run, suite, lengths, count, seed, *sources, strict, out)
@@ -59,19 +65,19 @@ def evaluate(
         margins = {name: score.margin(first) for name, score in scores.items() if score is not first}
     else:
         margins = {"margin": first.margin(scores["writes_off"])} if len(scores) > 1 else {}
-    count = len(first.bits)
+    read = len(first.bits)
     if as_json:
         found: dict[str, Any] = {name: score.to_dict() for name, score in scores.items()}
         saved = {
-            name: {"bits_per_byte": v, "standard_error": e if count > 1 else None} for name, (v, e) in margins.items()
+            name: {"bits_per_byte": v, "standard_error": e if read > 1 else None} for name, (v, e) in margins.items()
         }
         print(json.dumps(found | ({"saved": saved} if memories else saved), indent=2))
         return
     _show(scores)
     for name, (value, error) in margins.items():
         what = f"{name} saves" if memories else "the memory's writes save"
-        within = f" ± {error:.4f}" if count > 1 else ""
-        print(one_line(f"{what} {value:.4f}{within} bits per byte ({count} stream{'s'[: count > 1]})"))
+        within = f" ± {error:.4f}" if read > 1 else ""
+        print(one_line(f"{what} {value:.4f}{within} bits per byte ({read} stream{'s'[: read > 1]})"))
 
 
 def _read(

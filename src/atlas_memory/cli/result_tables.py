@@ -24,6 +24,7 @@ def print_suites(results: Sequence[dict[str, Any]], markdown: bool = False) -> N
             score = next(name for name in row if name not in ("length", "items", "from", "task"))
             error = f" ± {row[f'{score} error']:.2f}" if f"{score} error" in row else ""
             suite = row.get("task", result["suite"] + " strict" * result["strict"])
+            suite += ", by position" * ("from" in row)
             of_length.setdefault(f"{suite}\t{score}", {})[row["length"]] = f"{row[score]:.2f}{error}"
         for named, cells in of_length.items():
             of_all = [cells.get(None, "")] * whole
@@ -96,7 +97,9 @@ def _print(head: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) -
     if markdown:
         print(markdown_table(head, rows))
         return
-    table = Table(*head)
+    table = Table()
+    for name in head:
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*map(one_line, row))
     Console().print(table)

@@ -18,7 +18,7 @@ def evaluate_suites(
     name: str,
     suites: str,
     lengths: str | None,
-    count: int,
+    count: int | None,
     seed: int,
     haystack: Sequence[Path],
     babi: Path | None,
@@ -32,32 +32,34 @@ def evaluate_suites(
         from atlas_memory.eval.suites.harness import HARNESS, evaluate_harness
         from atlas_memory.eval.suites.language import LANGUAGE, evaluate_language
 
-    names = suites.split(",")
+    names = list(dict.fromkeys(suites.split(",")))
     asked = {suite: _suite(suite) for suite in names if suite != LANGUAGE and not suite.startswith(HARNESS)}
     if strict and len(asked) < len(names):
         raise ValueError(f"--strict is for questions about a text, not for {LANGUAGE} and {HARNESS}")
     numbers = None if lengths is None else _numbers(lengths)
+    if tasks is not None and not tasks.is_dir():
+        raise ValueError(f"--tasks: there is no folder {str(tasks)!r}")
     sources = _sources(haystack, babi)
     if LANGUAGE in names and not sources.haystack:
         raise ValueError(f"the suite {LANGUAGE} reads a text of yours: name it, --haystack FILE")
     model, tokenizer, about = _load(name)
     folder = out or (Path(name) / "evaluation" if Path(name).is_dir() else Path("evaluation") / name.replace("/", "--"))
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out: {str(folder)!r} is a file, and a folder is needed")
     folder.mkdir(parents=True, exist_ok=True)
-    results = []
+    results, items = [], count or 100
     with progress_lines("evaluate") as progress:
         for suite in names:
             path = folder / f"{suite.replace(':', '-')}{'-strict' if strict else ''}.json"
             if suite == LANGUAGE:
-                length = max(numbers or [8192])
-                results.append(
-                    evaluate_language(model, tokenizer, [sources.haystack], path, length, count, about, progress)
-                )
+                options = max(numbers or [8192]), items, about, progress
+                results.append(evaluate_language(model, tokenizer, [sources.haystack], path, *options))
             elif suite.startswith(HARNESS):
                 task = suite.removeprefix(HARNESS)
                 results.append(evaluate_harness(model, tokenizer, task, path, count, seed, tasks, about))
             else:
-                options = numbers, count, seed, sources, strict, about, progress
-                results.append(evaluate_suite(model, tokenizer, asked[suite], path, *options))
+                asks = numbers, items, seed, sources, strict, about, progress
+                results.append(evaluate_suite(model, tokenizer, asked[suite], path, *asks))
     print_suites(results)
     print(one_line(f"answers: {folder}"))
 
@@ -89,7 +91,8 @@ def _suite(name: str) -> Any:
     from atlas_memory.rules.validation import suggest
 
     if name not in SUITES:
-        raise ValueError(f"the suite {name!r} is unknown; {suggest(name, SUITES)}")
+        known = [*SUITES, "language", "lm-eval:TASK"]
+        raise ValueError(f"the suite {name!r} is unknown; {suggest(name, known)}")
     return SUITES[name]
 
 
@@ -100,19 +103,22 @@ def _sources(haystack: Sequence[Path], babi: Path | None) -> Any:
     for path in haystack:
         if not path.is_file():
             raise ValueError(f"--haystack: there is no text file at {str(path)!r}")
-    return Sources("\n".join(text for path in haystack for text in read_text(path)), babi)
+    text = "\n".join(text for path in haystack for text in read_text(path))
+    if haystack and not text.strip():
+        raise ValueError(f"--haystack: there is no text in {', '.join(map(str, haystack))}")
+    return Sources(text, babi)
 
 
 def results(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDERS...", help="With results, at any depth.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="PATHS...", help="Results, or folders with results.")],
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for a page.")] = False,
 ) -> None:
     """Results of suites in one table, and of each study of `atlas bench` in its own."""
     found, studies = [], []
     for folder in folders:
-        if not folder.is_dir():
-            raise ValueError(f"there is no folder {str(folder)!r}")
-        for path in sorted(folder.rglob("*.json")):
+        if not folder.exists():
+            raise ValueError(f"there is no folder or file {str(folder)!r}")
+        for path in sorted(folder.rglob("*.json")) if folder.is_dir() else [folder]:
             try:
                 result = json.loads(path.read_text(encoding="utf-8"))
             except (ValueError, OSError):
@@ -148,7 +154,7 @@ def _load(name: str) -> tuple[Any, Any, dict[str, Any]]:
 
     from atlas_memory.data.tokenization import read_tokenizer
     from atlas_memory.models import AtlasConfig
-    from atlas_memory.models.saved_memory import identity
+    from atlas_memory.models.saved_memory import identity, weights_hash
     from atlas_memory.train.run_folder import read_json
     from atlas_memory.train.run_model import load_run
 
@@ -166,4 +172,5 @@ def _load(name: str) -> tuple[Any, Any, dict[str, Any]]:
         tokenizer = read_tokenizer(name)
     except Exception as error:  # of a dozen types
         raise ValueError(f"{name!r} is no run, and transformers loads no model by that name ({error})") from error
-    return model.eval(), tokenizer, {"name": name, "config": model.config.to_json_string()}
+    about = {"name": name, "config": model.config.to_json_string(), "weights": weights_hash(model)}
+    return model.eval(), tokenizer, about

@@ -182,7 +182,7 @@ def identity(model: Any) -> dict[str, str]:
         "block": config.block,
         "rule": str(config.rule),
         "config": hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest(),
-        "weights": _weights_hash(model),
+        "weights": weights_hash(model),
         "library": __version__,
     }
 
@@ -190,7 +190,7 @@ def identity(model: Any) -> dict[str, str]:
 _hashes: WeakKeyDictionary[Any, tuple[Any, str]] = WeakKeyDictionary()
 
 
-def _weights_hash(model: Any) -> str:
+def weights_hash(model: Any) -> str:
     """SHA-256 of the model's weights, remembered until one of them changes."""
     weights = dict(sorted(model.state_dict(keep_vars=True).items()))
     versions = [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in weights.values()]

@@ -81,6 +81,7 @@ def evaluate_suite(
                 scored = {name: score(item, answer) for name, score in suite.scores.items()}
                 outcome = {"length": length, "name": item.name, "answers": list(item.answers), "answer": answer}
                 result["items"].append(outcome | {"scores": scored})
+            result["summary"] = list(summary(result, list(suite.scores)))
             write_result(path, result)
     result["summary"] = list(summary(result, list(suite.scores)))
     write_result(path, result)

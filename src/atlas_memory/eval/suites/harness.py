@@ -50,7 +50,9 @@ def evaluate_harness(
         manager = TaskManager()  # which reads thousands of files
     if task not in manager.all_tasks:
         raise ValueError(f"lm-eval has no task {task!r}: `lm-eval ls tasks` names them; your own: --tasks FOLDER")
-    settings = {"strict": False, "seed": seed, "count": count, "data": task}
+    files = [] if tasks is None else [(str(f), f.read_bytes()) for f in sorted(tasks.rglob("*")) if f.is_file()]
+    data = hashlib.sha256(repr((task, files)).encode()).hexdigest()
+    settings = {"strict": False, "seed": seed, "count": count, "data": data}
     result = begin_result(path, HARNESS + task, 1, "lm-evaluation-harness", model, settings, about)
     if result["items"]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
@@ -61,7 +63,7 @@ def evaluate_harness(
         tasks=[task],
         limit=count,
         task_manager=manager,
-        bootstrap_iters=0,
+        bootstrap_iters=100,
         random_seed=seed,
         numpy_random_seed=seed,
         torch_random_seed=seed,

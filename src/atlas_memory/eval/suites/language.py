@@ -55,7 +55,8 @@ def evaluate_language(
                 result["items"].append(row | {"scores": {SCORE: float(b / size)}})
     errors = score.standard_errors()
     result["summary"] = [
-        {"length": end, "from": start, "items": int(n), SCORE: float(mean), f"{SCORE} error": float(error)}
+        {"length": end, "from": start, "items": int(n), SCORE: float(mean)}
+        | ({f"{SCORE} error": float(error)} if n > 1 else {})
         for start, end, n, mean, error in zip(starts, ends, score.reached, score.by_position, errors, strict=True)
     ]
     result["lengths"] = [int(end) for end in ends]

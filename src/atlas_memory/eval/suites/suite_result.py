@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,17 @@ def begin_result(
 
 
 def summary(result: dict[str, Any], scores: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Of each length: the mean of each score, and its standard error over items."""
+    """Of each length: the mean of each score, and of several items its standard error over them."""
     for length in result["lengths"]:
         items = [item for item in result["items"] if item["length"] == length]
         row: dict[str, Any] = {"length": length, "items": len(items)}
-        for name in scores:
+        for name in scores if items else ():
             values = [item["scores"][name] for item in items]
-            mean = sum(values) / len(values)
-            spread = math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1) / len(values))
-            row |= {name: mean, f"{name} error": spread}
-        yield row
+            row[name] = statistics.fmean(values)
+            if len(items) > 1:
+                row[f"{name} error"] = statistics.stdev(values) / math.sqrt(len(items))
+        if items:
+            yield row
 
 
 def _earlier(path: Path, result: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
