@@ -44,6 +44,13 @@ def test_a_study_goes_on_from_its_file(tmp_path: Path) -> None:
     assert [run["numbers"]["half"] for run in run_study(mended, CELLS, path)["runs"]] == [0.0, 0.5, 1.0, 9.0]
 
 
+@pytest.mark.extended
+def test_processes_of_a_study(tmp_path: Path) -> None:
+    """Two find what one finds, in the order of the cells; one that fails leaves the others alone."""
+    one, two = (run_study(STUDY, CELLS, tmp_path / f"{n}.json", workers=n)["runs"] for n in (1, 2))
+    assert [(run["cell"], run["numbers"]) for run in one] == [(run["cell"], run["numbers"]) for run in two]
+
+
 def test_a_file_of_another_study_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "halves.json"
     run_study(STUDY, CELLS[:1], path)

@@ -106,15 +106,16 @@ def _outcomes(study: Study, cells: Sequence[Cell], command: str, workers: int) -
         try:
             yield from (one.result() for one in as_completed(waiting))
         except BaseException:
-            for process in active_children():
-                process.terminate()
-            pool.shutdown(cancel_futures=True)
+            with _deaf():  # it is over in a moment, and a second Ctrl-C would leave it half done
+                for process in active_children():
+                    process.terminate()
+                pool.shutdown(cancel_futures=True)
             raise
 
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Processes that are started here inherit that they do not hear SIGINT."""
+    """SIGINT is not heard here, nor by processes that are started here."""
     if current_thread() is not main_thread():
         yield
         return
