@@ -56,7 +56,7 @@ def evaluate_harness(
     result = begin_result(path, HARNESS + task, 1, "lm-evaluation-harness", model, settings, about)
     if result["items"]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    # Texts begin with the end-of-text token, as in training.
+    # The prefix stands where a task has nothing before what is scored.
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=BATCH, prefix_token_id=tokenizer.eos_token_id)
     found = simple_evaluate(
         lm,
@@ -87,11 +87,12 @@ def evaluate_harness(
 
 
 def _metrics(metrics: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a task, its first metric first, without those of its filters' names."""
+    """The numbers of a task in their order, each with its standard error; a filter other than none in brackets."""
     found = {}
     for name, value in metrics.items():
         metric, _, how = name.partition(",")
-        if isinstance(value, int | float) and how in ("none", "") and metric != "sample_len":
+        if isinstance(value, int | float) and metric != "sample_len":
             plain = metric.removesuffix("_stderr")
-            found[plain if plain == metric else f"{plain} error"] = float(value)
+            shown = plain + (f" ({how})" if how not in ("none", "") else "")
+            found[shown + " error" * (plain != metric)] = float(value)
     return found
