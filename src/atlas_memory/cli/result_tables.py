@@ -37,7 +37,7 @@ def print_study(result: dict[str, Any], markdown: bool = False) -> None:
     """The tables of a study."""
     for title, head, rows in study_tables(result):
         if title:
-            print(one_line(f"\n{title}:\n"))
+            print(f"\n{one_line(title)}:\n")
         _print(head, rows, markdown)
 
 

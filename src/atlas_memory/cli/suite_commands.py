@@ -134,7 +134,7 @@ def results(
     if found:
         print_suites(found, markdown)
     for study in studies:
-        print(one_line(f"\n{study['suite']}: {study['shows']} ({study['source']})\n"))
+        print(f"\n{one_line(study['suite'])}: {one_line(study['shows'])} ({one_line(study['source'])})\n")
         print_study(study, markdown)
 
 
