@@ -302,7 +302,8 @@ def study(path: Path) -> str:
     days, machines = (" and ".join(sorted({run[key] for run in runs})) for key in ("date", "machine"))
     hours = sum(run["seconds"] for run in runs) / 3600
     settings = "".join(f"; {name} {value}" for name, value in result["settings"].items())
-    made = f"`atlas bench {result['suite']}`; {machines}, {days}, {hours:.1f} hours of one core{settings}"
+    commands = " and ".join(f"`{command}`" for command in sorted({run["command"] for run in runs}))
+    made = f"{commands}; {machines}, {days}, {hours:.1f} hours of one core{settings}"
     return "\n\n".join([result["shows"], *tables, f"*{made}.*"]) + "\n"
 
 
