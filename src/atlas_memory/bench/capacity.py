@@ -68,11 +68,11 @@ LARGEST: dict[str, int] = {
 """The widest heads of memories whose matrices would grow too large for a laptop."""
 
 
-def fresh(rule: Rule, dim: int, highest: bool = True) -> OmegaMemory:
-    """A memory of `HEADS` heads that has read nothing. `highest`: the highest degree of its features leads, as with
-    coefficients 0.1 and 0.3 of the lower ones; under the Taylor series of exp all pairs share too much."""
+def fresh(rule: Rule, dim: int) -> OmegaMemory:
+    """A memory of `HEADS` heads that has read nothing. The highest degree of its features leads, with coefficients 0.1
+    and 0.3 of the lower ones; under the Taylor series of exp all pairs share too much."""
     memory = OmegaMemory(dim, HEADS, rule, gates=False).eval()
-    if highest and memory.sqrt_a is not None:
+    if memory.sqrt_a is not None:
         with torch.no_grad():
             degrees = len(memory.sqrt_a)
             memory.sqrt_a.copy_(torch.tensor([0.1] + [0.3] * (degrees - 2) + [1.0]))

@@ -198,9 +198,7 @@ def run(cell: dict[str, Any], settings: dict[str, Any]) -> dict[str, float]:
     def asked() -> dict[str, float]:
         if corpus is not None:
             return {"bits": held_out_bits(model, corpus)}
-        return {
-            name: accuracy(model, one, ASKED, 99) for name, one in (MQAR if task == "mqar" else {task: NOISY}).items()
-        }
+        return {name: accuracy(model, one, ASKED, 99) for name, one in questions.items()}
 
     numbers = asked()
     if switch == Switch():

@@ -87,4 +87,3 @@ REFEREE = Study(
         "learning_rate": {"mqar": 1e-2, "noisy-recall": 1e-2, "bytes": 3e-3},
     },
 )
-STUDIES = {study.name: study for study in (CAPACITY, MQAR, MAD_STUDY, REFEREE)}
