@@ -26,8 +26,9 @@ from atlas_memory.rules.optimisers import GradientDescent
 from atlas_memory.rules.rule import Rule
 
 from .associative_recall import mqar
+from .language import crops
 from .mad import MAD
-from .task import Rows, Task
+from .task import Task
 from .task_training import accuracy, task_model, train_on
 
 
@@ -211,13 +212,7 @@ def run(cell: dict[str, Any], settings: dict[str, Any]) -> dict[str, float]:
 
 def _bytes(corpus: Any) -> Task:
     ids = Tokens.of(byte_tokenizer(), corpus.train).ids
-    return Task("bytes", 258, CROP, "standard library", partial(_crops, ids))
-
-
-def _crops(text: np.ndarray, rows: int, random: np.random.Generator, asked: bool) -> Rows:
-    starts = random.integers(0, len(text) - CROP - 1, rows)
-    found = text[starts[:, None] + np.arange(CROP + 1)].astype(np.int64)
-    return found[:, :-1], found[:, 1:]
+    return Task("bytes", 258, CROP, "standard library", partial(crops, ids, CROP))
 
 
 @torch.inference_mode()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from atlas_memory.eval.suites import SUITES
+from atlas_memory.eval.suites.suite import Sources
+
 from . import capacity, referee
 from .associative_recall import VOCABULARY, mqar
 from .grid import Cell, Study
+from .language import run_language
 from .mad import ASKED, MAD
+from .suite_training import run_suite
 from .task_training import Autoencoder, accuracy, task_model, train_on
 
 MQAR_TRAINED = ((4, 64), (8, 64), (16, 64), (32, 128))
@@ -87,3 +93,31 @@ REFEREE = Study(
         "learning_rate": {"mqar": 1e-2, "noisy-recall": 1e-2, "bytes": 3e-3},
     },
 )
+
+
+def suite_study(settings: dict[str, Any], train: Sources, asked: Sources) -> Study:
+    """Of a suite, whose texts are made of `train` and `asked`; see `run_suite`."""
+    return Study(
+        settings["suite"],
+        "Two layers with heads of 32, trained on the answers to questions about short texts, and asked about longer "
+        "ones. Sliding windows are as long as the longest text of training. The share of answers that are right to the "
+        "letter.",
+        SUITES[settings["suite"]].source,
+        partial(run_suite, train=train, asked=asked),
+        ("model",),
+        settings | {"tokens": 4096, "vocabulary": 4096, "asked": 50},
+    )
+
+
+def language_study(settings: dict[str, Any], path: str | None) -> Study:
+    """Of the text at `path`; see `run_language`."""
+    return Study(
+        "language",
+        "Language models with heads of 32, their MLPs as wide as makes all equally large, trained on random stretches "
+        "of a text. Sliding windows are as long as these. Bits per byte of held-out text, by tokens from its "
+        "beginning.",
+        "bits per byte of text",
+        partial(run_language, path=path),
+        ("model",),
+        settings | {"tokens": 2048, "vocabulary": 4096},
+    )

@@ -18,11 +18,14 @@ from atlas_memory.rules.rule import RULES
 
 from .task import IGNORED, Task
 
-ROWS = 256  # sequences that are asked at once
+ROWS = 256  # sequences that are asked at once, at most
+TOKENS = 2**16  # of these
 STEPS_BETWEEN = 50  # steps after which a training that may stop early is asked
 
 
-def task_model(name: str, vocabulary: int, width: int, head: int, layers: int = 2, **options: Any) -> AtlasForCausalLM:
+def task_model(
+    name: str, vocabulary: int, width: int, head: int, layers: int = 2, window: int | None = None, **options: Any
+) -> AtlasForCausalLM:
     """A small language model of a rule, a block, or a rule in a block, as `mag:titans`, with rules as the byte presets
     have them.
 
@@ -33,6 +36,7 @@ def task_model(name: str, vocabulary: int, width: int, head: int, layers: int = 
         width: Of the model.
         head: Width of a head.
         layers: Blocks, each of a mixer and an MLP.
+        window: Tokens of sliding windows, in blocks that have them; None: 64.
         options: Of `AtlasConfig`.
 
     Raises:
@@ -45,6 +49,8 @@ def task_model(name: str, vocabulary: int, width: int, head: int, layers: int = 
     kind: dict[str, Any] = {"block": block, "rule": rule} if block else {"rule": name}
     if not block and name not in RULES and name in BLOCKS:
         kind = {"block": name}
+    if (known := BLOCKS.get(kind.get("block", "lmm"))) and known.window:
+        kind["attention_window"] = window
     if head < 1 or width < 1 or width % head:
         raise ValueError(f"heads of {head} do not divide a width of {width}")
     config = AtlasConfig.preset(
@@ -116,17 +122,28 @@ def _asked_logits(model: Any, ids: Tensor, asked: Tensor) -> Tensor:
     return model.get_output_embeddings()(hidden[asked])
 
 
-@torch.inference_mode()
 def accuracy(model: Any, task: Task, count: int, seed: int) -> float:
     """The share of right answers to `count` fresh sequences."""
+    right = [answer for row in _right(model, task, count, seed) for answer in row.tolist()]
+    return sum(right) / max(1, len(right))
+
+
+def share_of_rows(model: Any, task: Task, count: int, seed: int) -> float:
+    """The share of `count` fresh sequences of which every answer is right: what a model that writes its likeliest token
+    each time answers to the letter."""
+    return sum(bool(row.all()) for row in _right(model, task, count, seed)) / count
+
+
+@torch.inference_mode()
+def _right(model: Any, task: Task, count: int, seed: int) -> Iterator[Tensor]:
+    """Whether each answer to a sequence is right, bool `[answers]`."""
     ids, labels = task.rows(count, seed, asked=True)
-    right = total = 0
+    rows = max(1, min(ROWS, TOKENS // task.length))
     with eval_mode(model):
-        for some, wanted in zip(ids.split(ROWS), labels.split(ROWS), strict=True):
+        for some, wanted in zip(ids.split(rows), labels.split(rows), strict=True):
             asked = wanted != IGNORED
-            found = _asked_logits(model, some, asked).argmax(-1)
-            right, total = right + int((found == wanted[asked]).sum()), total + int(asked.sum())
-    return right / max(1, total)
+            right = _asked_logits(model, some, asked).argmax(-1) == wanted[asked]
+            yield from right.split(asked.sum(1).tolist())
 
 
 def train_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -74,6 +75,15 @@ def _rates(given: str) -> list[float]:
     if not all(0 < rate <= 1 for rate in found):
         raise ValueError(f"--learning-rates {given!r} must be above 0, and at most 1")
     return found
+
+
+def _cells(models: Sequence[str], learning_rates: str, seeds: str) -> list[dict[str, Any]]:
+    return [
+        {"model": model, "learning_rate": rate, "seed": seed}
+        for seed in _numbers("seeds", seeds, 0)
+        for model in models
+        for rate in _rates(learning_rates)
+    ]
 
 
 def _check_models(names: Sequence[str], width: int, head: int) -> None:
@@ -174,6 +184,73 @@ def mad(
         for rate in _rates(learning_rates)
     ]
     _run(study, cells, out, workers)
+
+
+@bench_app.command()
+def suite(
+    name: Annotated[str, typer.Argument(metavar="SUITE", help="Such as s-niah-1, or babilong-qa1.")],
+    models: Models = "swa+conv,gated-deltanet,titans,omeganet",
+    trained: Annotated[str, typer.Option(help="Tokens of texts to train on, in turn.")] = "256,512",
+    lengths: Annotated[str, typer.Option(help="Tokens of the texts to be asked about.")] = "512,2048,8192,32768",
+    width: Annotated[int, typer.Option(help="Of the models.")] = 64,
+    learning_rates: Rates = "0.01",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of training, of 4,096 tokens each.")] = 800,
+    haystack: Annotated[
+        list[Path] | None, typer.Option(help="A text to hide things in; the last tenth is kept for the questions.")
+    ] = None,
+    babi: Annotated[Path | None, typer.Option(help="Of BABILong: the folder of bAbI's files.")] = None,
+    seeds: Seeds = "0,1,2",
+    out: Out = None,
+    workers: Workers = CORES,
+) -> None:
+    """Needles or facts in texts up to 64 times as long as those of training (RULER, BABILong)."""
+    from .suite_commands import find_sources, find_suite
+
+    with imports():
+        from atlas_memory.bench.studies import suite_study
+        from atlas_memory.bench.suite_training import HEAD
+
+    find_suite(name)
+    names, sources = _chosen("models", models), find_sources(haystack or [], babi)
+    _check_models(names, width, HEAD)
+    cut = len(sources.haystack) * 9 // 10
+    train, asked = (
+        replace(sources, haystack=sources.haystack[part], split=split)
+        for part, split in ((slice(cut), "train"), (slice(cut, None), "test"))
+    )
+    settings: dict[str, Any] = {"suite": name}
+    settings |= {"trained": _numbers("trained", trained), "lengths": _numbers("lengths", lengths)}
+    settings |= {"width": width, "steps": steps, "data": hashlib.sha256(sources.haystack.encode()).hexdigest()[:16]}
+    _run(suite_study(settings, train, asked), _cells(names, learning_rates, seeds), out, workers)
+
+
+@bench_app.command()
+def language(
+    text: Annotated[str | None, typer.Option(help="As data.path of atlas train; default Python's own library.")] = None,
+    models: Models = "attention,swa,gated-deltanet,titans,omeganet,hope,mag:titans,mal:titans",
+    width: Annotated[int, typer.Option(help="Of the models.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Of the models.")] = 4,
+    length: Annotated[int, typer.Option(min=64, max=2048, help="Tokens of a stretch to train on.")] = 256,
+    learning_rates: Rates = "0.003",
+    steps: Annotated[int, typer.Option(min=2, help="Steps of training, of 2,048 tokens each.")] = 800,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Compile the models, which takes a minute each.")
+    ] = False,
+    seeds: Seeds = "0",
+    out: Out = None,
+    workers: Workers = CORES,
+) -> None:
+    """Language at equal size and tokens: bits per byte up to 32 training lengths, and the speed of training."""
+    with imports():
+        from atlas_memory.bench.language import HEAD
+        from atlas_memory.bench.studies import language_study
+        from atlas_memory.data import Corpus
+
+    names = _chosen("models", models)
+    _check_models(names, width, HEAD)
+    data = hashlib.sha256(repr(Corpus.load(text)).encode()).hexdigest()[:16]
+    settings = {"width": width, "layers": layers, "length": length, "steps": steps, "compiled": compiled, "data": data}
+    _run(language_study(settings, text), _cells(names, learning_rates, seeds), out, workers)
 
 
 @bench_app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,13 +34,13 @@ def evaluate_suites(
         from atlas_memory.eval.suites.language import LANGUAGE, evaluate_language
 
     names = list(dict.fromkeys(suites.split(",")))
-    asked = {suite: _suite(suite) for suite in names if suite != LANGUAGE and not suite.startswith(HARNESS)}
+    asked = {suite: find_suite(suite) for suite in names if suite != LANGUAGE and not suite.startswith(HARNESS)}
     if strict and len(asked) < len(names):
         raise ValueError(f"--strict is for questions about a text, not for {LANGUAGE} and {HARNESS}")
     numbers = None if lengths is None else _numbers(lengths)
     if tasks is not None and not tasks.is_dir():
         raise ValueError(f"--tasks: there is no folder {str(tasks)!r}")
-    sources = _sources(haystack, babi)
+    sources = find_sources(haystack, babi)
     if LANGUAGE in names and not sources.haystack:
         raise ValueError(f"the suite {LANGUAGE} reads a text of yours: name it, --haystack FILE")
     model, tokenizer, about = _load(name)
@@ -78,7 +79,8 @@ def make_texts(
     with imports():
         from atlas_memory.data.tokenization import load_tokenizer
 
-    items = _suite(suite).items(load_tokenizer(tokenizer), length, count, seed, _sources(haystack or [], babi))
+    sources = replace(find_sources(haystack or [], babi), split="train")
+    items = find_suite(suite).items(load_tokenizer(tokenizer), length, count, seed, sources)
     with out.open("w", encoding="utf-8") as file:
         for item in items:
             text = f"{item.context}{item.question} {', '.join(item.answers)}\n"
@@ -86,7 +88,8 @@ def make_texts(
     print(one_line(f"{out}: {count:,} texts of up to {length:,} tokens"))
 
 
-def _suite(name: str) -> Any:
+def find_suite(name: str) -> Any:
+    """A suite by name; ValueError where there is none."""
     from atlas_memory.eval.suites import SUITES
     from atlas_memory.rules.validation import suggest
 
@@ -96,7 +99,8 @@ def _suite(name: str) -> Any:
     return SUITES[name]
 
 
-def _sources(haystack: Sequence[Path], babi: Path | None) -> Any:
+def find_sources(haystack: Sequence[Path], babi: Path | None) -> Any:
+    """`Sources` of files; ValueError where one is missing or empty."""
     from atlas_memory.data.readers import read_text
     from atlas_memory.eval.suites.suite import Sources
 

@@ -59,14 +59,32 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     `decode(encode(text)) == text` for every UTF-8 text. It is an ordinary fast tokenizer (byte-level BPE, no merges),
     which knows special tokens inside a text; `encode`, for training, takes those as plain bytes.
     """
-    return _fast_tokenizer(_byte_level(models.BPE(vocab=_byte_alphabet(), merges=[]), use_regex=False))
+    return _fast_tokenizer(_byte_level(models.BPE(vocab=_byte_alphabet(), merges=[])))
 
 
-def _byte_level(model: models.BPE, use_regex: bool = True) -> Tokenizer:
+def _byte_level(model: models.BPE, words: bool = False) -> Tokenizer:
     backend = Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    if words:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def learned_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, learned from texts: every byte is a token, and so is every digit, alone."""
+    backend = _byte_level(models.BPE(), words=True)
+    backend.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END, PAD],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    return _fast_tokenizer(backend)
 
 
 def _fast_tokenizer(backend: Tokenizer) -> PreTrainedTokenizerFast:
@@ -192,8 +210,8 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Learn byte-level BPE from the documents of `source` that are trained on, and write it to `folder`.
 
-    Text is read once, in parts; memory grows with the number of distinct words. The result is deterministic, and has
-    every byte as a token. `progress` is called with how many documents and characters have been read.
+    Text is read once, in parts; memory grows with the number of distinct words. The result is deterministic. Every byte
+    is a token, and so is every digit, alone. `progress` is called with how many documents and characters there were.
 
     Args:
         vocab_size: Tokens, at least 258; fewer are learned from a text with few distinct pairs.
@@ -221,19 +239,9 @@ def train_tokenizer(
                 progress(documents, characters)
                 yield from _cut_long_words(document.text)
 
-    backend = _byte_level(models.BPE())
-    backend.train_from_iterator(
-        texts(),
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[END, PAD],
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        ),
-    )
+    tokenizer = learned_tokenizer(texts(), vocab_size)
     if not characters:
         raise ValueError(source.without_text())
-    tokenizer = _fast_tokenizer(backend)
     with new_folder(folder) as partial:
         tokenizer.save_pretrained(partial)
     return tokenizer

@@ -35,10 +35,14 @@ def scattered(
     task: int, size: Callable[[str], int], length: int, count: int, random: random.Random, sources: Sources
 ) -> Iterator[Item]:
     """Questions of a task, whose facts stand in their order at random places between sentences of the books."""
-    asked = list(stories(_file(task, sources)))
-    if count > len(asked):
-        raise ValueError(f"bAbI's task {task} has {len(asked)} questions, and --count asks for {count}")
-    for n, (facts, question, answer) in enumerate(random.sample(asked, count)):
+    known = list(stories(_file(task, sources)))
+    if sources.split == "train":  # each again and again, between other sentences
+        asked = random.choices(known, k=count)
+    elif count > len(known):
+        raise ValueError(f"bAbI's task {task} has {len(known)} questions, and --count asks for {count}")
+    else:
+        asked = random.sample(known, count)
+    for n, (facts, question, answer) in enumerate(asked):
         ask = f"\nQuestion: {question}\nAnswer:"
         sentences = _background(sources, size, length - size(" ".join(facts) + ask), random)
         places = sorted(random.randint(0, len(sentences)) for _ in facts)
@@ -50,9 +54,10 @@ def scattered(
 def _file(task: int, sources: Sources) -> Path:
     if sources.babi is None:
         raise ValueError("BABILong needs the files of bAbI: name their folder, --babi FOLDER")
-    found = sorted(sources.babi.glob(f"qa{task}_*_test.txt"))
+    name = f"qa{task}_*_{sources.split}.txt"
+    found = sorted(sources.babi.glob(name))
     if not found:
-        raise ValueError(f"{str(sources.babi)!r} has no file qa{task}_*_test.txt")
+        raise ValueError(f"{str(sources.babi)!r} has no file {name}")
     return found[0]
 
 

@@ -38,10 +38,12 @@ class Sources:
     Attributes:
         haystack: Of needles and facts: texts, one after the other.
         babi: The folder of bAbI's files.
+        split: Which of bAbI's files are read: "test" or "train".
     """
 
     haystack: str = ""
     babi: Path | None = None
+    split: str = "test"
 
 
 @dataclass(frozen=True)

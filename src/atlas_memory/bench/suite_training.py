@@ -1,0 +1,78 @@
+"""Training a small model on the questions of a suite, and asking it in texts that are longer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from atlas_memory.data.tokenization import encode, learned_tokenizer, padding_token
+from atlas_memory.eval.suites import SUITES
+from atlas_memory.eval.suites.suite import Item, Sources, Suite
+
+from .grid import Cell
+from .task import IGNORED, Rows, Task
+from .task_training import share_of_rows, task_model, train_on
+
+HEAD, SEED = 32, 99
+READ = 2000  # texts that the tokenizer is learned from
+
+
+def run_suite(cell: Cell, settings: dict[str, Any], train: Sources, asked: Sources) -> dict[str, float]:
+    """Train on texts of `settings["trained"]` tokens; the share of questions that are answered to the letter, the
+    likeliest token each time, in texts of `settings["lengths"]`.
+
+    Args:
+        train: What the texts to train on are made of.
+        asked: What the others are made of.
+    """
+    torch.manual_seed(cell["seed"])
+    suite, longest = SUITES[settings["suite"]], max(settings["trained"])
+    tokenizer = suite_tokenizer(suite, longest, settings["vocabulary"], train)
+    model = task_model(cell["model"], len(tokenizer), settings["width"], HEAD, window=longest)
+    tasks = [suite_task(suite, tokenizer, length, train) for length in settings["trained"]]
+    train_on(model, tasks, settings["steps"], settings["tokens"], cell["learning_rate"], cell["seed"])
+    found = {n: suite_task(suite, tokenizer, n, asked) for n in settings["lengths"]}
+    shares = {f"{n:,} tokens": share_of_rows(model, task, settings["asked"], SEED) for n, task in found.items()}
+    return shares | {"parameters": float(model.num_parameters())}
+
+
+def suite_tokenizer(suite: Suite, length: int, vocabulary: int, sources: Sources) -> Any:
+    """Byte-level BPE of the texts to train on."""
+    texts = _items(suite, lambda text: len(text) // 4, length, READ, 0, sources)
+    return learned_tokenizer((item.context + item.question + _answer(item) for item in texts), vocabulary)
+
+
+def suite_task(suite: Suite, tokenizer: Any, length: int, sources: Sources) -> Task:
+    """A suite's texts of up to `length` tokens as a task: at the end of each the answer is asked, and its end."""
+    return Task(suite.name, len(tokenizer), length, suite.source, partial(_rows, suite, tokenizer, length, sources))
+
+
+def _rows(
+    suite: Suite, tokenizer: Any, length: int, sources: Sources, rows: int, random: np.random.Generator, asked: bool
+) -> Rows:
+    ids = np.full((rows, length), padding_token(tokenizer))
+    labels = np.full((rows, length), IGNORED)
+    end, seed = tokenizer.eos_token_id, int(random.integers(2**32))
+
+    def size(text: str) -> int:
+        return len(encode(tokenizer, text))
+
+    for n, item in enumerate(_items(suite, size, length, rows, seed, sources)):
+        prompt, answer = (encode(tokenizer, text) for text in (item.context + item.question, _answer(item)))
+        text = np.concatenate([[end], prompt, answer, [end]])  # shorter by what an answer may take at most
+        ids[n, : len(text) - 1] = text[:-1]
+        labels[n, len(prompt) : len(text) - 1] = text[len(prompt) + 1 :]
+    return ids, labels
+
+
+def _answer(item: Item) -> str:
+    return f" {', '.join(item.answers)}"
+
+
+def _items(suite: Suite, size: Any, length: int, count: int, seed: int, sources: Sources) -> Iterator[Item]:
+    return suite.make(size, length - suite.max_new_tokens, count, random.Random(seed), sources)
