@@ -19,7 +19,7 @@ from .task import IGNORED, Rows, Task
 from .task_training import share_of_rows, task_model, train_on
 
 HEAD, SEED = 32, 99
-READ = 2000  # texts that the tokenizer is learned from
+READ = 1000  # texts that the tokenizer is learned from
 
 
 def run_suite(cell: Cell, settings: dict[str, Any], train: Sources, asked: Sources) -> dict[str, float]:
@@ -39,6 +39,14 @@ def run_suite(cell: Cell, settings: dict[str, Any], train: Sources, asked: Sourc
     found = {n: suite_task(suite, tokenizer, n, asked) for n in settings["lengths"]}
     shares = {f"{n:,} tokens": share_of_rows(model, task, settings["asked"], SEED) for n, task in found.items()}
     return shares | {"parameters": float(model.num_parameters())}
+
+
+def check_sources(settings: dict[str, Any], train: Sources, asked: Sources) -> None:
+    """ValueError where a text is missing or too short a length is asked for, before anything is trained."""
+    suite, longest = SUITES[settings["suite"]], max(settings["trained"])
+    tokenizer = suite_tokenizer(suite, longest, settings["vocabulary"], train)
+    for lengths, sources in ((settings["trained"], train), (settings["lengths"], asked)):
+        suite_task(suite, tokenizer, min(lengths), sources).rows(1, 0, asked=False)
 
 
 def suite_tokenizer(suite: Suite, length: int, vocabulary: int, sources: Sources) -> Any:

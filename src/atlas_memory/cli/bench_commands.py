@@ -77,6 +77,10 @@ def _rates(given: str) -> list[float]:
     return found
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _cells(models: Sequence[str], learning_rates: str, seeds: str) -> list[dict[str, Any]]:
     return [
         {"model": model, "learning_rate": rate, "seed": seed}
@@ -208,7 +212,7 @@ def suite(
 
     with imports():
         from atlas_memory.bench.studies import suite_study
-        from atlas_memory.bench.suite_training import HEAD
+        from atlas_memory.bench.suite_training import HEAD, check_sources
 
     find_suite(name)
     names, sources = _chosen("models", models), find_sources(haystack or [], babi)
@@ -220,8 +224,10 @@ def suite(
     )
     settings: dict[str, Any] = {"suite": name}
     settings |= {"trained": _numbers("trained", trained), "lengths": _numbers("lengths", lengths)}
-    settings |= {"width": width, "steps": steps, "data": hashlib.sha256(sources.haystack.encode()).hexdigest()[:16]}
-    _run(suite_study(settings, train, asked), _cells(names, learning_rates, seeds), out, workers)
+    settings |= {"width": width, "steps": steps, "data": _digest(sources.haystack)}
+    study = suite_study(settings, train, asked)
+    check_sources(study.settings, train, asked)
+    _run(study, _cells(names, learning_rates, seeds), out, workers)
 
 
 @bench_app.command()
@@ -248,7 +254,8 @@ def language(
 
     names = _chosen("models", models)
     _check_models(names, width, HEAD)
-    data = hashlib.sha256(repr(Corpus.load(text)).encode()).hexdigest()[:16]
+    corpus = Corpus.load(text)
+    data = _digest("".join(document.text for document in (*corpus.train, *corpus.held_out)))
     settings = {"width": width, "layers": layers, "length": length, "steps": steps, "compiled": compiled, "data": data}
     _run(language_study(settings, text), _cells(names, learning_rates, seeds), out, workers)
 

@@ -160,9 +160,9 @@ def _load(name: str) -> tuple[Any, Any, dict[str, Any]]:
     from atlas_memory.models import AtlasConfig
     from atlas_memory.models.saved_memory import identity, weights_hash
     from atlas_memory.train.run_folder import read_json
-    from atlas_memory.train.run_model import load_run
+    from atlas_memory.train.run_model import load_run, model_folder
 
-    folder = Path(name)
+    folder = model_folder(name)
     try:
         foreign = read_json(folder / "config.json").get("model_type") != AtlasConfig.model_type
     except (OSError, ValueError, AttributeError):

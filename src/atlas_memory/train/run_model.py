@@ -28,6 +28,9 @@ from atlas_memory.train.distributed import barrier, rank
 from atlas_memory.train.run_folder import RUN_YAML, read_json
 from atlas_memory.train.training_data import TrainingData
 
+DEMO = Path(__file__).parent.parent / "demo"
+"""The model that comes with the package, known as `demo`."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -40,13 +43,20 @@ class Run:
     step: float  # of the weights; infinite where it is not known
 
 
+def model_folder(name: str | Path) -> Path:
+    """The folder of a run; of `demo`, unless there is such a folder, the one of the model in the package."""
+    folder = Path(name)
+    return DEMO if folder == Path(DEMO.name) and not folder.exists() else folder
+
+
 def load_run(folder: str | Path) -> Run:
-    """Load what `atlas train` (or `save_pretrained`) left in `folder`, onto the GPU if there is one.
+    """Load what `atlas train` (or `save_pretrained`) left in `folder`, onto the GPU if there is one; `demo`: the small
+    model in the package.
 
     A run that was stopped before it saved its last model is read from its newest intact checkpoint. ValueError for a
     missing or empty folder, a damaged file, or weights that do not fit `config.json`.
     """
-    folder = Path(folder)
+    folder = model_folder(folder)
     source = _newest_model(folder)
     config = saved_config(source)
     check_fit(source, config, "its config.json")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Examples = RandomCrops | Segments
 INTERLEAVE = 16  # the default of data.interleave; docs/results/settings.md compares it with one
+HELD_OUT = "held_out.txt"  # of a model without run.yaml
 LONG = 2**20  # characters, tokenised in about a second
 SEGMENTS = 8  # of a row in an epoch, at least, unless data.interleave is given
 logger = logging.getLogger(__name__)
@@ -192,12 +193,15 @@ def evaluation_text(
 ) -> tuple[str, Sequence[Document]]:
     """The text to evaluate a run on, in words, and its documents: the run's own held-out text, or all of `data`.
 
-    `column` is that of tables in `data`; None: the run's. ValueError if the run does not name its text, `data` has no
+    A folder without settings of a run may hold the text as held_out.txt. `column` is that of tables in `data`; None:
+    the run's. ValueError if the run does not name its text, `data` has no
     text or is a prepared folder, or a column is given without `data`."""
     if data is None and column is not None:
         raise ValueError(f"--column {column} is of the text that --data names: give --data too")
     if data is None:
         if run.config is None:
+            if (text := run.folder / HELD_OUT).is_file():
+                return f"the text {HELD_OUT} beside the model", _all_documents(text, RunConfig(), None)
             raise ValueError(f"{str(run.folder)!r} has no run.yaml to name its held-out text: give --data")
         source = run.config.data.path or "the Python standard library's source"
         try:
