@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_memory.bench.language import sized_model
+from atlas_memory.bench.language_training import sized_model
 from atlas_memory.bench.suite_training import suite_task, suite_tokenizer
 from atlas_memory.bench.task import IGNORED
 from atlas_memory.bench.task_training import accuracy, share_of_rows, task_model, train_on

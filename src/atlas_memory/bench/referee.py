@@ -26,7 +26,7 @@ from atlas_memory.rules.optimisers import GradientDescent
 from atlas_memory.rules.rule import Rule
 
 from .associative_recall import mqar
-from .language import crops
+from .language_training import crops
 from .mad import MAD
 from .task import Task
 from .task_training import accuracy, task_model, train_on

@@ -13,7 +13,7 @@ from atlas_memory.eval.suites.suite import Sources
 from . import capacity, referee
 from .associative_recall import VOCABULARY, mqar
 from .grid import Cell, Study
-from .language import run_language
+from .language_training import run_language
 from .mad import ASKED, MAD
 from .suite_training import run_suite
 from .task_training import Autoencoder, accuracy, task_model, train_on

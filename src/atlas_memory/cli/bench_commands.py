@@ -248,7 +248,7 @@ def language(
 ) -> None:
     """Language at equal size and tokens: bits per byte up to 32 training lengths, and the speed of training."""
     with imports():
-        from atlas_memory.bench.language import HEAD
+        from atlas_memory.bench.language_training import HEAD
         from atlas_memory.bench.studies import language_study
         from atlas_memory.data import Corpus
 
