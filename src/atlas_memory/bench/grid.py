@@ -143,7 +143,8 @@ def _machine() -> str:
     if (info := Path("/proc/cpuinfo")).is_file():
         names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = names[0] if names else cpu
-    return f"{cpu}, torch {torch.__version__}"
+    chip = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
+    return f"{chip}, torch {torch.__version__}"
 
 
 def _alone() -> None:

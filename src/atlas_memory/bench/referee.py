@@ -220,7 +220,7 @@ def held_out_bits(model: Any, corpus: Any) -> float:
     """Bits of bytes 128 to 512 of texts that are spread over what is held out."""
     text = Tokens.of(byte_tokenizer(), corpus.held_out).ids.astype(np.int64)
     starts = np.linspace(0, len(text) - READ - 1, STREAMS).astype(int)
-    ids = torch.from_numpy(text[starts[:, None] + np.arange(READ + 1)])
+    ids = torch.from_numpy(text[starts[:, None] + np.arange(READ + 1)]).to(model.device)
     with eval_mode(model):
         nats = [
             F.cross_entropy(

@@ -137,7 +137,8 @@ def share_of_rows(model: Any, task: Task, count: int, seed: int) -> float:
 @torch.inference_mode()
 def _right(model: Any, task: Task, count: int, seed: int) -> Iterator[Tensor]:
     """Whether each answer to a sequence is right, bool `[answers]`."""
-    ids, labels = task.rows(count, seed, asked=True)
+    device = next(model.parameters()).device
+    ids, labels = (x.to(device) for x in task.rows(count, seed, asked=True))
     rows = max(1, min(ROWS, TOKENS // task.length))
     with eval_mode(model):
         for some, wanted in zip(ids.split(rows), labels.split(rows), strict=True):
@@ -157,7 +158,7 @@ def train_on(
     progress: Callable[[float], None] | None = None,
 ) -> int:
     """Train with AdamW, betas 0.9 and 0.98, a warm-up of a twentieth and a cosine to zero, on one of the tasks a step,
-    each in its turn.
+    each in its turn; on a GPU if there is one, where the model stays.
 
     Args:
         model: A causal language model of transformers, or an `Autoencoder`.
@@ -173,15 +174,16 @@ def train_on(
     """
     if not tasks:
         raise ValueError("there is no task to train on")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device).train()
     draws = [_draw(task, max(1, tokens // task.length), seed) for task in tasks]
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     warm = max(1, steps // 20)
-    model.train()
     for step in range(steps):
         rate = min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * max(0, step - warm) / max(1, steps - warm))))
         for group in optimiser.param_groups:
             group["lr"] = learning_rate * rate
-        ids, labels = next(draws[step % len(draws)])
+        ids, labels = (x.to(device) for x in next(draws[step % len(draws)]))
         asked = labels != IGNORED
         loss = F.cross_entropy(_asked_logits(model, ids, asked), labels[asked])
         optimiser.zero_grad()
