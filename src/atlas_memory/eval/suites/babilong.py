@@ -68,7 +68,9 @@ def _background(sources: Sources, size: Callable[[str], int], length: int, rando
     if not sources.haystack:
         raise ValueError("BABILong scatters facts through books: name them, --haystack FILE")
     begin, sentences = random.randrange(len(sources.haystack)), list[str]()
-    text = sources.haystack[begin:] + " " + sources.haystack[:begin]
+    text = sources.haystack[begin : begin + 8 * length + 2000]
+    if len(text) < 8 * length + 2000:
+        text += " " + sources.haystack[:begin]
     while length > 0:
         before = length
         for sentence in SENTENCE.split(text[: 8 * length + 2000])[1:]:

@@ -92,7 +92,7 @@ def _haystack(sources: Sources | None, size: Callable[[str], int], length: int, 
     if not sources.haystack:
         raise ValueError("this suite hides needles in a text of your own: name it, --haystack FILE")
     begin = random.randrange(len(sources.haystack))
-    text = (sources.haystack + " " + sources.haystack)[begin : begin + 8 * length]
+    text = sources.haystack[begin : begin + 8 * length]
     while len(text) < 8 * length:
         text += " " + sources.haystack
     sentences, left = list[str](), length
