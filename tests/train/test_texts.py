@@ -39,7 +39,7 @@ def test_a_model_goes_on_with_its_own_tokens(tmp_path) -> None:
     begin = f"model.init_from={first}"
     with pytest.raises(ConfigError, match=r"data.tokenizer='bytes' is not the tokenizer that the model in") as caught:
         train(settings(tmp_path, begin))
-    assert str(caught.value).endswith(f"which has 280 tokens: set data.tokenizer={first}")
+    assert str(caught.value).endswith(f"which has {len(tokenizer)} tokens: set data.tokenizer={first}")
     prepare(Source(str(tmp_path / "corpus")), tmp_path / "prepared")
     with pytest.raises(ConfigError, match=f"prepare the text with --tokenizer {first}"):
         train(settings(tmp_path, begin, f"data.path={tmp_path / 'prepared'}"))
