@@ -102,9 +102,11 @@ def test_language(tmp_path: Path, capsys) -> None:
         assert list(run["numbers"]) == ["to 64", "to 128", "to 256", "to 512", "to 535", "parameters", "tokens/s"]
         assert 0 < run["numbers"]["to 512"] < 2 and run["numbers"]["tokens/s"] > 0
     capsys.readouterr()
+    more = ["--models", "swa", "--length", "600", "--workers", "1", "--out", str(tmp_path / "long.json")]
+    assert main([*command, *sizes, *more]) == 1 and "535 tokens held out in a piece" in capsys.readouterr().err
     (tmp_path / "book.txt").write_text(BOOK[:-1])
     code, said = refused(capsys, *command, *sizes, "--out", out)
-    assert code == 1 and "result with settings" in said
+    assert code == 1 and "is a result with data " in said
 
 
 def test_a_suite(babi: Path, tmp_path: Path) -> None:

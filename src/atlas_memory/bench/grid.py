@@ -168,10 +168,13 @@ def _earlier(path: Path, study: Study) -> list[dict[str, Any]]:
         runs, known = earlier["runs"], {key: earlier[key] for key in ("suite", "version", "settings")}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no result of a study: name another file") from error
-    settings = json.loads(json.dumps(study.settings))
-    for key, value in {"suite": study.name, "version": study.version, "settings": settings}.items():
-        if known[key] != value:
-            raise ValueError(f"{path} is a result with {key} {known[key]}, not {value}: name another file")
+    made = {"suite": known["suite"], "version": known["version"]} | known["settings"]
+    wanted = {"suite": study.name, "version": study.version} | json.loads(json.dumps(study.settings))
+    for key in made | wanted:
+        if made.get(key) != wanted.get(key):
+            raise ValueError(
+                f"{path} is a result with {key} {made.get(key)}, not {wanted.get(key)}: name another file by --out"
+            )
     return list(runs)
 
 

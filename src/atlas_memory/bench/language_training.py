@@ -11,7 +11,7 @@ import torch
 
 from atlas_memory import set_execution
 from atlas_memory.data import Corpus, Tokens
-from atlas_memory.data.tokenization import learned_tokenizer
+from atlas_memory.data.tokenization import encode, learned_tokenizer
 from atlas_memory.eval.perplexity import bits_per_byte
 from atlas_memory.layers.blocks import BLOCKS
 from atlas_memory.models import AtlasForCausalLM
@@ -32,6 +32,9 @@ def run_language(cell: Cell, settings: dict[str, Any], path: str | None) -> dict
     text = Tokens.of(tokenizer, corpus.train).ids
     if len(text) <= length:
         raise ValueError(f"{corpus.source} has {len(text):,} tokens to train on, and a sequence takes {length + 1:,}")
+    longest = max(len(encode(tokenizer, document.text)) for document in corpus.held_out)
+    if longest < length:
+        raise ValueError(f"{corpus.source} has {longest:,} tokens held out in a piece, fewer than {length:,}")
     torch.manual_seed(cell["seed"])
     model = sized_model(cell["model"], len(tokenizer), settings)
     if settings["compiled"] and BLOCKS[model.config.block].memory:

@@ -34,7 +34,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(memory_app, name="memory")
 app.add_typer(bench_app, name="bench")
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote, or demo.")]
 
 
 def _version(asked: bool) -> None:

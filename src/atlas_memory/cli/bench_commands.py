@@ -48,7 +48,7 @@ def _run(study: Any, cells: Sequence[dict[str, Any]], out: Path | None, workers:
 def _chosen(option: str, given: str, known: Sequence[str] | None = None) -> list[str]:
     from atlas_memory.rules.validation import suggest
 
-    names = given.split(",")
+    names = list(dict.fromkeys(given.split(",")))
     for name in names:
         if not name:
             raise ValueError(f"--{option} {given!r} has an empty name")
@@ -59,7 +59,7 @@ def _chosen(option: str, given: str, known: Sequence[str] | None = None) -> list
 
 def _numbers(option: str, given: str, least: int = 1) -> list[int]:
     try:
-        found = [int(number) for number in given.split(",")]
+        found = list(dict.fromkeys(int(number) for number in given.split(",")))
     except ValueError as error:
         raise ValueError(f"--{option} {given!r} must be whole numbers with commas between") from error
     if not all(least <= number < 2**31 for number in found):
@@ -69,7 +69,7 @@ def _numbers(option: str, given: str, least: int = 1) -> list[int]:
 
 def _rates(given: str) -> list[float]:
     try:
-        found = [float(number) for number in given.split(",")]
+        found = list(dict.fromkeys(float(number) for number in given.split(",")))
     except ValueError as error:
         raise ValueError(f"--learning-rates {given!r} must be numbers with commas between") from error
     if not all(0 < rate <= 1 for rate in found):
@@ -196,7 +196,7 @@ def suite(
     models: Models = "swa+conv,gated-deltanet,titans,omeganet",
     trained: Annotated[str, typer.Option(help="Tokens of texts to train on, in turn.")] = "256,512",
     lengths: Annotated[str, typer.Option(help="Tokens of the texts to be asked about.")] = "512,2048,8192,32768",
-    width: Annotated[int, typer.Option(help="Of the models.")] = 64,
+    width: Annotated[int, typer.Option(help="Of the models, whose heads are 32 wide.")] = 64,
     learning_rates: Rates = "0.01",
     steps: Annotated[int, typer.Option(min=1, help="Steps of training, of 4,096 tokens each.")] = 800,
     haystack: Annotated[
@@ -234,7 +234,7 @@ def suite(
 def language(
     text: Annotated[str | None, typer.Option(help="As data.path of atlas train; default Python's own library.")] = None,
     models: Models = "attention,swa,gated-deltanet,titans,omeganet,hope,mag:titans,mal:titans",
-    width: Annotated[int, typer.Option(help="Of the models.")] = 256,
+    width: Annotated[int, typer.Option(help="Of the models, whose heads are 32 wide.")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Of the models.")] = 4,
     length: Annotated[int, typer.Option(min=64, max=2048, help="Tokens of a stretch to train on.")] = 256,
     learning_rates: Rates = "0.003",

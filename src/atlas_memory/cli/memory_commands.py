@@ -29,7 +29,7 @@ MemoryFile = Annotated[Path, typer.Argument(metavar="MEMORY", help="A file that 
 
 
 def read(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote, or demo.")],
     texts: Annotated[
         list[str] | None,
         typer.Argument(metavar="TEXTS...", help="Text files, one after the other; - is standard input."),
@@ -158,7 +158,7 @@ def _tensor(ids: Any) -> Any:
 
 
 def chat(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote, or demo.")],
     memory: Annotated[Path | None, typer.Option(help="What the model has read before.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 200,
     temperature: Annotated[float, typer.Option(min=1e-6)] = 0.8,
@@ -223,7 +223,7 @@ def _save(memory: Memory, place: str, saved: set[Path]) -> None:
 
 
 def serve(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `atlas train` wrote, or demo.")],
     memories: Annotated[Path, typer.Option(help="The folder of the memories that requests name.")] = Path("memories"),
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     address: Annotated[str, typer.Option(help="Whom it answers: 0.0.0.0 is every machine that can reach it.")] = (

@@ -34,7 +34,8 @@ def evaluate_suites(
         from atlas_memory.eval.suites.language import LANGUAGE, evaluate_language
 
     names = list(dict.fromkeys(suites.split(",")))
-    asked = {suite: find_suite(suite) for suite in names if suite != LANGUAGE and not suite.startswith(HARNESS)}
+    others = LANGUAGE, "lm-eval:TASK"
+    asked = {suite: find_suite(suite, others) for suite in names if suite != LANGUAGE and not suite.startswith(HARNESS)}
     if strict and len(asked) < len(names):
         raise ValueError(f"--strict is for questions about a text, not for {LANGUAGE} and {HARNESS}")
     numbers = None if lengths is None else _numbers(lengths)
@@ -88,14 +89,13 @@ def make_texts(
     print(one_line(f"{out}: {count:,} texts of up to {length:,} tokens"))
 
 
-def find_suite(name: str) -> Any:
-    """A suite by name; ValueError where there is none."""
+def find_suite(name: str, others: Sequence[str] = ()) -> Any:
+    """A suite by name; ValueError where there is none, which suggests these and `others`."""
     from atlas_memory.eval.suites import SUITES
     from atlas_memory.rules.validation import suggest
 
     if name not in SUITES:
-        known = [*SUITES, "language", "lm-eval:TASK"]
-        raise ValueError(f"the suite {name!r} is unknown; {suggest(name, known)}")
+        raise ValueError(f"the suite {name!r} is unknown; {suggest(name, [*SUITES, *others])}")
     return SUITES[name]
 
 
