@@ -86,7 +86,7 @@ def passkeys(
 def _haystack(sources: Sources | None, size: Callable[[str], int], length: int, random: random.Random) -> list[str]:
     """Sentences of about so many tokens in all, at most: noise, or a part of a text."""
     if length < 1:
-        raise ValueError(f"so short a text is not possible: the question alone needs {1 - length} tokens more")
+        raise ValueError(f"a text of so few tokens cannot hold the question, which needs {1 - length} more")
     if sources is None:
         return [NOISE] * int(length / (size(f"{NOISE}\n" * 20) / 20))
     if not sources.haystack:
