@@ -113,18 +113,7 @@ def test_a_suite(babi: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(BOOK)
     out = tmp_path / "suite.json"
     command = ["bench", "suite", "babilong-qa1", "--babi", str(babi), "--haystack", str(tmp_path / "book.txt")]
-    sizes = [
-        "--trained",
-        "64,96",
-        "--lengths",
-        "64,200",
-        "--width",
-        "32",
-        "--steps",
-        "2",
-        "--models",
-        "swa+conv",
-    ]
+    sizes = ["--trained", "64,96", "--lengths", "64,200", "--width", "32", "--steps", "2", "--models", "swa+conv"]
     assert main([*command, *sizes, "--seeds", "0", "--workers", "1", "--out", str(out)]) == 0
     runs = json.loads(out.read_text())["runs"]
     assert [list(run["numbers"]) for run in runs] == [["64 tokens", "200 tokens", "parameters"]]

@@ -19,7 +19,7 @@ from .task import IGNORED, Rows, Task
 from .task_training import share_of_rows, task_model, train_on
 
 HEAD, SEED = 32, 99
-READ = 1000  # texts that the tokenizer is learned from
+READ = 2000  # texts that the tokenizer is learned from
 
 
 def run_suite(cell: Cell, settings: dict[str, Any], train: Sources, asked: Sources) -> dict[str, float]:
@@ -52,7 +52,7 @@ def check_sources(settings: dict[str, Any], train: Sources, asked: Sources) -> N
 def suite_tokenizer(suite: Suite, length: int, vocabulary: int, sources: Sources) -> Any:
     """Byte-level BPE of the texts to train on."""
     texts = _items(suite, lambda text: len(text) // 4, length, READ, 0, sources)
-    return learned_tokenizer((item.context + item.question + _answer(item) for item in texts), vocabulary)
+    return learned_tokenizer((item.context + item.question + item.answered for item in texts), vocabulary)
 
 
 def suite_task(suite: Suite, tokenizer: Any, length: int, sources: Sources) -> Task:
@@ -71,15 +71,11 @@ def _rows(
         return len(encode(tokenizer, text))
 
     for n, item in enumerate(_items(suite, size, length, rows, seed, sources)):
-        prompt, answer = (encode(tokenizer, text) for text in (item.context + item.question, _answer(item)))
+        prompt, answer = (encode(tokenizer, text) for text in (item.context + item.question, item.answered))
         text = np.concatenate([[end], prompt, answer, [end]])  # shorter by what an answer may take at most
         ids[n, : len(text) - 1] = text[:-1]
         labels[n, len(prompt) : len(text) - 1] = text[len(prompt) + 1 :]
     return ids, labels
-
-
-def _answer(item: Item) -> str:
-    return f" {', '.join(item.answers)}"
 
 
 def _items(suite: Suite, size: Any, length: int, count: int, seed: int, sources: Sources) -> Iterator[Item]:

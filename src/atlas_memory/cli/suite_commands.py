@@ -84,7 +84,7 @@ def make_texts(
     items = find_suite(suite).items(load_tokenizer(tokenizer), length, count, seed, sources)
     with out.open("w", encoding="utf-8") as file:
         for item in items:
-            text = f"{item.context}{item.question} {', '.join(item.answers)}\n"
+            text = f"{item.context}{item.question}{item.answered}\n"
             file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
     print(one_line(f"{out}: {count:,} texts of up to {length:,} tokens"))
 

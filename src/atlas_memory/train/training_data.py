@@ -193,9 +193,9 @@ def evaluation_text(
 ) -> tuple[str, Sequence[Document]]:
     """The text to evaluate a run on, in words, and its documents: the run's own held-out text, or all of `data`.
 
-    A folder without settings of a run may hold the text as held_out.txt. `column` is that of tables in `data`; None:
-    the run's. ValueError if the run does not name its text, `data` has no
-    text or is a prepared folder, or a column is given without `data`."""
+    A folder without a run.yaml may hold the text as held_out.txt. `column` is that of tables in `data`; None: the
+    run's. ValueError if the run does not name its text, `data` has no text or is a prepared folder, or a column is
+    given without `data`."""
     if data is None and column is not None:
         raise ValueError(f"--column {column} is of the text that --data names: give --data too")
     if data is None:

@@ -30,6 +30,11 @@ class Item:
     question: str
     answers: tuple[str, ...]
 
+    @property
+    def answered(self) -> str:
+        """What follows the question in a text to train on."""
+        return f" {', '.join(self.answers)}"
+
 
 @dataclass(frozen=True)
 class Sources:
