@@ -175,7 +175,7 @@ def test_models_by_name(name: str, block: str) -> None:
 
 
 def test_models_that_are_none() -> None:
-    for name, message in (("titan", "titan"), ("mag:titan", "titan"), ("attention+fast", "only conv can stand")):
+    for name, message in (("titan", "titan"), ("mag:titan", "titan"), ("attention+fast", "is unknown; choose")):
         with pytest.raises(ValueError, match=message):
             task_model(name, 32, 32, 16)
     with pytest.raises(ValueError, match="do not divide"):

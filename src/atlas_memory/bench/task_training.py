@@ -42,9 +42,7 @@ def task_model(
     Raises:
         ValueError: an unknown name, or heads that do not divide the width.
     """
-    name, _, convolved = name.partition("+")
-    if convolved not in ("", "conv"):
-        raise ValueError(f"{name}+{convolved} is no model: after the + only conv can stand")
+    convolved, name = name.endswith("+conv"), name.removesuffix("+conv")
     block, _, rule = name.rpartition(":")
     kind: dict[str, Any] = {"block": block, "rule": rule} if block else {"rule": name}
     if not block and name not in RULES and name in BLOCKS:
