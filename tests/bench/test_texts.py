@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from atlas_memory.bench.language_training import sized_model
-from atlas_memory.bench.suite_training import suite_task, suite_tokenizer
+from atlas_memory.bench.suite_training import strict_share, suite_task, suite_tokenizer
 from atlas_memory.bench.task import IGNORED
 from atlas_memory.bench.task_training import accuracy, share_of_rows, task_model, train_on
 from atlas_memory.cli import main
@@ -80,6 +80,10 @@ def test_an_answer_counts_as_a_whole() -> None:
     wrote = answers(model, tokenizer, items, 4)
     right = sum(said == f" {item.answers[0]}" for item, said in zip(items, wrote, strict=True)) / 64
     assert 0.05 < right < 0.95 and share_of_rows(model, task, 64, 5) == right < accuracy(model, task, 64, 5)
+    assert strict_share(model, tokenizer, items, 4) == right  # the memory holds all of the text
+    window = task_model("swa", 258, 32, 16, window=16)
+    train_on(window, [task], 8, 512, 1e-2, 0)
+    assert strict_share(window, tokenizer, items, 4) < 0.2
 
 
 @pytest.mark.parametrize("name", ["attention", "swa", "titans", "mag:titans", "hope"])

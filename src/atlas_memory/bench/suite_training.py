@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from atlas_memory.data.tokenization import encode, learned_tokenizer, padding_token
 from atlas_memory.eval.suites import SUITES
+from atlas_memory.eval.suites.evaluation import answers
 from atlas_memory.eval.suites.suite import Item, Sources, Suite
 
 from .grid import Cell
@@ -24,7 +25,8 @@ READ = 2000  # texts that the tokenizer is learned from
 
 def run_suite(cell: Cell, settings: dict[str, Any], train: Sources, asked: Sources) -> dict[str, float]:
     """Train on texts of `settings["trained"]` tokens; the share of questions that are answered to the letter, the
-    likeliest token each time, in texts of `settings["lengths"]`.
+    likeliest token each time, in texts of `settings["lengths"]`. With `settings["strict"]` also the share after the
+    text is gone (see `evaluate_suite`).
 
     Args:
         train: What the texts to train on are made of.
@@ -38,7 +40,18 @@ def run_suite(cell: Cell, settings: dict[str, Any], train: Sources, asked: Sourc
     train_on(model, tasks, settings["steps"], settings["tokens"], cell["learning_rate"], cell["seed"])
     found = {n: suite_task(suite, tokenizer, n, asked) for n in settings["lengths"]}
     shares = {f"{n:,} tokens": share_of_rows(model, task, settings["asked"], SEED) for n, task in found.items()}
+    if settings.get("strict"):
+        for n in settings["lengths"]:
+            items = suite.items(tokenizer, n, settings["asked"], SEED, asked)
+            shares[f"{n:,} tokens, strict"] = strict_share(model, tokenizer, items, suite.max_new_tokens)
     return shares | {"parameters": float(model.num_parameters())}
+
+
+def strict_share(model: Any, tokenizer: Any, items: Sequence[Item], tokens: int) -> float:
+    """The share of questions that are answered to the letter by what the memory holds of the texts."""
+    model.config.bos_token_id, model.config.eos_token_id = None, tokenizer.eos_token_id  # with it a text begins
+    said = answers(model, tokenizer, items, tokens, strict=True)
+    return sum(answer.strip() == item.answered.strip() for answer, item in zip(said, items, strict=True)) / len(items)
 
 
 def check_sources(settings: dict[str, Any], train: Sources, asked: Sources) -> None:

@@ -203,6 +203,9 @@ def suite(
         list[Path] | None, typer.Option(help="A text to hide things in; the last tenth is kept for the questions.")
     ] = None,
     babi: Annotated[Path | None, typer.Option(help="Of BABILong: the folder of bAbI's files.")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Also ask when the text is gone and only a memory can answer.")
+    ] = False,
     seeds: Seeds = "0,1,2",
     out: Out = None,
     workers: Workers = CORES,
@@ -225,6 +228,7 @@ def suite(
     settings: dict[str, Any] = {"suite": name}
     settings |= {"trained": _numbers("trained", trained), "lengths": _numbers("lengths", lengths)}
     settings |= {"width": width, "steps": steps, "data": _digest(sources.haystack)}
+    settings |= {"strict": True} if strict else {}
     study = suite_study(settings, train, asked)
     check_sources(study.settings, train, asked)
     _run(study, _cells(names, learning_rates, seeds), out, workers)
