@@ -87,7 +87,7 @@ def test_cases_of_a_run_are_rows_of_their_own(tmp_path: Path) -> None:
 def test_a_matrix_holds_as_many_pairs_as_it_has_columns() -> None:
     """Proposition 1: d_k. Proposition 2: with features of degree 2, their number; Hebbian writes hold a fraction."""
     held = {
-        name: capacity.stored(capacity.fresh(capacity.MEMORIES[name][1], 8), 0, 32)
+        name: capacity.stored(capacity.fresh(capacity.MEMORIES[name], 8), 0, 32)
         for name in ("Hebbian", "online", "degree 2")
     }
     assert held["Hebbian"] <= 2 and 7 <= held["online"] <= 9 and 38 <= held["degree 2"] <= 46

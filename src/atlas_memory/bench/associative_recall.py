@@ -40,7 +40,7 @@ def _distinct(rows: int, kinds: int, count: int, random: np.random.Generator) ->
 
 
 def mqar(pairs: int, length: int, vocabulary: int = VOCABULARY) -> Task:
-    """The task with so many pairs in sequences of `length`.
+    """The task with so many pairs in sequences of `length` (Zoology, arXiv 2312.04927).
 
     Raises:
         ValueError: the pairs and their questions do not fit, or the vocabulary has too few keys.
@@ -51,5 +51,4 @@ def mqar(pairs: int, length: int, vocabulary: int = VOCABULARY) -> Task:
         )
     if vocabulary // 2 - 1 < pairs:
         raise ValueError(f"MQAR of {pairs} pairs needs {2 * pairs + 2} tokens in its vocabulary, got {vocabulary}")
-    source = "Zoology, arXiv 2312.04927"
-    return Task(f"mqar {pairs}/{length}", vocabulary, length, source, partial(recall, pairs, length, vocabulary))
+    return Task(f"mqar {pairs}/{length}", vocabulary, length, partial(recall, pairs, length, vocabulary))

@@ -40,23 +40,23 @@ def _degree(degree: int) -> Changes:
     return _MATRIX | {"features": {"degree": degree}}
 
 
-MEMORIES: dict[str, tuple[str, Rule]] = {
-    "Hebbian": ("W k, dot product", _omega(**_MATRIX, bias={"kind": "DotProduct"})),
-    "online": ("W k, L2, c = 1 (delta rule)", _omega(**_MATRIX)),
-    "Omega, c = 4": ("W k, L2, c = 4", _omega(**(_MATRIX | {"window": {"size": 4}}))),
-    "Omega, c = 16": ("W k, L2, c = 16", _omega(**(_MATRIX | {"window": {"size": 16}}))),
-    "Muon": ("W k, L2, c = 1, Muon", RULES["atlas"].vary(**_MATRIX)),
-    "Muon, as printed": ("the same with steps of ATLAS Eq. 32", RULES["atlas"].vary(**_MATRIX).printed()),
-    "degree 2": ("W phi_2(k)", _omega(**_degree(2))),
-    "degree 3": ("W phi_3(k)", _omega(**_degree(3))),
-    "MLP, 1 d": ("two layers, d hidden units", _omega(**_DEEP, network={"expansion": 1})),
-    "MLP, 4 d": ("two layers, 4 d hidden units", _omega(**_DEEP, network={"expansion": 4})),
-    "MLP, 16 d": ("two layers, 16 d hidden units", _omega(**_DEEP, network={"expansion": 16})),
-    "MLP, 4 d, Muon": ("the same with Muon", RULES["atlas"].vary(**_DEEP, network={"expansion": 4})),
-    "omeganet": ("MLP, 4 d, phi_2, c = 8", RULES["omeganet"]),
-    "atlas": ("the same with Muon", RULES["atlas"]),
+MEMORIES: dict[str, Rule] = {
+    "Hebbian": _omega(**_MATRIX, bias={"kind": "DotProduct"}),  # W k, dot product
+    "online": _omega(**_MATRIX),  # W k, L2, c = 1 (delta rule)
+    "Omega, c = 4": _omega(**(_MATRIX | {"window": {"size": 4}})),  # W k, L2, c = 4
+    "Omega, c = 16": _omega(**(_MATRIX | {"window": {"size": 16}})),  # W k, L2, c = 16
+    "Muon": RULES["atlas"].vary(**_MATRIX),  # W k, L2, c = 1, Muon
+    "Muon, as printed": RULES["atlas"].vary(**_MATRIX).printed(),  # the same with steps of ATLAS Eq. 32
+    "degree 2": _omega(**_degree(2)),  # W phi_2(k)
+    "degree 3": _omega(**_degree(3)),  # W phi_3(k)
+    "MLP, 1 d": _omega(**_DEEP, network={"expansion": 1}),  # two layers, d hidden units
+    "MLP, 4 d": _omega(**_DEEP, network={"expansion": 4}),  # two layers, 4 d hidden units
+    "MLP, 16 d": _omega(**_DEEP, network={"expansion": 16}),  # two layers, 16 d hidden units
+    "MLP, 4 d, Muon": RULES["atlas"].vary(**_DEEP, network={"expansion": 4}),  # the same with Muon
+    "omeganet": RULES["omeganet"],  # MLP, 4 d, phi_2, c = 8
+    "atlas": RULES["atlas"],  # the same with Muon
 }
-"""What is compared: a description and a rule each; all but the last two are `omeganet` with one part changed."""
+"""What is compared; all but the last two are `omeganet` with one part changed."""
 LARGEST: dict[str, int] = {
     "Muon, as printed": 32,
     "degree 3": 16,
@@ -123,7 +123,7 @@ def measure(memory: str, dim: int, seed: int) -> dict[str, float]:
     if dim < 2:
         raise ValueError(f"heads of {dim}: the cosine of two numbers is always 1, take at least 2")
     torch.manual_seed(seed)
-    made = fresh(MEMORIES[memory][1], dim)
+    made = fresh(MEMORIES[memory], dim)
     found = {f"stored, {n} reading{'s'[: n > 1]}": float(stored(made, seed, n)) for n in READINGS}
     found["likeness of d pairs"] = likeness(made, dim, seed, 1)
     numbers = sum(rows * columns for rows, columns in made.rule.shapes(dim))

@@ -39,7 +39,7 @@ def run_language(cell: Cell, settings: dict[str, Any], path: str | None) -> dict
     model = sized_model(cell["model"], len(tokenizer), settings)
     if settings["compiled"] and BLOCKS[model.config.block].memory:
         set_execution(model, compiled=True)
-    task = Task("language", len(tokenizer), length, corpus.source, partial(crops, text, length))
+    task = Task("language", len(tokenizer), length, partial(crops, text, length))
     ends: list[float] = []  # of the steps, of which the first may compile
 
     def progress(_: float) -> None:

@@ -105,15 +105,14 @@ def memorisation(vocabulary: int, length: int, rows: int, random: np.random.Gene
     return ids, labels
 
 
-_SOURCE = "MAD, arXiv 2403.17844"
 TRAINED = 12_800  # sequences; of memorisation 256
 ASKED = 1_280
 MAD = [
-    Task("compression", 16, 32, _SOURCE, partial(compression, 16, 32), TRAINED, autoencodes=True),
-    Task("recall", 16, 127, _SOURCE, partial(in_context_recall, 16, 128, 0, 0.0), TRAINED),
-    Task("noisy-recall", 32, 127, _SOURCE, partial(in_context_recall, 32, 128, 16, 0.2), TRAINED),
-    Task("fuzzy-recall", 16, 128, _SOURCE, partial(fuzzy_recall, 16, 128), TRAINED),
-    Task("selective-copying", 16, 256, _SOURCE, partial(selective_copying, 16, 256, 16), TRAINED),
-    Task("memorisation", 256, 32, _SOURCE, partial(memorisation, 256, 32), 256),
+    Task("compression", 16, 32, partial(compression, 16, 32), TRAINED, autoencodes=True),
+    Task("recall", 16, 127, partial(in_context_recall, 16, 128, 0, 0.0), TRAINED),
+    Task("noisy-recall", 32, 127, partial(in_context_recall, 32, 128, 16, 0.2), TRAINED),
+    Task("fuzzy-recall", 16, 128, partial(fuzzy_recall, 16, 128), TRAINED),
+    Task("selective-copying", 16, 256, partial(selective_copying, 16, 256, 16), TRAINED),
+    Task("memorisation", 256, 32, partial(memorisation, 256, 32), 256),
 ]
 """The six tasks."""

@@ -212,7 +212,7 @@ def run(cell: dict[str, Any], settings: dict[str, Any]) -> dict[str, float]:
 
 def _bytes(corpus: Any) -> Task:
     ids = Tokens.of(byte_tokenizer(), corpus.train).ids
-    return Task("bytes", 258, CROP, "standard library", partial(crops, ids, CROP))
+    return Task("bytes", 258, CROP, partial(crops, ids, CROP))
 
 
 @torch.inference_mode()

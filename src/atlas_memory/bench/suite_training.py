@@ -70,7 +70,7 @@ def suite_tokenizer(suite: Suite, length: int, vocabulary: int, sources: Sources
 
 def suite_task(suite: Suite, tokenizer: Any, length: int, sources: Sources) -> Task:
     """A suite's texts of up to `length` tokens as a task: at the end of each the answer is asked, and its end."""
-    return Task(suite.name, len(tokenizer), length, suite.source, partial(_rows, suite, tokenizer, length, sources))
+    return Task(suite.name, len(tokenizer), length, partial(_rows, suite, tokenizer, length, sources))
 
 
 def _rows(

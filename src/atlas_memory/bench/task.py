@@ -24,7 +24,6 @@ class Task:
         name: Of the option `--tasks`.
         vocab_size: Tokens there are.
         length: Tokens of a sequence.
-        source: The paper, and its protocol.
         make: `make(rows, random, asked)`: sequences and labels; `asked`: of the evaluation, whose labels may be fewer.
         sequences: To train on, in turn; None: always new ones.
         autoencodes: Whether all labels are named from what is left at the last token (MAD's compression).
@@ -33,7 +32,6 @@ class Task:
     name: str
     vocab_size: int
     length: int
-    source: str
     make: Callable[[int, np.random.Generator, bool], Rows]
     sequences: int | None = None
     autoencodes: bool = False
