@@ -93,14 +93,11 @@ def learn(
         Path | None, typer.Option(help="Of studies of whole models: a text or folder; default stdlib.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Of studies of whole models: steps of training.", min=1)] = None,
-    compiled: Annotated[
-        bool, typer.Option("--compiled", help="Of study language: compile what is in a chunk.")
-    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A step or two of each, only to see that it works.")] = False,
 ) -> None:
     """Whether memories write, are taught and remember; write a JSON file each, whenever a row of it is complete. Rows
     of other cases and widths that the file already has stay in it."""
-    given_too = {"text": None if text is None else str(text), "steps": steps, "compiled": compiled or None}
+    given_too = {"text": None if text is None else str(text), "steps": steps}
     options = {name: value for name, value in given_too.items() if value is not None}
     for name in names or STUDIES:
         if name not in STUDIES:
@@ -113,9 +110,7 @@ def learn(
         heads = study.widths if widths is None else _numbers("widths", widths)
         given: dict[str, object] = {"cases": cases, "widths": widths, "seeds": seeds}
         study = replace(study, measure=partial(study.measure, **options))
-        settings = "".join(
-            f" --{name}" if value is True else f" --{name} {quote(str(value))}" for name, value in options.items()
-        )
+        settings = "".join(f" --{name} {quote(str(value))}" for name, value in options.items())
         chosen_too = "".join(f" --{name} {quote(str(value))}" for name, value in given.items() if value is not None)
         command = f"python -m benchmarks learn {study.name}{chosen_too}{settings}{' --quick' if quick else ''}"
         path, numbers = folder / f"{study.name}.json", _numbers("seeds", seeds)

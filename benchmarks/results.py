@@ -111,7 +111,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     },
     "parameters": lambda row: f"{row['parameters']:,.0f}",
     "training": _bits("training"),
-    **{place: _bits(place.replace(",", "")) for place in ("0-128", "128-512", "0-64", "512-1,024", *LATE)},
+    **{place: _bits(place.replace(",", "")) for place in ("0-64", "512-1,024", *LATE)},
     "held out": _bits("held out"),
     **{f"gate at {share}": _share(f"gate at {share}") for share in ("1/4", "1/2", "the end")},
     "writes save": _bits("written"),
@@ -205,8 +205,6 @@ SUMMARIES: dict[str, tuple[str, tuple[Joined, ...]]] = {
             Joined("recall, 1,024", "recall", "recall 1,024"),
             Joined("recall, 4,096", "recall", "recall 4,096"),
             Joined("rewritten keys", "rewriting", "recall 1,024"),
-            Joined("code, bits", "language", "128-512"),
-            Joined("books, bits", "books", "128-512"),
         ),
     ),
     "performance": (

@@ -1,7 +1,6 @@
 """Whether memories learn: studies, by name, beside the benchmarks of speed."""
 
 from .alarms import ALARMS
-from .language import LANGUAGE
 from .needle import NEEDLE
 from .orders import ORDERS_STUDY
 from .reach import REACH
@@ -12,5 +11,5 @@ from .study import Study
 from .writes import WRITES
 
 OF_MEMORIES = (WRITES, REACH, RECALL, NEEDLE, REWRITING)
-OF_TEXT = (LANGUAGE, ORDERS_STUDY, RECIPE, ALARMS)
+OF_TEXT = (ORDERS_STUDY, RECIPE, ALARMS)
 STUDIES: dict[str, Study] = {s.name: s for s in (*OF_MEMORIES, *OF_TEXT)}

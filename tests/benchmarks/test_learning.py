@@ -67,7 +67,7 @@ def test_needles_can_be_answered_from_the_first_segment_of_their_document() -> N
 def test_a_quick_run(capsys, tmp_path: Path) -> None:
     """Of two rules, where they are quick."""
     alone = {"orders": "titans: crops"}
-    alone |= dict.fromkeys(("language", "recipe", "alarms"), "titans")
+    alone |= dict.fromkeys(("recipe", "alarms"), "titans")
     (tmp_path / "text.txt").write_text("so it goes. " * 5000)
     for name in STUDIES:
         of_text = ["--text", str(tmp_path / "text.txt")] if STUDIES[name] in OF_TEXT else []
@@ -106,8 +106,8 @@ def test_rows_of_earlier_runs_stay_and_are_in_order(capsys, tmp_path: Path) -> N
     "arguments,message",
     [
         (["learn", "recal"], "unknown study 'recal'; there are writes, reach, recall, needle, rewriting"),
-        (["learn", "writes", "--steps", "3", "--compiled"], "study writes takes no --compiled, --steps: leave it out"),
-        (["learn", "language", "--cases", "titans", "--text", "no-such-file"], "'no-such-file' does not exist"),
+        (["learn", "writes", "--steps", "3"], "study writes takes no --steps: leave it out"),
+        (["learn", "recipe", "--cases", "titans", "--text", "no-such-file"], "'no-such-file' does not exist"),
         (["learn", "writes", "--cases", "titan"], "study writes has no case 'titan'"),
         (["learn", "writes", "--widths", "a"], "widths must be whole numbers with commas between, got 'a'"),
     ],
