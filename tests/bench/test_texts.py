@@ -118,9 +118,21 @@ def test_a_suite(babi: Path, tmp_path: Path) -> None:
     out = tmp_path / "suite.json"
     command = ["bench", "suite", "babilong-qa1", "--babi", str(babi), "--haystack", str(tmp_path / "book.txt")]
     sizes = ["--trained", "64,96", "--lengths", "64,200", "--width", "32", "--steps", "2", "--models", "swa+conv"]
-    assert main([*command, *sizes, "--seeds", "0", "--workers", "1", "--out", str(out)]) == 0
-    runs = json.loads(out.read_text())["runs"]
-    assert [list(run["numbers"]) for run in runs] == [["64 tokens", "200 tokens", "parameters"]]
+    more = ["--strict", "--seeds", "0", "--workers", "1", "--out", str(out)]
+    assert main([*command, *sizes, *more]) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    shares = ["64 tokens", "200 tokens", "64 tokens, strict", "200 tokens, strict"]
+    assert list(run["numbers"]) == [*shares, "parameters"]
+
+
+def test_stories_that_are_too_long_are_left_out(babi: Path) -> None:
+    (babi / "qa1_one_train.txt").write_text(f"1 {'Mary went on. ' * 99}\n2 Where?\tgarden\n{TRAIN}")
+    suite, tokenizer = SUITES["babilong-qa1"], byte_tokenizer()
+    sources = Sources(BOOK, babi, "train")
+    ids, _ = suite_task(suite, tokenizer, 120, sources).rows(9, 0, asked=False)
+    assert all("moved to the garden" in tokenizer.decode(row) for row in ids)
+    with pytest.raises(ValueError, match="fits into 40 tokens: its facts alone take more"):
+        suite_task(suite, tokenizer, 40, sources).rows(1, 0, asked=False)
 
 
 def test_mistakes(tmp_path: Path, capsys) -> None:

@@ -21,6 +21,7 @@ from .task_training import share_of_rows, task_model, train_on
 
 HEAD, SEED = 32, 99
 READ = 2000  # texts that the tokenizer is learned from
+TRIES = 100  # of texts short enough: facts are not cut
 
 
 def run_suite(cell: Cell, settings: dict[str, Any], train: Sources, asked: Sources) -> dict[str, float]:
@@ -78,16 +79,22 @@ def _rows(
 ) -> Rows:
     ids = np.full((rows, length), padding_token(tokenizer))
     labels = np.full((rows, length), IGNORED)
-    end, seed = tokenizer.eos_token_id, int(random.integers(2**32))
+    end, seed, n, tries = tokenizer.eos_token_id, int(random.integers(2**32)), 0, 0
 
     def size(text: str) -> int:
         return len(encode(tokenizer, text))
 
-    for n, item in enumerate(_items(suite, size, length, rows, seed, sources)):
-        prompt, answer = (encode(tokenizer, text) for text in (item.context + item.question, item.answered))
-        text = np.concatenate([[end], prompt, answer, [end]])  # shorter by what an answer may take at most
-        ids[n, : len(text) - 1] = text[:-1]
-        labels[n, len(prompt) : len(text) - 1] = text[len(prompt) + 1 :]
+    while n < rows:
+        for item in _items(suite, size, length, rows - n, seed + tries, sources):
+            prompt, answer = (encode(tokenizer, text) for text in (item.context + item.question, item.answered))
+            text = np.concatenate([[end], prompt, answer, [end]])  # shorter by what an answer may take at most
+            if len(text) - 1 <= length:
+                ids[n, : len(text) - 1] = text[:-1]
+                labels[n, len(prompt) : len(text) - 1] = text[len(prompt) + 1 :]
+                n += 1
+        tries += 1
+        if not n and tries == TRIES:
+            raise ValueError(f"no text of {suite.name} fits into {length:,} tokens: its facts alone take more")
     return ids, labels
 
 
