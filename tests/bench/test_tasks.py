@@ -161,7 +161,14 @@ def test_a_loss_that_is_not_finite_ends_training() -> None:
 
 @pytest.mark.parametrize(
     "name,block",
-    [("titans", "lmm"), ("attention", "attention"), ("mag:titans", "mag"), ("attention+conv", "attention")],
+    [
+        ("titans", "lmm"),
+        ("attention", "attention"),
+        ("mag:titans", "mag"),
+        ("attention+conv", "attention"),
+        ("atlas++", "lmm"),
+        ("gated-deltanet+degree-2", "lmm"),
+    ],
 )
 def test_models_by_name(name: str, block: str) -> None:
     model = task_model(name, 32, 32, 16)

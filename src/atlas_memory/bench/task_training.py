@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ def task_model(
 
     Args:
         name: Of `RULES`, of `BLOCKS`, or of both with a colon between. With `+conv`, what a mixer reads goes through a
-            convolution of four tokens first, as q, k and v do in memories: for attention, which has none.
+            convolution of four tokens first, as q, k and v do in memories: for attention, which has none. With
+            `+degree-2`, a memory has polynomial features of keys and queries (ATLAS, Eq. 5).
         vocabulary: Tokens there are.
         width: Of the model.
         head: Width of a head.
@@ -42,13 +44,15 @@ def task_model(
     Raises:
         ValueError: an unknown name, or heads that do not divide the width.
     """
-    convolved, name = name.endswith("+conv"), name.removesuffix("+conv")
+    name, *added = re.split(r"\+(?=conv$|degree-2$)", name)
     block, _, rule = name.rpartition(":")
     kind: dict[str, Any] = {"block": block, "rule": rule} if block else {"rule": name}
     if not block and name not in RULES and name in BLOCKS:
         kind = {"block": name}
     if (known := BLOCKS.get(kind.get("block", "lmm"))) and known.window:
         kind["attention_window"] = window
+    if "degree-2" in added:
+        kind["rule_options"] = {"features": {"kind": "Polynomial", "degree": 2}}
     if head < 1 or width < 1 or width % head:
         raise ValueError(f"heads of {head} do not divide a width of {width}")
     config = AtlasConfig.preset(
@@ -65,7 +69,7 @@ def task_model(
         **options,
     )
     model = AtlasForCausalLM(config)
-    if convolved:
+    if "conv" in added:
         for block in model.model.layers:
             block.mixer_norm = nn.Sequential(block.mixer_norm, _Convolution(width))
     return model
