@@ -167,6 +167,7 @@ def test_a_loss_that_is_not_finite_ends_training() -> None:
         ("mag:titans", "mag"),
         ("attention+conv", "attention"),
         ("atlas++", "lmm"),
+        ("atlas+++4d", "lmm"),
         ("gated-deltanet+degree-2", "lmm"),
     ],
 )

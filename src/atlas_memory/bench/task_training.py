@@ -28,12 +28,13 @@ def task_model(
     name: str, vocabulary: int, width: int, head: int, layers: int = 2, window: int | None = None, **options: Any
 ) -> AtlasForCausalLM:
     """A small language model of a rule, a block, or a rule in a block, as `mag:titans`, with rules as the byte presets
-    have them.
+    have them: a hidden layer of a memory is as wide as its head.
 
     Args:
         name: Of `RULES`, of `BLOCKS`, or of both with a colon between. With `+conv`, what a mixer reads goes through a
             convolution of four tokens first, as q, k and v do in memories: for attention, which has none. With
-            `+degree-2`, a memory has polynomial features of keys and queries (ATLAS, Eq. 5).
+            `+4d`, a memory's hidden layer is four times as wide as its head, as in the papers; with `+degree-2`, keys
+            and queries have polynomial features (ATLAS, Eq. 5).
         vocabulary: Tokens there are.
         width: Of the model.
         head: Width of a head.
@@ -44,15 +45,20 @@ def task_model(
     Raises:
         ValueError: an unknown name, or heads that do not divide the width.
     """
-    name, *added = re.split(r"\+(?=conv$|degree-2$)", name)
+    name, *added = re.split(r"\+(?=(?:conv|4d|degree-2)(?:\+|$))", name)
     block, _, rule = name.rpartition(":")
     kind: dict[str, Any] = {"block": block, "rule": rule} if block else {"rule": name}
+    changes: dict[str, Any] = {}
     if not block and name not in RULES and name in BLOCKS:
         kind = {"block": name}
     if (known := BLOCKS.get(kind.get("block", "lmm"))) and known.window:
         kind["attention_window"] = window
+    if "4d" in added:
+        changes["network"] = {"expansion": 4}
     if "degree-2" in added:
-        kind["rule_options"] = {"features": {"kind": "Polynomial", "degree": 2}}
+        changes["features"] = {"kind": "Polynomial", "degree": 2}
+    if changes:
+        kind["rule_options"] = changes
     if head < 1 or width < 1 or width % head:
         raise ValueError(f"heads of {head} do not divide a width of {width}")
     config = AtlasConfig.preset(
