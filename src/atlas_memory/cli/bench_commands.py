@@ -25,7 +25,9 @@ Out = Annotated[
     typer.Option(help="Where the results are kept; the same command goes on there. Default bench/NAME.json."),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Processes of one thread each.")]
-Models = Annotated[str, typer.Option(help="Rules, blocks, BLOCK:RULE, RULE+4d, RULE+degree-2 or attention+conv, with commas.")]
+Models = Annotated[
+    str, typer.Option(help="Rules, blocks, BLOCK:RULE, RULE+4d, RULE+degree-2, attention+conv; with commas.")
+]
 Rates = Annotated[str, typer.Option(help="With commas between; the table takes the best of each row.")]
 
 
