@@ -182,8 +182,20 @@ def test_models_by_name(name: str, block: str) -> None:
     assert torch.allclose(one, two, atol=1e-5)
 
 
+def test_what_is_added_to_a_rule() -> None:
+    small, wide = (task_model(name, 32, 32, 16).config.memory_rule() for name in ("titans", "titans+4d"))
+    assert small.network.expansion == 1 and wide == small.vary(network={"expansion": 4})
+    plain, squared = (task_model(name, 32, 32, 16).config.memory_rule() for name in ("deltanet", "deltanet+degree-2"))
+    assert squared == plain.vary(features={"kind": "Polynomial", "degree": 2}) != plain
+
+
 def test_models_that_are_none() -> None:
-    for name, message in (("titan", "titan"), ("mag:titan", "titan"), ("attention+fast", "is unknown; choose")):
+    for name, message in (
+        ("titan", "titan"),
+        ("mag:titan", "titan"),
+        ("attention+fast", "is unknown; choose"),
+        ("deltanet+4d", "expansion"),
+    ):
         with pytest.raises(ValueError, match=message):
             task_model(name, 32, 32, 16)
     with pytest.raises(ValueError, match="do not divide"):

@@ -41,7 +41,7 @@ def run_suite(cell: Cell, settings: dict[str, Any], train: Sources, asked: Sourc
     train_on(model, tasks, settings["steps"], settings["tokens"], cell["learning_rate"], cell["seed"])
     found = {n: suite_task(suite, tokenizer, n, asked) for n in settings["lengths"]}
     shares = {f"{n:,} tokens": share_of_rows(model, task, settings["asked"], SEED) for n, task in found.items()}
-    if settings.get("strict"):
+    if settings["strict"]:
         for n in settings["lengths"]:
             items = suite.items(tokenizer, n, settings["asked"], SEED, asked)
             shares[f"{n:,} tokens, strict"] = strict_share(model, tokenizer, items, suite.max_new_tokens)

@@ -43,7 +43,8 @@ def task_model(
         options: Of `AtlasConfig`.
 
     Raises:
-        ValueError: an unknown name, or heads that do not divide the width.
+        ValueError: an unknown name, `+4d` of a memory without a hidden layer, `+degree-2` of a block without a memory,
+            or heads that do not divide the width.
     """
     name, *added = re.split(r"\+(?=(?:conv|4d|degree-2)(?:\+|$))", name)
     block, _, rule = name.rpartition(":")

@@ -229,8 +229,7 @@ def suite(
     )
     settings: dict[str, Any] = {"suite": name}
     settings |= {"trained": _numbers("trained", trained), "lengths": _numbers("lengths", lengths)}
-    settings |= {"width": width, "steps": steps, "data": _digest(sources.haystack)}
-    settings |= {"strict": True} if strict else {}
+    settings |= {"width": width, "steps": steps, "strict": strict, "data": _digest(sources.haystack)}
     study = suite_study(settings, train, asked)
     check_sources(study.settings, train, asked)
     _run(study, _cells(names, learning_rates, seeds), out, workers)
